@@ -1,0 +1,17 @@
+"""What goes wrong through a user's input, said in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave; its message says what is wrong, where, and what to do."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return `did you mean 'x'?` for the choice closest to `word`, or the list of choices."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(known)}."
