@@ -1,0 +1,198 @@
+"""The views of FedDure's released code: plain, labeled, weak and strong (Bai et al., 2024, section 4 and code).
+
+Drawing and applying are apart. `draw` takes all random numbers of n rows from one CPU generator, so that a loop,
+a batched cohort and a real network see the same views; `apply` is deterministic, runs on the device of the
+images, and treats every row alone: a slice of the rows with the same slice of the draws gives the same slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfmoon.augment import operations as ops
+from halfmoon.augment.normalize import Normalize
+from halfmoon.augment.pixelmaps import crop_map, move
+from halfmoon.errors import UserError
+
+Drawn = dict[str, Tensor]
+Shape = tuple[int, int, int]
+
+
+class View(Protocol):
+    """A recipe of views: hyper-parameters only, the random numbers are an argument."""
+
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+        """Draw for n rows of images (C, H, W): a dict of CPU tensors, every leaf (n, ...)."""
+        ...
+
+    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+        """Return the normalized view (n, C, H, W) of uint8 images (n, C, H, W), on their device."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The image as it is, normalized: nothing is drawn."""
+
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+        """Draw nothing: an empty dict."""
+        return {}
+
+    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+        """Return the normalized images (n, C, H, W)."""
+        return normalize(images)
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """Crop from black surroundings, mirror, normalize, then one box of zeros (FedDure's labeled view).
+
+    `pad` is in pixels (None: an eighth of the shorter side), `cutout` the side of the box (None: half of it;
+    0: no box). The box's centre is uniform, the box is clipped at the border. `flip=False` never mirrors.
+    """
+
+    flip: bool = True
+    pad: int | None = None
+    cutout: int | None = None
+
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+        """Draw flip, top, left (n,) and the box's centre (n, 2) in pixels; raises UserError for a bad pad."""
+        drawn = _draw_crop(n, shape, self.flip, self.pad, generator)
+        drawn["centre"] = torch.stack(
+            [torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1
+        )
+        return drawn
+
+    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+        """Return the normalized view (n, C, H, W)."""
+        drawn = _moved(drawn, images.device)
+        floats = normalize(_cropped(images, drawn, self.pad, reflect=False))
+        half = _half_side(self.cutout, images.shape) // 2
+        start = drawn["centre"] - half
+        return floats.masked_fill_(_box(start, start + 2 * half, images.shape), 0.0)
+
+
+@dataclass(frozen=True)
+class Weak:
+    """Mirror with probability one half, crop from the reflected image, normalize (FedDure's T_w).
+
+    `pad` is in pixels (None: an eighth of the shorter side); `flip=False` never mirrors, for images such as
+    digits whose mirror image is another class.
+    """
+
+    flip: bool = True
+    pad: int | None = None
+
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+        """Draw flip, top, left (n,); raises UserError for a bad pad."""
+        return _draw_crop(n, shape, self.flip, self.pad, generator)
+
+    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+        """Return the normalized view (n, C, H, W)."""
+        return normalize(_cropped(images, _moved(drawn, images.device), self.pad, reflect=True))
+
+
+@dataclass(frozen=True)
+class Strong:
+    """The weak view's mirror and crop, `operations` random operations, a grey box, normalize (FedDure's T_s).
+
+    RandAugmentMC of the released code: each operation is one of 14, drawn with replacement and skipped with
+    probability one half, its magnitude a uniform integer from 1 to `magnitude` - 1 (of 10); then a box of grey
+    127 always, `cutout` + 1 pixels a side (None: half the shorter side, plus 1; 0: no box). On gray images Color is
+    the identity. The uint8 pixels equal Pillow's. Raises UserError for a magnitude outside 2 to 11.
+    """
+
+    flip: bool = True
+    pad: int | None = None
+    operations: int = 2
+    magnitude: int = 10
+    cutout: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.magnitude <= ops.MAGNITUDES:
+            raise UserError(f"Strong.magnitude is {self.magnitude}: choose 2 to {ops.MAGNITUDES}.")
+        if self.operations < 0:
+            raise UserError(f"Strong.operations is {self.operations}: choose 0 or more.")
+
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+        """Draw flip, top, left (n,); operation, level, negative (n, operations); corner (n, 2) of the box.
+
+        `operation` numbers the names in `operations.NAMES`, `level` is the magnitude 1 to 10, `negative` takes the
+        other direction of the geometric operations. Raises UserError for a bad pad.
+        """
+        drawn = _draw_crop(n, shape, self.flip, self.pad, generator)
+        slots = (n, self.operations)
+        kind = torch.randint(len(ops.NAMES), slots, generator=generator)
+        skipped = torch.rand(slots, generator=generator) < 0.5
+        drawn["operation"] = kind.masked_fill_(skipped, ops.IDENTITY)
+        drawn["level"] = torch.randint(1, self.magnitude, slots, generator=generator)
+        drawn["negative"] = torch.rand(slots, generator=generator) < 0.5
+        # The released code clips the corner before it adds the side: a box never loses pixels at the top or left.
+        side = _half_side(self.cutout, (n, *shape))
+        centre = torch.rand((n, 2), generator=generator) * torch.tensor(shape[1:])
+        drawn["corner"] = (centre - side / 2).clamp_min_(0).long()
+        return drawn
+
+    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+        """Return the normalized view (n, C, H, W)."""
+        return normalize(self.pixels(images, drawn))
+
+    def pixels(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Return the view before normalization, uint8 (n, C, H, W)."""
+        placed = _moved(drawn, images.device)
+        views = _cropped(images, placed, self.pad, reflect=True)
+        for slot in range(self.operations):
+            views = ops.operate(
+                views, drawn["operation"][:, slot], drawn["level"][:, slot], drawn["negative"][:, slot]
+            )
+        side = _half_side(self.cutout, images.shape)
+        if side == 0:
+            return views
+        corner = placed["corner"]
+        return views.masked_fill(_box(corner, corner + side + 1, images.shape), 127)
+
+
+def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Drawn:
+    pad = _pad(pad, (n, *shape))
+    return {
+        # Drawn even where it is not used, so that `flip` changes no other draw.
+        "flip": (torch.rand(n, generator=generator) < 0.5) & flip,
+        "top": torch.randint(2 * pad + 1, (n,), generator=generator),
+        "left": torch.randint(2 * pad + 1, (n,), generator=generator),
+    }
+
+
+def _cropped(images: Tensor, drawn: Drawn, pad: int | None, reflect: bool) -> Tensor:
+    size = (images.shape[2], images.shape[3])
+    pixels = _pad(pad, images.shape)
+    return move(images, crop_map(drawn["top"], drawn["left"], drawn["flip"], pixels, size, reflect))
+
+
+def _moved(drawn: Drawn, device: torch.device) -> Drawn:
+    return {name: leaf.to(device) for name, leaf in drawn.items()}
+
+
+def _pad(pad: int | None, shape: tuple[int, ...]) -> int:
+    side = min(shape[2:])
+    if pad is None:
+        return side // 8
+    if not 0 <= pad < side:
+        raise UserError(f"a view's pad is {pad} on images of {shape[2]}x{shape[3]}: choose 0 to {side - 1}.")
+    return pad
+
+
+def _half_side(cutout: int | None, shape: tuple[int, ...]) -> int:
+    return min(shape[2:]) // 2 if cutout is None else cutout
+
+
+def _box(start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the mask (n, 1, H, W) of the boxes from start (n, 2) to before stop (n, 2), rows then columns."""
+    y = torch.arange(shape[2], device=start.device)
+    x = torch.arange(shape[3], device=start.device)
+    rows = (y >= start[:, :1]) & (y < stop[:, :1])
+    columns = (x >= start[:, 1:]) & (x < stop[:, 1:])
+    return (rows[:, :, None] & columns[:, None, :])[:, None]
