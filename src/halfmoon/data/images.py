@@ -1,0 +1,141 @@
+"""What a data set is once it is in memory: uint8 images, integer labels, class names, pixel statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from halfmoon.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Hold `images` uint8 (N, H, W, C), C = 1 or 3, and `labels` int64 (N,); raise UserError for anything else."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __post_init__(self) -> None:
+        shape, dtype = self.images.shape, self.images.dtype
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3):
+            raise UserError(
+                f"images must be uint8 (N, H, W, 1 or 3), but are {dtype} {shape}; convert them first."
+            )
+        if self.labels.dtype != np.int64 or self.labels.shape != shape[:1]:
+            raise UserError(
+                f"labels must be int64 ({shape[0]},), one for each image, "
+                f"but are {self.labels.dtype} {self.labels.shape}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Hold a data set: `train` and `test`, class names, and what its pixels and classes are like.
+
+    `mirror` says whether a mirrored image is still of its class (False for digits); `mean` and `std` are one
+    number a channel, of the training pixels in 0..1. Raise UserError where train, test and classes disagree.
+    """
+
+    name: str
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+    mirror: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for word, part in (("train", self.train), ("test", self.test)):
+            if not len(part):
+                raise UserError(f"{self.name}: the {word} part has no images.")
+            low, high = int(part.labels.min()), int(part.labels.max())
+            if low < 0 or high >= len(self.classes):
+                row = int(np.flatnonzero((part.labels < 0) | (part.labels >= len(self.classes)))[0])
+                raise UserError(
+                    f"{self.name}: row {row} of {word} has label {int(part.labels[row])}, "
+                    f"but the {len(self.classes)} classes are numbered 0 to {len(self.classes) - 1}."
+                )
+        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+            raise UserError(
+                f"{self.name}: train images are {_size(self.train)}, test images {_size(self.test)}; "
+                "both need one size and one number of channels."
+            )
+
+
+def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and (population) standard deviation of each channel of uint8 (N, H, W, C), in 0..1.
+
+    They come from a histogram of the 256 values, so they are exact and do not depend on the order of rows.
+    """
+    values = np.arange(256) / 255.0
+    means, deviations = [], []
+    for channel in range(images.shape[3]):
+        weight = np.bincount(images[..., channel].reshape(-1), minlength=256) / images[..., channel].size
+        mean = float(weight @ values)
+        means.append(mean)
+        deviations.append(float(np.sqrt(weight @ (values - mean) ** 2)))
+    return tuple(means), tuple(deviations)
+
+
+def pad_to(images: np.ndarray, size: int) -> np.ndarray:
+    """Return (N, H, W, C) centered in (N, size, size, C): zeros around it, never resampled, channels kept.
+
+    An odd difference puts the extra row below and the extra column to the right. Raise UserError where an
+    image is larger than `size`.
+    """
+    _, height, width, _ = images.shape
+    if height > size or width > size:
+        raise UserError(f"images of {width}x{height} do not fit into {size}x{size}; shrink them first.")
+    top, left = (size - height) // 2, (size - width) // 2
+    return np.pad(images, ((0, 0), (top, size - height - top), (left, size - width - left), (0, 0)))
+
+
+def fit(source: Source, size: int) -> Source:
+    """Return the source with every image padded by `pad_to` to `size`; mean and std stay those of the unpadded pixels."""
+    return replace(
+        source,
+        train=Images(pad_to(source.train.images, size), source.train.labels),
+        test=Images(pad_to(source.test.images, size), source.test.labels),
+    )
+
+
+def pool(images: np.ndarray, factor: int) -> np.ndarray:
+    """Return uint8 (N, H, W, C) averaged over factor x factor blocks, rounded to the nearest value (half goes up)."""
+    count, height, width, channels = images.shape
+    blocks = images.reshape(count, height // factor, factor, width // factor, factor, channels)
+    area = factor * factor
+    # Whole numbers only: the same bytes on every machine.
+    total = blocks.sum(axis=(2, 4), dtype=np.uint32)
+    return ((2 * total + area) // (2 * area)).astype(np.uint8)
+
+
+def shrink(source: Source, factor: int) -> Source:
+    """Return the source at 1/factor of its height and width, by average pooling; mean and std are computed anew.
+
+    A factor of 2 turns 32x32 into 16x16. Raise UserError where `factor` does not divide height and width.
+    """
+    _, height, width, _ = source.train.images.shape
+    if factor < 1 or height % factor or width % factor:
+        raise UserError(
+            f"{source.name}: {factor} does not divide images of {width}x{height}; choose a factor that divides both."
+        )
+    if factor == 1:
+        return source
+    train = pool(source.train.images, factor)
+    mean, std = statistics(train)
+    return replace(
+        source,
+        train=Images(train, source.train.labels),
+        test=Images(pool(source.test.images, factor), source.test.labels),
+        mean=mean,
+        std=std,
+    )
+
+
+def _size(part: Images) -> str:
+    _, height, width, channels = part.images.shape
+    return f"{width}x{height} with {channels} channel{'s' if channels > 1 else ''}"

@@ -1,0 +1,123 @@
+"""Parquet files with encoded images, as Hugging Face writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from halfmoon.data.decode import stack
+from halfmoon.data.images import Images
+from halfmoon.errors import UserError
+
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels", "fine_label")
+
+
+def shards(folder: Path, part: str) -> list[Path]:
+    """Return the files part*.parquet of `folder` (or of its subfolder data) by name; raise UserError if one of n is missing."""
+    found = sorted(folder.glob(f"{part}*.parquet")) or sorted(folder.glob(f"data/{part}*.parquet"))
+    for path in found:
+        numbered = re.search(r"-(\d+)-of-(\d+)\.parquet$", path.name)
+        if numbered and len(found) != int(numbered[2]):
+            raise UserError(
+                f"{path.parent}: {path.name} is one of {int(numbered[2])} files, but {len(found)} "
+                f"{'is' if len(found) == 1 else 'are'} there; fetch the missing ones."
+            )
+    return found
+
+
+def read_parquet(paths: Sequence[Path]) -> tuple[Images, tuple[str, ...] | None]:
+    """Return the images of the files in order, and the class names where the files carry them (else None).
+
+    The image column is `image` or `img` (a struct with `bytes`, or plain binary), the label column `label`,
+    `labels` or `fine_label` (integers). Raise UserError, with file and row, for anything that cannot be read.
+    """
+    opened = [(path, _open(path)) for path in paths]
+    labels = np.concatenate([_labels(path, file) for path, file in opened])
+    if not len(labels):
+        raise UserError(f"{paths[0]}: there are no rows in it.")
+    encoded = (item for path, file in opened for item in _encoded(path, file))
+    path, file = opened[0]
+    return Images(stack(encoded, len(labels)), labels), _names(
+        file, column(path, file.schema_arrow.names, LABEL_COLUMNS)
+    )
+
+
+def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
+    """Return the first wanted column that is there; raise UserError with the columns that are."""
+    for name in wanted:
+        if name in names:
+            return name
+    raise UserError(
+        f"{place}: there is no column {' or '.join(wanted)}; it has {', '.join(names) or 'no columns'}. Rename one."
+    )
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({error}); fetch it again.") from error
+
+
+def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
+    schema = file.schema_arrow
+    name = column(path, schema.names, LABEL_COLUMNS)
+    if not pa.types.is_integer(schema.field(name).type):
+        raise UserError(
+            f"{path}: column {name} holds {schema.field(name).type}, but labels must be whole numbers 0, 1, 2 ...; "
+            "number the classes first."
+        )
+    try:
+        values = file.read(columns=[name]).column(name)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: column {name} cannot be read ({error}); fetch the file again.") from error
+    if values.null_count:
+        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise UserError(f"{path}, row {row}: the label is missing; every row of a data set needs one.")
+    labels = values.to_numpy().astype(np.int64)
+    if len(labels) and labels.min() < 0:
+        row = int(np.flatnonzero(labels < 0)[0])
+        raise UserError(f"{path}, row {row}: label {labels[row]} is negative; labels are numbered from 0.")
+    return labels
+
+
+def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
+    schema = file.schema_arrow
+    name = column(path, schema.names, IMAGE_COLUMNS)
+    kind = schema.field(name).type
+    inside = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+    if not inside and not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise UserError(
+            f"{path}: column {name} holds {kind}, but images must be encoded bytes "
+            "(binary, or a struct with a field bytes)."
+        )
+    row = 0
+    try:
+        for batch in file.iter_batches(batch_size=1024, columns=[name]):
+            values = batch.column(0)
+            for value in (values.field("bytes") if inside else values).to_pylist():
+                if value is None:
+                    raise UserError(
+                        f"{path}, row {row}: the image has no bytes; store the image itself, not a path."
+                    )
+                yield value, f"{path}, row {row}"
+                row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: unreadable after row {row} ({error}); fetch the file again.") from error
+
+
+def _names(file: pq.ParquetFile, label: str) -> tuple[str, ...] | None:
+    # Hugging Face keeps class names in the schema's metadata; other writers have none.
+    try:
+        features = json.loads((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
+        names = features[label]["names"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return tuple(str(name) for name in names)

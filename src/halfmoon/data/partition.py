@@ -1,0 +1,99 @@
+"""Who holds which rows: the drawing of parts, and the split that comes out.
+
+The rules are those of FedMatch and FedDure (AAAI 2024), the Dirichlet routine that of Hsu et al. 2019 with the
+cap and the smallest size that FL benchmarks add. All draws come from named streams, so one seed gives one split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from halfmoon.errors import UserError
+
+
+def stream(seed: int, *path: str) -> np.random.Generator:
+    """Return the PCG64 generator of a seed and a path of words; other words give an independent stream."""
+    digest = hashlib.sha256("\0".join((str(seed), *path)).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
+
+
+def apportion(weights: np.ndarray, total: int) -> np.ndarray:
+    """Return whole numbers proportional to `weights` that add up to `total`, largest remainders first (Hamilton)."""
+    exact = weights * total
+    parts = exact // weights.sum()
+    order = np.argsort(-(exact % weights.sum()), kind="stable")
+    parts[order[: total - int(parts.sum())]] += 1
+    return parts
+
+
+def take_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Return which rows are labeled, bool (N,): the first counts[c] rows of a permutation inside each class c."""
+    chosen = np.zeros(len(labels), bool)
+    for label, count in enumerate(counts):
+        chosen[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
+    return chosen
+
+
+def deal(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndarray:
+    """Return the client of each row, int64 (N,), dealt like cards: classes in turn, shuffled inside.
+
+    Any two clients differ by at most one row in every class, and by at most one row in all.
+    """
+    order = np.concatenate([draw.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)])
+    holder = np.empty(len(labels), np.int64)
+    holder[order] = draw.permutation(clients)[np.arange(len(labels)) % clients]
+    return holder
+
+
+def spread(
+    labels: np.ndarray,
+    clients: int,
+    gamma: float,
+    draw: np.random.Generator,
+    *,
+    min_size: int,
+    cap: bool = True,
+    tries: int = 100,
+    what: str = "rows",
+) -> np.ndarray:
+    """Return the client of each row, int64 (N,), with class shares drawn from Dirichlet(gamma) over the clients.
+
+    For each class: shares p ~ Dir(gamma); with `cap`, clients that already hold N / clients rows get no more;
+    p is normalised, and the class is cut at floor(cumsum(p) * rows), the last client taking the remainder.
+    Everything is drawn again while the smallest client has fewer than `min_size` rows, at most `tries` times;
+    then UserError is raised with the best minimum found. `what` names the rows in that message.
+    """
+    best = -1
+    for _ in range(tries):
+        holder = _spread_once(labels, clients, gamma, draw, cap)
+        smallest = int(np.bincount(holder, minlength=clients).min())
+        if smallest >= min_size:
+            return holder
+        best = max(best, smallest)
+    raise UserError(
+        f"in {tries} draws no split with gamma {gamma:g} gave each of {clients} clients {min_size} {what}; the best "
+        f"minimum was {best}. Raise gamma, or set min_size to {best} or less."
+    )
+
+
+def _spread_once(
+    labels: np.ndarray, clients: int, gamma: float, draw: np.random.Generator, cap: bool
+) -> np.ndarray:
+    holder = np.empty(len(labels), np.int64)
+    sizes = np.zeros(clients, np.int64)
+    for label in np.unique(labels):
+        rows = draw.permutation(np.flatnonzero(labels == label))
+        shares = draw.dirichlet(np.full(clients, gamma))
+        # Compared in whole numbers: size >= N / clients. Some client is always below while rows are left.
+        open_ = sizes * clients < len(labels) if cap else np.ones(clients, bool)
+        shares = np.where(open_, shares, 0.0)
+        total = shares.sum()
+        # A small gamma can leave nothing to those still below the cap: they then share evenly.
+        shares = shares / total if total > 0 else open_ / open_.sum()
+        cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
+        counts = np.diff(np.concatenate(([0], np.minimum(cuts, len(rows)), [len(rows)])))
+        holder[rows] = np.repeat(np.arange(clients), counts)
+        sizes += counts
+    return holder
