@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.augment import operations as ops
+from halfmoon.augment import tables
+from halfmoon.augment.operations import operate_
 from halfmoon.augment.normalize import Normalize
 from halfmoon.augment.pixelmaps import crop_map, move
 from halfmoon.errors import UserError
@@ -113,22 +114,22 @@ class Strong:
     cutout: int | None = None
 
     def __post_init__(self) -> None:
-        if not 2 <= self.magnitude <= ops.MAGNITUDES:
-            raise UserError(f"Strong.magnitude is {self.magnitude}: choose 2 to {ops.MAGNITUDES}.")
+        if not 2 <= self.magnitude <= tables.LEVELS:
+            raise UserError(f"Strong.magnitude is {self.magnitude}: choose 2 to {tables.LEVELS}.")
         if self.operations < 0:
             raise UserError(f"Strong.operations is {self.operations}: choose 0 or more.")
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
         """Draw flip, top, left (n,); operation, level, negative (n, operations); corner (n, 2) of the box.
 
-        `operation` numbers the names in `operations.NAMES`, `level` is the magnitude 1 to 10, `negative` takes the
+        `operation` numbers the names in `tables.NAMES`, `level` is the magnitude 1 to 10, `negative` takes the
         other direction of the geometric operations. Raises UserError for a bad pad.
         """
         drawn = _draw_crop(n, shape, self.flip, self.pad, generator)
         slots = (n, self.operations)
-        kind = torch.randint(len(ops.NAMES), slots, generator=generator)
+        kind = torch.randint(len(tables.NAMES), slots, generator=generator)
         skipped = torch.rand(slots, generator=generator) < 0.5
-        drawn["operation"] = kind.masked_fill_(skipped, ops.IDENTITY)
+        drawn["operation"] = kind.masked_fill_(skipped, tables.IDENTITY)
         drawn["level"] = torch.randint(1, self.magnitude, slots, generator=generator)
         drawn["negative"] = torch.rand(slots, generator=generator) < 0.5
         # The released code clips the corner before it adds the side: a box never loses pixels at the top or left.
@@ -146,7 +147,7 @@ class Strong:
         placed = _moved(drawn, images.device)
         views = _cropped(images, placed, self.pad, reflect=True)
         for slot in range(self.operations):
-            views = ops.operate(
+            views = operate_(
                 views, drawn["operation"][:, slot], drawn["level"][:, slot], drawn["negative"][:, slot]
             )
         side = _half_side(self.cutout, images.shape)
