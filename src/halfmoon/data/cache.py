@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from halfmoon.data.files import replacing
 from halfmoon.data.images import Images
 from halfmoon.errors import UserError
 
@@ -36,7 +35,10 @@ def keep(folder: Path | None, files: Sequence[Path], read: Callable[[], Decoded]
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         images, names = read()
     try:
-        _write(path, images, names)
+        with replacing(path) as file:
+            np.savez(
+                file, images=images.images, labels=images.labels, names=np.array(names or (), dtype=np.str_)
+            )
     except OSError as error:
         raise UserError(
             f"{folder}: decoded images cannot be kept there ({error}); choose another folder."
@@ -51,20 +53,3 @@ def key(files: Sequence[Path]) -> str:
         facts = path.stat()
         digest.update(f"\0{path.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
-
-
-def _write(path: Path, images: Images, names: tuple[str, ...] | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and renamed: a reader sees the whole file or none.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(
-                file, images=images.images, labels=images.labels, names=np.array(names or (), dtype=np.str_)
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

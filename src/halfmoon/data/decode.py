@@ -1,4 +1,4 @@
-"""Encoded image files (PNG, JPEG, WebP ...) into one uint8 array, with errors that name the file and the row."""
+"""Encoded image files (PNG, JPEG, WebP ...) into one uint8 array; errors name file and row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODES = ("L", "RGB")
 
 
 def decode(data: bytes, place: str) -> np.ndarray:
-    """Return one encoded image as uint8 (H, W, 1) for gray or (H, W, 3) for RGB, upright as its EXIF tag says.
+    """Return one encoded image, uint8 (H, W, 1) for gray or (H, W, 3) for RGB, turned as its EXIF tag says.
 
     `place` names the file (and row) in messages. Raise UserError for bytes that are no image or are cut off,
     for a mode other than L and RGB, and for an image so large that Pillow takes it for a decompression bomb.

@@ -17,7 +17,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 def read_folders(folder: Path, test: str, cache: Path | None) -> tuple[Images, Images, tuple[str, ...]]:
     """Return train and test images and the class names, sorted, of a folder of class folders.
 
-    Raise UserError where a part or a class is missing or empty, where train and test have different classes, or
+    Raise UserError where a part or a class is missing or empty, where train and test differ in classes, or
     where an image cannot be read.
     """
     train, held = _classes(folder / "train"), _classes(folder / test)
@@ -25,7 +25,8 @@ def read_folders(folder: Path, test: str, cache: Path | None) -> tuple[Images, I
     if differing:
         here, there = ("train", test) if differing[0] in train else (test, "train")
         raise UserError(
-            f"{folder}: class folder {differing[0]} is in {here} but not in {there}; both need the same classes."
+            f"{folder}: class folder {differing[0]} is in {here} but not in {there}; "
+            "both need the same classes."
         )
     return _images(train, cache), _images(held, cache), tuple(train)
 

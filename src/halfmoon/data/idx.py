@@ -17,16 +17,8 @@ from halfmoon.data.images import Images
 from halfmoon.errors import UserError
 
 
-def find(folder: Path, stem: str) -> Path | None:
-    """Return the file `stem` or `stem`.gz in `folder`, or None."""
-    for name in (f"{stem}.gz", stem):
-        if (folder / name).is_file():
-            return folder / name
-    return None
-
-
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Return the uint8 array of an idx file with that many axes; raise UserError where the file is damaged."""
+    """Return the uint8 array of an idx file with that many axes; raise UserError where it is damaged."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
@@ -35,8 +27,8 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     magic = bytes((0, 0, 8, axes))
     if len(data) < head or data[:4] != magic:
         raise UserError(
-            f"{path}: not an idx file of bytes with {axes} axes (it starts with {data[:4].hex() or 'nothing'}, "
-            f"not {magic.hex()}); download it again."
+            f"{path}: not an idx file of bytes with {axes} axes (it starts with "
+            f"{data[:4].hex() or 'nothing'}, not {magic.hex()}); download it again."
         )
     shape = struct.unpack(f">{axes}I", data[4:head])
     # Python numbers do not overflow, whatever the header claims.
@@ -52,19 +44,28 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
 
 def read_pair(folder: Path, prefix: str) -> Images:
-    """Return the images and labels of `prefix` (train or t10k) in `folder`; raise UserError for missing or damaged files."""
-    paths = [find(folder, f"{prefix}-{stem}") for stem in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-    for path, stem in zip(paths, ("images-idx3-ubyte", "labels-idx1-ubyte"), strict=True):
-        if path is None:
-            raise UserError(
-                f"{folder}: {prefix}-{stem}.gz is missing; the set needs its four official idx files."
-            )
-    images_path, labels_path = paths
-    assert images_path is not None and labels_path is not None
+    """Return images and labels of `prefix` (train or t10k); raise UserError for missing or damaged files."""
+    images_path = find(folder, f"{prefix}-images-idx3-ubyte")
+    labels_path = find(folder, f"{prefix}-labels-idx1-ubyte")
     images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
     if len(images) != len(labels):
         raise UserError(
             f"{labels_path}: it has {len(labels)} labels, but {images_path.name} has {len(images)} images; "
             "download both again."
         )
-    return Images(images[..., None], labels.astype(np.int64))
+    if not images.size:
+        raise UserError(f"{images_path}: there are no images in it; download it again.")
+    return Images(np.ascontiguousarray(images)[..., None], labels.astype(np.int64))
+
+
+def is_here(folder: Path) -> bool:
+    """Return whether the folder looks like an idx set: it has the images or the labels of train."""
+    return any(folder.glob("train-*-idx?-ubyte*"))
+
+
+def find(folder: Path, stem: str) -> Path:
+    """Return the file `stem`.gz or `stem` in `folder`; raise UserError where neither is there."""
+    for name in (f"{stem}.gz", stem):
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"{folder}: {stem}.gz is missing; the set needs its four official idx files.")

@@ -11,7 +11,7 @@ from halfmoon.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Hold `images` uint8 (N, H, W, C), C = 1 or 3, and `labels` int64 (N,); raise UserError for anything else."""
+    """Hold `images` uint8 (N, H, W, C), C = 1 or 3, and `labels` int64 (N,); raise UserError otherwise."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -95,7 +95,7 @@ def pad_to(images: np.ndarray, size: int) -> np.ndarray:
 
 
 def fit(source: Source, size: int) -> Source:
-    """Return the source with every image padded by `pad_to` to `size`; mean and std stay those of the unpadded pixels."""
+    """Return the source with images padded by `pad_to`; mean and std stay those of the unpadded pixels."""
     return replace(
         source,
         train=Images(pad_to(source.train.images, size), source.train.labels),
@@ -104,7 +104,7 @@ def fit(source: Source, size: int) -> Source:
 
 
 def pool(images: np.ndarray, factor: int) -> np.ndarray:
-    """Return uint8 (N, H, W, C) averaged over factor x factor blocks, rounded to the nearest value (half goes up)."""
+    """Return uint8 (N, H, W, C) averaged over factor x factor blocks, rounded to nearest (a half goes up)."""
     count, height, width, channels = images.shape
     blocks = images.reshape(count, height // factor, factor, width // factor, factor, channels)
     area = factor * factor
@@ -114,14 +114,15 @@ def pool(images: np.ndarray, factor: int) -> np.ndarray:
 
 
 def shrink(source: Source, factor: int) -> Source:
-    """Return the source at 1/factor of its height and width, by average pooling; mean and std are computed anew.
+    """Return the source at 1/factor of its height and width by average pooling, mean and std computed anew.
 
     A factor of 2 turns 32x32 into 16x16. Raise UserError where `factor` does not divide height and width.
     """
     _, height, width, _ = source.train.images.shape
     if factor < 1 or height % factor or width % factor:
         raise UserError(
-            f"{source.name}: {factor} does not divide images of {width}x{height}; choose a factor that divides both."
+            f"{source.name}: {factor} does not divide images of {width}x{height}; "
+            "choose a factor that divides both."
         )
     if factor == 1:
         return source

@@ -20,8 +20,9 @@ LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 
 def shards(folder: Path, part: str) -> list[Path]:
-    """Return the files part*.parquet of `folder` (or of its subfolder data) by name; raise UserError if one of n is missing."""
-    found = sorted(folder.glob(f"{part}*.parquet")) or sorted(folder.glob(f"data/{part}*.parquet"))
+    """Return the files part*.parquet of a folder, as of the hub too; raise UserError if one of n is missing."""
+    inside = (folder, *(folder / name for name in ("data", "plain_text", "default", folder.name)))
+    found = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
     for path in found:
         numbered = re.search(r"-(\d+)-of-(\d+)\.parquet$", path.name)
         if numbered and len(found) != int(numbered[2]):
@@ -55,7 +56,8 @@ def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
         if name in names:
             return name
     raise UserError(
-        f"{place}: there is no column {' or '.join(wanted)}; it has {', '.join(names) or 'no columns'}. Rename one."
+        f"{place}: there is no column {' or '.join(wanted)}; it has "
+        f"{', '.join(names) or 'no columns'}. Rename one."
     )
 
 
@@ -71,8 +73,8 @@ def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
     name = column(path, schema.names, LABEL_COLUMNS)
     if not pa.types.is_integer(schema.field(name).type):
         raise UserError(
-            f"{path}: column {name} holds {schema.field(name).type}, but labels must be whole numbers 0, 1, 2 ...; "
-            "number the classes first."
+            f"{path}: column {name} holds {schema.field(name).type}, but labels must be whole numbers "
+            "0, 1, 2 ...; number the classes first."
         )
     try:
         values = file.read(columns=[name]).column(name)

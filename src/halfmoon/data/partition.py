@@ -1,7 +1,8 @@
-"""Who holds which rows: the drawing of parts, and the split that comes out.
+"""How rows are dealt or spread among clients.
 
-The rules are those of FedMatch and FedDure (AAAI 2024), the Dirichlet routine that of Hsu et al. 2019 with the
-cap and the smallest size that FL benchmarks add. All draws come from named streams, so one seed gives one split.
+The rules are those of FedMatch and FedDure (AAAI 2024); a Dirichlet over clients for each class goes back to
+Yurochkin et al. 2019, as do its cap and smallest size. Every draw comes from an explicit generator, so one seed
+gives one split.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def stream(seed: int, *path: str) -> np.random.Generator:
 
 
 def apportion(weights: np.ndarray, total: int) -> np.ndarray:
-    """Return whole numbers proportional to `weights` that add up to `total`, largest remainders first (Hamilton)."""
+    """Return whole numbers proportional to `weights` that add up to `total` (largest remainders)."""
     exact = weights * total
     parts = exact // weights.sum()
     order = np.argsort(-(exact % weights.sum()), kind="stable")
@@ -29,7 +30,7 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
 
 
 def take_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return which rows are labeled, bool (N,): the first counts[c] rows of a permutation inside each class c."""
+    """Return which rows are labeled, bool (N,): the first counts[c] of a permutation inside each class c."""
     chosen = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
         chosen[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
@@ -58,7 +59,7 @@ def spread(
     tries: int = 100,
     what: str = "rows",
 ) -> np.ndarray:
-    """Return the client of each row, int64 (N,), with class shares drawn from Dirichlet(gamma) over the clients.
+    """Return the client of each row, int64 (N,), each class shared out by Dirichlet(gamma) over clients.
 
     For each class: shares p ~ Dir(gamma); with `cap`, clients that already hold N / clients rows get no more;
     p is normalised, and the class is cut at floor(cumsum(p) * rows), the last client taking the remainder.
@@ -73,8 +74,8 @@ def spread(
             return holder
         best = max(best, smallest)
     raise UserError(
-        f"in {tries} draws no split with gamma {gamma:g} gave each of {clients} clients {min_size} {what}; the best "
-        f"minimum was {best}. Raise gamma, or set min_size to {best} or less."
+        f"in {tries} draws no split with gamma {gamma:g} gave each of {clients} clients {min_size} {what}; "
+        f"the best minimum was {best}. Raise gamma, or set min_size to {best} or less."
     )
 
 

@@ -23,9 +23,9 @@ class Scenario:
     setting: how the labeled and the unlabeled rows lie among clients: evenly (iid) or by Dirichlet (dir)
     clients: how many clients there are
     gamma: the Dirichlet's concentration; smaller is more uneven
-    labels_per_class: labeled images per class and client on average; the pool is clients times as many per class
+    labels_per_class: labeled images of each class, per client on average; the pool is `clients` times as many
     label_ratio: instead of labels_per_class, the share of each class that is labeled, in (0, 1]
-    min_size: fewest rows of each kind at a client in a Dirichlet part; None: half the mean, at least 1, at most 10
+    min_size: fewest rows a client may have in a Dirichlet part; None: half the mean, at least 1, at most 10
     cap: whether a client that holds its even share gets no further class in a Dirichlet part
     seed: of the split alone, apart from the seed of training
     tries: how often a Dirichlet part is drawn before giving up on min_size
@@ -52,10 +52,10 @@ class Scenario:
     def split(self, labels: np.ndarray, classes: int | Sequence[str], source: str = "") -> Split:
         """Return the split of rows with these true labels, int (N,), in 0..classes-1.
 
-        `classes` is their number or their names (for messages), `source` the data set's name, kept in the split.
-        The labeled pool is the first rows of a permutation inside each class; labeled and unlabeled rows are
-        disjoint and drawn from independent streams, every row has one client. Raise UserError where the request
-        cannot be met.
+        `classes` is their number or their names (for messages), `source` the data set's name, kept in the
+        split. The labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled
+        rows are disjoint and drawn from independent streams; every row has one client. Raise UserError where
+        the request cannot be met.
         """
         names = [str(c) for c in range(classes)] if isinstance(classes, int) else list(classes)
         labeled = take_labeled(labels, _pool(self, labels, names), stream(self.seed, "split", "pool"))
@@ -89,41 +89,66 @@ def _check(scenario: Scenario) -> None:
 
 def _pool(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return how many rows of each class are labeled, int64 (classes,)."""
-    if scenario.clients > len(labels):
+    clients = scenario.clients
+    if clients > len(labels):
+        raise UserError(f"{clients} clients cannot share {len(labels)} images; ask for fewer clients.")
+    if labels.min() < 0 or labels.max() >= len(names):
         raise UserError(
-            f"{scenario.clients} clients cannot share {len(labels)} images; ask for fewer clients."
+            f"labels run from {labels.min()} to {labels.max()}, but {len(names)} classes are numbered "
+            f"0 to {len(names) - 1}; give all classes."
         )
     held = np.bincount(labels, minlength=len(names))
-    if scenario.label_ratio is not None:
-        return np.floor(held * scenario.label_ratio + 0.5).astype(np.int64)
-    assert scenario.labels_per_class is not None
-    wanted = math.floor(scenario.clients * scenario.labels_per_class + 0.5)
-    if wanted > held.min():
-        short = int(held.argmin())
+    short = int(held.argmin())
+    if not held[short]:
+        raise UserError(f"class {names[short]} has no image; leave it out or add images.")
+    if scenario.labels_per_class is None:
+        assert scenario.label_ratio is not None
+        pool = np.floor(held * scenario.label_ratio + 0.5).astype(np.int64)
+        asked = f"label_ratio {scenario.label_ratio:g}"
+    else:
+        asked = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
+        wanted = math.floor(clients * scenario.labels_per_class + 0.5)
+        if wanted > held[short]:
+            raise UserError(
+                f"{asked} needs {wanted} labeled images of class {names[short]}, which has {held[short]}; "
+                f"set labels_per_class to {_decimal(held[short] / clients)} or less, or clients to "
+                f"{math.floor(held[short] / scenario.labels_per_class)} or less."
+            )
+        pool = np.full(len(names), wanted, np.int64)
+    if not pool.min():
         raise UserError(
-            f"{scenario.labels_per_class:g} labels per class for {scenario.clients} clients need {wanted} images of "
-            f"class {names[short]}, which has {held[short]}; labels_per_class can be at most "
-            f"{held[short] / scenario.clients:g} here, or clients at most "
-            f"{math.floor(held[short] / scenario.labels_per_class)}."
+            f"{asked} leaves class {names[int(pool.argmin())]} without a label; ask for more labels."
         )
-    return np.full(len(names), wanted, np.int64)
+    return pool
 
 
 def _part(scenario: Scenario, rule: str, labels: np.ndarray, what: str) -> np.ndarray:
     """Return the client of each row of one pool."""
     clients = scenario.clients
     min_size = scenario.min_size
-    if min_size is None:
+    if rule == "iid":
+        min_size = 1
+    elif min_size is None:
         min_size = max(1, min(10, len(labels) // (2 * clients)))
     if min_size * clients > len(labels):
         raise UserError(
-            f"{clients} clients with at least {min_size} {what} images each need {min_size * clients}, but there are "
-            f"{len(labels)}; ask for fewer clients, a smaller min_size or another share of labels."
+            f"{clients} clients with at least {min_size} {what} images each need {min_size * clients}, but "
+            f"there are {len(labels)}; ask for fewer clients, a smaller min_size or another share of labels."
         )
     draw = stream(scenario.seed, "split", what)
     if rule == "iid":
         return deal(labels, clients, draw)
     return spread(
-        labels, clients, scenario.gamma, draw,
-        min_size=min_size, cap=scenario.cap, tries=scenario.tries, what=f"{what} images",
-    )  # fmt: skip
+        labels,
+        clients,
+        scenario.gamma,
+        draw,
+        min_size=min_size,
+        cap=scenario.cap,
+        tries=scenario.tries,
+        what=f"{what} images",
+    )
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.4f}".rstrip("0").rstrip(".")

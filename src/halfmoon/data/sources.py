@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,28 +67,32 @@ def load(
     """Return a data set by name (`names()`), by path of a folder, or by its Hugging Face name `owner/name`.
 
     A known name is read from `data_dir` or `data_dir`/name where `data_dir` is given, otherwise from the hub.
-    A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or the four idx
-    files of MNIST. `test` names the part that evaluates (`validation` where a set has it). `cache` is a folder
-    that keeps decoded images; without it nothing is written. `mirror` says whether a mirrored image is still
-    of its class; None means False for digits and True for the rest. Mean and std of cifar10 and fashion_mnist
+    A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or four idx
+    files as MNIST does. `test` names the part that evaluates (`validation` where a set has it). `cache` is a
+    folder that keeps decoded images; without it nothing is written. `mirror` says whether a mirrored image is
+    still of its class; None means False for digits and True for the rest. Mean and std of cifar10 and fashion_mnist
     are the published ones, of every other set those of its training pixels. Raise UserError where the name is
     unknown or a file cannot be read; the message names file and row.
     """
     if name == "digits":
+        if test != "test":
+            raise UserError(f"digits has no part {test!r}, only train and test.")
         return _digits(bool(mirror))
     known = KNOWN.get(name)
     folder = _folder(name, data_dir, known is not None)
     if folder is not None:
         train, held, classes = _read(folder, test, cache)
-    elif known is not None or name.count("/") == 1:
+    elif known is not None or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         train, held, classes = hub.read(known.hub if known else name, test)
     else:
         raise UserError(f"no data set or folder is called {name!r}; {nearest(name, names())}")
-    classes = known.classes if known else classes or _numbered(name, train.labels)
+    if classes is None:
+        classes = known.classes if known else _numbered(name, train.labels)
     mean, std = (known.mean, known.std) if known else statistics(train.images)
     if len(mean) != train.images.shape[3]:
         raise UserError(
-            f"{folder}: {name} has {len(mean)} channels, but these images have {train.images.shape[3]}."
+            f"{folder or name}: images of {name} have {len(mean)} channel(s), but these have "
+            f"{train.images.shape[3]}; check the folder."
         )
     title = name if known else Path(name).name if folder else name
     return Source(title, train, held, classes, True if mirror is None else mirror, mean, std)
@@ -108,7 +113,9 @@ def _folder(name: str, data_dir: Path | None, known: bool) -> Path | None:
 
 
 def _read(folder: Path, test: str, cache: Path | None) -> tuple[Images, Images, tuple[str, ...] | None]:
-    if idx.find(folder, "train-images-idx3-ubyte"):
+    if idx.is_here(folder):
+        if test != "test":
+            raise UserError(f"{folder}: an idx set has no part {test!r}, only train and test.")
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
     files = {part: parquet.shards(folder, part) for part in ("train", test)}
     if files["train"]:
@@ -121,7 +128,7 @@ def _read(folder: Path, test: str, cache: Path | None) -> tuple[Images, Images, 
         return folders.read_folders(folder, test, cache)
     raise UserError(
         f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or "
-        f"train/CLASS/*.png and {test}/CLASS/*.png, or the four files of an idx set (train-images-idx3-ubyte.gz ...)."
+        f"train/CLASS/*.png and {test}/CLASS/*.png, or four idx files (train-images-idx3-ubyte.gz ...)."
     )
 
 
@@ -139,14 +146,14 @@ def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
 def _digits(mirror: bool) -> Source:
     """Return scikit-learn's 1,797 digits, 0..16 scaled to 0..255, with 360 rows for the test.
 
-    The test rows are drawn once and for all: each class gives its share of 360 (largest remainders first), the
+    The test rows are drawn once and for all: each class gives its share of 360 (largest remainders), the
     first rows of a permutation inside the class with seed 0.
     """
     from sklearn.datasets import load_digits  # slow to import, and needed here only
 
-    bunch = load_digits()
-    images = np.rint(bunch.images * 255 / 16).astype(np.uint8)[..., None]
-    labels = bunch.target.astype(np.int64)
+    pixels, target = load_digits(return_X_y=True)
+    images = np.rint(np.asarray(pixels) * 255 / 16).astype(np.uint8).reshape(-1, 8, 8, 1)
+    labels = np.asarray(target).astype(np.int64)
     draw = stream(0, "digits", "test")
     quota = apportion(np.bincount(labels), 360)
     held = np.zeros(len(labels), bool)
