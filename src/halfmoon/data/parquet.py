@@ -20,7 +20,7 @@ LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 
 def shards(folder: Path, part: str) -> list[Path]:
-    """Return the files part*.parquet of a folder, as of the hub too; raise UserError if one of n is missing."""
+    """Return the files part*.parquet of a folder, in order; raise UserError if one of several is missing."""
     inside = (folder, *(folder / name for name in ("data", "plain_text", "default", folder.name)))
     found = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
     for path in found:

@@ -1,8 +1,7 @@
 """How rows are dealt or spread among clients.
 
 The rules are those of FedMatch and FedDure (AAAI 2024); a Dirichlet over clients for each class goes back to
-Yurochkin et al. 2019, as do its cap and smallest size. Every draw comes from an explicit generator, so one seed
-gives one split.
+Yurochkin et al. 2019, as do its cap and smallest size. Every draw comes from an explicit generator.
 """
 
 from __future__ import annotations
@@ -73,9 +72,10 @@ def spread(
         if smallest >= min_size:
             return holder
         best = max(best, smallest)
+    advice = f"set min_size to {best} or less" if best > 0 else "ask for fewer clients"
     raise UserError(
         f"in {tries} draws no split with gamma {gamma:g} gave each of {clients} clients {min_size} {what}; "
-        f"the best minimum was {best}. Raise gamma, or set min_size to {best} or less."
+        f"the best minimum was {best}. Raise gamma, or {advice}."
     )
 
 

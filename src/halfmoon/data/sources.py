@@ -70,9 +70,9 @@ def load(
     A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or four idx
     files as MNIST does. `test` names the part that evaluates (`validation` where a set has it). `cache` is a
     folder that keeps decoded images; without it nothing is written. `mirror` says whether a mirrored image is
-    still of its class; None means False for digits and True for the rest. Mean and std of cifar10 and fashion_mnist
-    are the published ones, of every other set those of its training pixels. Raise UserError where the name is
-    unknown or a file cannot be read; the message names file and row.
+    still of its class; None means False for digits and True for the rest. Mean and std of cifar10 and
+    fashion_mnist are the published ones, of every other set those of its training pixels. Raise UserError where
+    the name is unknown or a file cannot be read; the message names file and row.
     """
     if name == "digits":
         if test != "test":

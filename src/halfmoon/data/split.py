@@ -46,9 +46,8 @@ class Split:
                 "a split needs client as int64 (N,) and labeled as bool (N,); convert them first."
             )
         if self.client.shape != self.labeled.shape:
-            raise UserError(
-                f"a split needs one client and one mark a row, not {self.client.size} and {self.labeled.size}."
-            )
+            sizes = f"{self.client.size} and {self.labeled.size}"
+            raise UserError(f"a split needs one client and one mark per row, but has {sizes}.")
         wrong = np.flatnonzero((self.client < -1) | (self.client >= self.clients))
         if wrong.size:
             raise UserError(
