@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,9 +42,15 @@ class Normalize:
                 f"Normalize holds {len(self.mean)} channel(s), the images have {channels}: "
                 "take the mean and std of this source."
             )
-        # One multiply-add a pixel; its two constants are rounded once, from double precision.
-        scale = [1 / (255 * std) for std in self.std]
-        shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
-        constants = torch.tensor([scale, shift], dtype=self.dtype).to(images.device)
-        scale_, shift_ = constants.view(2, channels, 1, 1)
-        return images.to(self.dtype).mul_(scale_).add_(shift_)
+        scale, shift = _constants(self.mean, self.std, self.dtype, images.device)
+        return images.to(self.dtype).mul_(scale).add_(shift)
+
+
+@lru_cache(maxsize=16)
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return scale and shift (C, 1, 1): one multiplication and one addition a pixel, rounded once from doubles."""
+    scale = torch.tensor([1 / (255 * spread) for spread in std], dtype=dtype, device=device)
+    shift = torch.tensor([-centre / spread for centre, spread in zip(mean, std, strict=True)], dtype=dtype)
+    return scale.view(-1, 1, 1), shift.to(device).view(-1, 1, 1)

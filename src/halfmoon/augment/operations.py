@@ -1,70 +1,80 @@
 """RandAugment's fourteen operations on uint8 batches, every pixel equal to Pillow's.
 
-They fall into families, each done at once for all of its rows: the geometric ones are one gather through an index
-map, the tonal ones one look-up in 256-entry tables, Color and Sharpness a blend with another image. `tables` holds
-all that does not depend on the pixels.
+The rows are sorted by operation, so that every operation and every family of operations has one slice of the
+batch: the geometric ones are one gather through index maps, the tonal ones one look-up in 256-entry tables, Color
+and Sharpness a blend with another image. `tables` holds all that does not depend on the pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfmoon.augment import tables
 from halfmoon.augment.pixelmaps import move
-from halfmoon.augment.tables import AUTOCONTRAST, COLOR, CONTRAST, EQUALIZE, SHARPNESS
+from halfmoon.augment.tables import AUTOCONTRAST, COLOR, CONTRAST, EQUALIZE, IDENTITY, POSTERIZE, SHARPNESS
 
 
-def operate_(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
-    """Change images uint8 (n, C, H, W) in place by each row's operation, at its level and direction (n,).
+def operate(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
+    """Return images uint8 (n, C, H, W) changed by each row's operation, at its level and direction (n,).
 
     `operation` numbers `tables.NAMES`, `level` counts tenths of the largest magnitude from 0 to 10, `negative`
-    takes the other direction of Rotate, Shear and Translate. On gray images Color is the identity. Leave the three on
-    the CPU: the rows are sorted there without waiting for the device of the images.
+    takes the other direction of Rotate, Shear and Translate. On gray images Color is the identity. Leave the three
+    on the CPU: the rows are sorted there without waiting for the device of the images.
     """
-    color = COLOR if images.shape[1] == 3 else -1
-    families: tuple[tuple[Tensor, Callable[..., Tensor]], ...] = (
-        (operation < tables.TONAL.start, _geometric),
-        ((operation >= tables.TONAL.start) & (operation < tables.TONAL.stop), _tonal),
-        (operation == color, _color),
-        (operation == SHARPNESS, _sharpness),
-    )
-    for members, family in families:
-        rows = members.nonzero().squeeze(1)
-        if len(rows) == 0:
-            continue
-        there = rows.to(images.device)
-        images[there] = family(images.index_select(0, there), operation[rows], level[rows], negative[rows])
-    return images
+    kind = operation.cpu().numpy()
+    order = np.argsort(kind, kind="stable")
+    kind, level_, negative_ = kind[order], level.cpu().numpy()[order], negative.cpu().numpy()[order]
+    first = np.searchsorted(kind, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
+    result = images.index_select(0, _placed(order, images))
+
+    if (stop := first[POSTERIZE]) > 0:
+        number = (kind[:stop] * 2 + negative_[:stop]) * tables.LEVELS + level_[:stop]
+        result[:stop] = _geometric(result[:stop], number)
+    start, stop = first[POSTERIZE], first[COLOR]
+    if start < stop:
+        number = tables.first_tones()[kind[start:stop] - POSTERIZE, level_[start:stop]]
+        result[start:stop] = _tonal(result[start:stop], number, [row - start for row in first])
+    start, stop = first[COLOR], first[SHARPNESS]
+    if start < stop and images.shape[1] == 3:
+        result[start:stop] = _blended(_gray(result[start:stop]), result[start:stop], level_[start:stop])
+    start, stop = first[SHARPNESS], first[IDENTITY]
+    if start < stop:
+        result[start:stop] = _blended(_smooth(result[start:stop]), result[start:stop], level_[start:stop])
+
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return result.index_select(0, _placed(back, images))
 
 
-def _geometric(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
-    maps = tables.geometric_maps(images.shape[2], images.shape[3], images.device).flatten(0, 2)
-    number = (operation * 2 + negative) * tables.LEVELS + level
-    return move(images, maps.index_select(0, number.to(images.device)))
+def _geometric(images: Tensor, number: np.ndarray) -> Tensor:
+    maps = tables.geometric_maps(images.shape[2], images.shape[3], images.device)
+    return move(images, maps.index_select(0, _placed(number, images)))
 
 
-def _tonal(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
-    device, pixels = images.device, images.flatten(2)
-    number = tables.first_tones(operation.device)[operation - tables.TONAL.start, level].to(device)
-    rows = _rows(operation == CONTRAST, device)
-    if len(rows):
-        number[rows] += _mean(_gray(images[rows]))
-    tones = tables.tones(device)[number][:, None].repeat(1, pixels.shape[1], 1)
-    for kind, tabulate in ((AUTOCONTRAST, _autocontrast), (EQUALIZE, _equalize)):
-        rows = _rows(operation == kind, device)
-        if len(rows):
-            tones[rows] = tabulate(pixels[rows])
+def _tonal(images: Tensor, number: np.ndarray, first: list[int]) -> Tensor:
+    """Return the images with their tones changed; `number` (n,) of tone tables, `first` row of every operation."""
+    pixels = images.flatten(2)
+    table = _placed(number, images)
+    rows = slice(first[CONTRAST], first[AUTOCONTRAST])
+    if rows.start < rows.stop:
+        table[rows] += _mean(_gray(images[rows]))
+    tones = tables.tones(images.device).index_select(0, table)[:, None].repeat(1, pixels.shape[1], 1)
+    rows = slice(first[AUTOCONTRAST], first[EQUALIZE])
+    if rows.start < rows.stop:
+        tones[rows] = _autocontrast(pixels[rows])
+    rows = slice(first[EQUALIZE], first[COLOR])
+    if rows.start < rows.stop:
+        tones[rows] = _equalize(pixels[rows])
     return tones.gather(2, pixels.long()).view_as(images)
 
 
 def _autocontrast(pixels: Tensor) -> Tensor:
     """Return the tone tables (n, C, 256) that stretch each channel of pixels (n, C, H * W) over 0 to 255."""
-    low, high = (bound.double()[..., None] for bound in pixels.aminmax(dim=2))
+    low, high = pixels.amin(2, keepdim=True).double(), pixels.amax(2, keepdim=True).double()
     value = torch.arange(256, dtype=torch.float64, device=pixels.device)
-    # A number divided by a tensor would be its reciprocal times the number, which rounds differently from Pillow;
+    # A number divided by a tensor would become its reciprocal times the number, which rounds differently from Pillow;
     # so would a fused multiply-add. A channel of one value stays as it is.
     scale = torch.full_like(low, 255.0) / (high - low)
     stretched = (value * scale + -low * scale).clamp_(0, 255)
@@ -77,44 +87,42 @@ def _equalize(pixels: Tensor) -> Tensor:
     index = pixels.long()
     histogram.scatter_add_(2, index, torch.ones_like(index))
     below = histogram.cumsum(2) - histogram
-    step = below.gather(2, index.amax(2, keepdim=True)) // 255  # the pixels darker than the brightest value
+    step = below.gather(2, index.amax(2, keepdim=True)) // 255  # of the pixels darker than the brightest value
     flat = (below + step // 2) // step.clamp(min=1)
     value = torch.arange(256, device=pixels.device)
     return torch.where(step > 0, flat.clamp_(max=255), value).to(torch.uint8)
 
 
-def _color(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
-    return tables.blend(_gray(images), images, _factor(level, images))
-
-
-def _sharpness(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
-    # The kernel's nine ones and its four more at the centre, over 13; the border stays as it is.
-    wide = images.to(torch.int32)
-    across = wide[..., :-2] + wide[..., 1:-1] + wide[..., 2:]
-    total = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]
-    smooth = images.clone()
-    # 13 is odd, so no sum lies half way between two values: integers round as Pillow's floats do.
-    smooth[..., 1:-1, 1:-1] = (2 * (total + 4 * wide[..., 1:-1, 1:-1]) + 13) // 26
-    return tables.blend(smooth, images, _factor(level, images))
+def _blended(degenerate: Tensor, images: Tensor, level: np.ndarray) -> Tensor:
+    factor = tables.factors(images.device).index_select(0, _placed(level, images))
+    return tables.blend(degenerate, images, factor.view(-1, 1, 1, 1))
 
 
 def _gray(images: Tensor) -> Tensor:
-    """Return the luma (n, 1, H, W), uint8: ITU-R 601 in Pillow's 16-bit fixed point."""
+    """Return the luma (n, 1, H, W), int32: ITU-R 601 in Pillow's 16-bit fixed point."""
+    wide = images.to(torch.int32)
     if images.shape[1] == 1:
-        return images
-    red, green, blue = images.to(torch.int32).unbind(1)
-    return ((red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16).to(torch.uint8)[:, None]
+        return wide
+    red, green, blue = wide.split(1, dim=1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16
 
 
 def _mean(gray: Tensor) -> Tensor:
     """Return the mean value (n,) of gray images (n, 1, H, W), rounded half up."""
     count = gray[0].numel()
-    return (2 * gray.flatten(1).sum(1, dtype=torch.long) + count) // (2 * count)
+    return (2 * gray.flatten(1).sum(1) + count) // (2 * count)
 
 
-def _factor(level: Tensor, images: Tensor) -> Tensor:
-    return tables.factors(images.device)[level.to(images.device)].view(-1, 1, 1, 1)
+def _smooth(images: Tensor) -> Tensor:
+    """Return the images under Pillow's SMOOTH, float32 (n, C, H, W): nine ones, four more at the centre, over 13."""
+    smooth = images.to(torch.float32)
+    across = smooth[..., :-2] + smooth[..., 1:-1] + smooth[..., 2:]
+    total = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]
+    centre = smooth[..., 1:-1, 1:-1]
+    # 13 is odd, so the sum is never half way between two values: 1/26 is left, far more than float32 loses.
+    centre.mul_(4).add_(total).div_(13).add_(0.5).floor_()
+    return smooth  # its border is the image's
 
 
-def _rows(members: Tensor, device: torch.device) -> Tensor:
-    return members.nonzero().squeeze(1).to(device)
+def _placed(values: np.ndarray, images: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(images.device)

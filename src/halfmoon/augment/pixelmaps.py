@@ -1,10 +1,12 @@
 """Movements of pixels as index maps: which source pixel stands at each place of the result.
 
-An image of H * W pixels has one more, number H * W, which stands for everything outside of it and is black. With it
-a map needs no mask, and two maps compose by one gather.
+An image of H * W pixels has one more, number H * W, which stands for everything outside of it and is black; so a
+map needs no mask.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,23 +15,35 @@ from torch import Tensor
 def crop_map(
     top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool
 ) -> Tensor:
-    """Return the map (n, H * W) of a random crop from an image padded by `pad` pixels, with a mirror where `flip`.
+    """Return the map (n, H * W) of a crop from an image padded by `pad` pixels, with a mirror where `flip`.
 
     `reflect` mirrors the image first and then crops it from its own reflection (the weak view); otherwise the
     image is cropped from black surroundings and then mirrored (the labeled view). top, left (n,) count from the
-    padded image's corner; flip (n,) is boolean.
+    padded image's corner; flip (n,) is boolean; all on the device of the map.
     """
+    rows, columns = _crop_tables(pad, size, reflect, top.device)
+    y = rows.index_select(0, top)
+    x = columns.index_select(0, left + (2 * pad + 1) * flip)
+    # Whatever is outside in either direction has a number of at least H * W.
+    return (y[:, :, None] + x[:, None, :]).flatten(1).clamp_(max=size[0] * size[1])
+
+
+@lru_cache(maxsize=16)
+def _crop_tables(
+    pad: int, size: tuple[int, int], reflect: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the row's part of the pixel number by top (tops, H), and the column's by left and flip (both, W)."""
     height, width = size
-    y = torch.arange(height, device=top.device) + (top - pad)[:, None]  # (n, H)
-    x = torch.arange(width, device=top.device)
+    offset = torch.arange(-pad, pad + 1)[:, None]
+    y, x = offset + torch.arange(height), offset + torch.arange(width)
     if reflect:
-        y, x = _reflected(y, height), _reflected(x + (left - pad)[:, None], width)
-        x = torch.where(flip[:, None], width - 1 - x, x)
-        return (y[:, :, None] * width + x[:, None, :]).flatten(1)
-    x = torch.where(flip[:, None], width - 1 - x, x) + (left - pad)[:, None]
-    inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]
-    number = y[:, :, None] * width + x[:, None, :]
-    return torch.where(inside, number, height * width).flatten(1)
+        y, x = _reflected(y, height), _reflected(x, width)
+        flipped = width - 1 - x
+    else:
+        y = torch.where((y >= 0) & (y < height), y, height)
+        x = torch.where((x >= 0) & (x < width), x, height * width)
+        flipped = x.flip(1)
+    return (y * width).to(device), torch.cat([x, flipped]).to(device)
 
 
 def _reflected(position: Tensor, length: int) -> Tensor:
@@ -38,8 +52,27 @@ def _reflected(position: Tensor, length: int) -> Tensor:
 
 
 def move(images: Tensor, maps: Tensor) -> Tensor:
-    """Return images (n, C, H, W) whose pixel p is the source's pixel maps[:, p]; maps (n, H * W)."""
+    """Return images (n, C, H, W) whose pixel p is the source's pixel maps[:, p]; maps (n, H * W), int64."""
     n, channels, height, width = images.shape
     source = torch.nn.functional.pad(images.reshape(n, channels, height * width), (0, 1))
     index = maps[:, None, :].expand(n, channels, height * width)
     return source.gather(2, index).view(n, channels, height, width)
+
+
+def box(start: Tensor, length: int, size: tuple[int, int]) -> Tensor:
+    """Return masks (n, 1, H, W), uint8 255 in the boxes from start (n, 2), rows then columns, `length` long.
+
+    Boxes may begin up to `length` before the image and are cut at its border.
+    """
+    rows, columns = (_spans(length, side, start.device) for side in size)
+    places = start + length
+    y, x = rows.index_select(0, places[:, 0]), columns.index_select(0, places[:, 1])
+    return (y[:, :, None] & x[:, None, :])[:, None]
+
+
+@lru_cache(maxsize=16)
+def _spans(length: int, side: int, device: torch.device) -> Tensor:
+    """Return uint8 (starts, side), 255 from each start in [-length, side) for `length` pixels."""
+    start = torch.arange(-length, side)[:, None]
+    place = torch.arange(side)
+    return (((place >= start) & (place < start + length)) * 255).to(torch.uint8).to(device)

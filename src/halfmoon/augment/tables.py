@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,17 +55,15 @@ def tones(device: torch.device) -> Tensor:
     return torch.cat(parts).to(device)
 
 
-@lru_cache(maxsize=8)
-def first_tones(device: torch.device) -> Tensor:
+@lru_cache(maxsize=1)
+def first_tones() -> np.ndarray:
     """Return the number (operations, LEVELS) of the tone table of each operation in TONAL at each level.
 
     Contrast's is the one of gray 0: the image's mean gray is to be added. AutoContrast and Equalize have none.
     """
-    level = torch.arange(LEVELS)
-    blended = _BLENDED + 256 * level
-    nothing = torch.zeros_like(level)
-    rows = (_POSTERIZED + level, _SOLARIZED + level, blended, blended, nothing, nothing)
-    return torch.stack(rows).to(device)
+    level = np.arange(LEVELS)
+    blended, nothing = _BLENDED + 256 * level, np.zeros_like(level)
+    return np.stack([_POSTERIZED + level, _SOLARIZED + level, blended, blended, nothing, nothing])
 
 
 def blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ def blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def geometric_maps(height: int, width: int, device: torch.device) -> Tensor:
-    """Return the index maps of GEOMETRIC, (operations, 2 directions, LEVELS, H * W), as `pixelmaps.move` reads them.
+    """Return index maps (operations * 2 * LEVELS, H * W) for `pixelmaps.move`: by operation, direction and level.
 
     Pillow's affine transform in its nearest mode and 16.16 fixed point (Geometry.c), black outside.
     """
@@ -93,7 +92,7 @@ def geometric_maps(height: int, width: int, device: torch.device) -> Tensor:
     column = (_fixed(c + a * 0.5 + b * 0.5) + _fixed(a) * x + _fixed(b) * y) >> 16
     row = (_fixed(f + d * 0.5 + e * 0.5) + _fixed(d) * x + _fixed(e) * y) >> 16
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-    return torch.where(inside, row * width + column, height * width).flatten(-2).to(device)
+    return torch.where(inside, row * width + column, height * width).view(-1, height * width).to(device)
 
 
 def _fixed(value: Tensor) -> Tensor:

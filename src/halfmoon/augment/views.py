@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.augment import tables
-from halfmoon.augment.operations import operate_
+from halfmoon.augment.operations import operate
 from halfmoon.augment.normalize import Normalize
-from halfmoon.augment.pixelmaps import crop_map, move
+from halfmoon.augment.pixelmaps import box, crop_map, move
 from halfmoon.errors import UserError
 
 Drawn = dict[str, Tensor]
@@ -73,8 +73,10 @@ class Labeled:
         drawn = _moved(drawn, images.device)
         floats = normalize(_cropped(images, drawn, self.pad, reflect=False))
         half = _half_side(self.cutout, images.shape) // 2
-        start = drawn["centre"] - half
-        return floats.masked_fill_(_box(start, start + 2 * half, images.shape), 0.0)
+        if half == 0:
+            return floats
+        keep = box(drawn["centre"] - half, 2 * half, (images.shape[2], images.shape[3])) == 0
+        return floats.mul_(keep)
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,14 @@ class Strong:
         placed = _moved(drawn, images.device)
         views = _cropped(images, placed, self.pad, reflect=True)
         for slot in range(self.operations):
-            views = operate_(
+            views = operate(
                 views, drawn["operation"][:, slot], drawn["level"][:, slot], drawn["negative"][:, slot]
             )
         side = _half_side(self.cutout, images.shape)
         if side == 0:
             return views
-        corner = placed["corner"]
-        return views.masked_fill(_box(corner, corner + side + 1, images.shape), 127)
+        grey = box(placed["corner"], side + 1, (images.shape[2], images.shape[3]))
+        return views.bitwise_or_(grey).bitwise_and_(~(grey & 128))  # 255, then 127
 
 
 def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Drawn:
@@ -189,11 +191,3 @@ def _pad(pad: int | None, shape: tuple[int, ...]) -> int:
 def _half_side(cutout: int | None, shape: tuple[int, ...]) -> int:
     return min(shape[2:]) // 2 if cutout is None else cutout
 
-
-def _box(start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the mask (n, 1, H, W) of the boxes from start (n, 2) to before stop (n, 2), rows then columns."""
-    y = torch.arange(shape[2], device=start.device)
-    x = torch.arange(shape[3], device=start.device)
-    rows = (y >= start[:, :1]) & (y < stop[:, :1])
-    columns = (x >= start[:, 1:]) & (x < stop[:, 1:])
-    return (rows[:, :, None] & columns[:, None, :])[:, None]
