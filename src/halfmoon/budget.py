@@ -1,0 +1,81 @@
+"""How much a method may look at: the shared batch rule, and comparisons at an equal budget."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from halfmoon.data.draw import Amount, Batching
+from halfmoon.types import Passes, Work
+
+Rule = Literal["none", "labeled-steps", "forwards"]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How many rows of each kind a client trains on."""
+
+    labeled: int
+    unlabeled: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the visits of one method are measured by.
+
+    "none": its own reading of the batch rule. "labeled-steps": as many steps a visit as `reference` takes at the same
+    client. "forwards": as many images through the classifier as `reference`, a backward pass counted as two forward ones.
+    """
+
+    rule: Rule = "none"
+    reference: Work | None = None
+
+    def amount(self, batching: Batching, work: Work, own: Holding, given: Holding) -> Amount:
+        """Return the amount of a visit of `work` to a client that trains on `own` rows of the `given` split."""
+        amount = natural(batching, work, own)
+        if self.rule == "none" or self.reference is None:
+            return amount
+        wanted = natural(batching, self.reference, given)
+        if self.rule == "labeled-steps":
+            return amount._replace(steps=wanted.steps)
+        steps = wanted.steps * cost(self.reference, wanted) / cost(work, amount)
+        return amount._replace(steps=max(1, round(steps)))
+
+
+def natural(batching: Batching, work: Work, own: Holding) -> Amount:
+    """Return what the batch rule alone says."""
+    if not work.views:
+        return Amount(batching.steps_labeled(own.labeled), batching.labeled, 0)
+    size = batching.unlabeled_size(own.labeled, own.unlabeled)
+    return Amount(batching.steps_both(own.labeled, own.unlabeled), batching.labeled, size)
+
+
+def cost(work: Work, amount: Amount) -> int:
+    """Return the images of one step in forward passes, a backward pass counted as two."""
+    passes = work.passes(amount.labeled, amount.unlabeled)
+    return passes.forward + 2 * passes.backward
+
+
+@dataclass
+class Cost:
+    """What a run has used so far; every field only grows."""
+
+    labeled_steps: int = 0
+    labeled_images: int = 0
+    unlabeled_images: int = 0
+    forward: int = 0
+    backward: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+    def visit(self, amount: Amount, passes: Passes) -> None:
+        """Count one client's visit."""
+        self.labeled_steps += amount.steps
+        self.labeled_images += amount.steps * amount.labeled
+        self.unlabeled_images += amount.steps * amount.unlabeled
+        self.forward += amount.steps * passes.forward
+        self.backward += amount.steps * passes.backward
+
+    def row(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)

@@ -1,0 +1,150 @@
+"""The only table that knows the methods by name."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from halfmoon.errors import UserError, nearest
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.feddure import FedDure
+from halfmoon.objectives import UDA, FixMatch
+from halfmoon.types import Method
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of the catalog: `method` carries the default options, `all_labels` marks a supervised upper bound."""
+
+    name: str
+    title: str
+    paper: str
+    about: str
+    method: Method
+    all_labels: bool = False
+
+    @property
+    def labels(self) -> str:
+        """Return where the method expects labels."""
+        return "all rows (upper bound)" if self.all_labels else "some rows of every client"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A hyper-parameter of a method."""
+
+    type: Any
+    default: Any
+
+
+PROX = 0.01
+_FEDAVG = "McMahan et al. 2017"
+_FEDPROX = "Li et al. 2020"
+_FEDDURE = "FedDure, AAAI 2024"
+
+_ENTRIES = (
+    Entry("feddure", "FedDure", _FEDDURE, "dual regulators weigh each client's pseudo-labels", FedDure()),
+    Entry(
+        "feddure-no-coarse",
+        "FedDure without C-reg",
+        f"{_FEDDURE}, Table 2",
+        "the fine-grained regulator alone, trained through the local model",
+        FedDure(coarse=False),
+    ),
+    Entry(
+        "feddure-no-fine",
+        "FedDure without F-reg",
+        f"{_FEDDURE}, Table 2",
+        "the coarse-grained regulator alone, with a fixed threshold",
+        FedDure(fine=False),
+    ),
+    Entry("fedavg", "FedAvg (labeled only)", _FEDAVG, "labeled images only: the floor", FedAvg()),
+    Entry("fedavg-sl", "FedAvg-SL (all labels)", _FEDAVG, "all labels: the ceiling", FedAvg(), all_labels=True),
+    Entry(
+        "fedprox-sl",
+        "FedProx-SL (all labels)",
+        _FEDPROX,
+        "all labels, with a proximal term",
+        FedAvg(prox=PROX),
+        all_labels=True,
+    ),
+    Entry(
+        "fedavg-uda",
+        "FedAvg + UDA",
+        f"{_FEDAVG}; Xie et al. 2020",
+        "sharpened guesses on weak views teach strong views",
+        FedAvg(UDA()),
+    ),
+    Entry(
+        "fedprox-uda",
+        "FedProx + UDA",
+        f"{_FEDPROX}; Xie et al. 2020",
+        "UDA with a proximal term",
+        FedAvg(UDA(), prox=PROX),
+    ),
+    Entry(
+        "fedavg-fixmatch",
+        "FedAvg + FixMatch",
+        f"{_FEDAVG}; Sohn et al. 2020",
+        "confident guesses on weak views label strong views",
+        FedAvg(FixMatch()),
+    ),
+    Entry(
+        "fedprox-fixmatch",
+        "FedProx + FixMatch",
+        f"{_FEDPROX}; Sohn et al. 2020",
+        "FixMatch with a proximal term",
+        FedAvg(FixMatch(), prox=PROX),
+    ),
+)
+
+
+def names() -> list[str]:
+    """Return the names of all methods."""
+    return [each.name for each in _ENTRIES]
+
+
+def entry(name: str) -> Entry:
+    """Return a method's row; raises `UserError` with the nearest name for an unknown one."""
+    for each in _ENTRIES:
+        if each.name == name:
+            return each
+    raise UserError(f"unknown method '{name}': {nearest(name, names())}")
+
+
+def options(name: str) -> dict[str, Option]:
+    """Return the method's hyper-parameters by name, those of its objective among them."""
+    return _options(entry(name).method)
+
+
+def make(name: str, chosen: dict[str, Any] | None = None) -> Method:
+    """Return the method with `chosen` options in place of its defaults; raises `UserError` for an unknown one."""
+    method, chosen = entry(name).method, dict(chosen or {})
+    unknown = sorted(set(chosen) - set(_options(method)))
+    if unknown:
+        raise UserError(f"{name} has no option '{unknown[0]}': {nearest(unknown[0], _options(method))}")
+    return _with(method, chosen)
+
+
+def _options(node: Any) -> dict[str, Option]:
+    found: dict[str, Option] = {}
+    types = typing.get_type_hints(type(node))
+    for field in fields(node):
+        value = node.__dict__[field.name]
+        if is_dataclass(value):
+            found.update(_options(value))
+        else:
+            found[field.name] = Option(types[field.name], value)
+    return found
+
+
+def _with(node: Any, chosen: dict[str, Any]) -> Any:
+    changes: dict[str, Any] = {}
+    for field in fields(node):
+        value = node.__dict__[field.name]
+        if is_dataclass(value):
+            changes[field.name] = _with(value, chosen)
+        elif field.name in chosen:
+            changes[field.name] = chosen[field.name]
+    return replace(node, **changes)

@@ -1,0 +1,193 @@
+"""The driver of a client's visit: begin, step by step, finish; for one client in a loop, or for K lifted by vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from halfmoon import rng, tree
+from halfmoon.data.draw import Amount, Views, Visit, batches, draw
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Local, Notes, Sample, Work
+
+Observer = Callable[[int, Batch, Notes], None]
+"""Called after each step with the client's place in the group, its batch and its notes (diagnostics)."""
+
+
+class Diverged(RuntimeError):
+    """A loss that is not a number: training has to stop."""
+
+    def __init__(self, round: int, client: int, step: int, value: float) -> None:
+        super().__init__(
+            f"The loss became {value} in round {round + 1} at client {client}, step {step + 1}: training stopped. "
+            "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
+        )
+        self.round, self.client, self.step = round, client, step
+
+
+@dataclass(frozen=True)
+class Errand:
+    """One trip to the clients: what they are asked, when, and under which seed."""
+
+    work: Work
+    views: Views
+    seed: int
+    round: int
+    trip: int
+    rows: int = 512  # images whose views are made in one call
+
+
+class Outcome(NamedTuple):
+    """What one client's visit leaves: its upload, its memory, and what was counted."""
+
+    up: Tree
+    memory: Tree
+    samples: dict[str, Sample]
+    amount: Amount
+
+
+def visit_one(
+    errand: Errand, client: int, down: Tree, memory: Tree, data: Local, amount: Amount, observe: Observer
+) -> Outcome:
+    """Run a visit in a plain loop: what a CPU, and a site in a real federation, does."""
+    work = errand.work
+    carry = work.begin(down, memory, data)
+    visit = _drawn(errand, client, data, amount, work.keep(carry, data))
+    log = _Log()
+    for stacked in batches([data], [visit], errand.views, work.task.normalize, errand.rows):
+        batch = _one(stacked, 0)
+        carry, notes = work.step(down, carry, batch)
+        observe(0, batch, notes)
+        log.add(notes)
+    log.check(errand, client)
+    up, memory = work.finish(down, carry, data)
+    return Outcome(up, memory, log.samples, visit.amount)
+
+
+def visit_many(
+    errand: Errand,
+    clients: Sequence[int],
+    downs: Tree,
+    each: Tree,
+    memories: Sequence[Tree],
+    datas: Sequence[Local],
+    amounts: Sequence[Amount],
+    observe: Observer,
+) -> list[Outcome]:
+    """Run K visits with equal images a step as one program; `downs` is shared, `each` differs (leaves (K, ...)).
+
+    Clients with fewer steps are frozen when theirs are over.
+    """
+    work, n = errand.work, len(clients)
+    padded = _padded(datas)
+    memory = tree.stack(list(memories)) if memories[0] else {}
+
+    def lifted(function: Callable) -> Callable:
+        """Merge the shared and the private part of `down` inside the lifted function."""
+        return lambda private, *rest: function({**downs, **private}, *rest)
+
+    carry = (
+        vmap(lifted(work.begin))(each, memory, padded)
+        if memory
+        else vmap(lambda private, data: work.begin({**downs, **private}, {}, data))(each, padded)
+    )
+    visits = [
+        _drawn(errand, client, data, amount, _kept(work, carry, padded, k))
+        for k, (client, data, amount) in enumerate(zip(clients, datas, amounts, strict=True))
+    ]
+    device = padded.y.device
+    steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
+    step = vmap(lifted(work.step))
+    logs = [_Log() for _ in clients]
+    for t, batch in enumerate(batches(datas, visits, errand.views, work.task.normalize, errand.rows)):
+        new, notes = step(each, carry, batch)
+        live = t < steps
+        carry = vmap(tree.select)(live, new, carry)
+        for k in range(n):
+            if t < visits[k].amount.steps:
+                mine = _note(notes, k)
+                observe(k, _one(batch, k), mine)
+                logs[k].add(mine)
+    for log, client in zip(logs, clients, strict=True):
+        log.check(errand, client)
+    up, memory = vmap(lifted(work.finish))(each, carry, padded)
+    return [Outcome(tree.index(up, k), tree.index(memory, k), logs[k].samples, visits[k].amount) for k in range(n)]
+
+
+def first_memory(work: Work, down: Tree, seed: int) -> Tree:
+    """Return the memory of a client that is met for the first time."""
+    return work.remember(down, rng.generator(seed, "remember"))
+
+
+class _Log:
+    """Losses and samples of one visit, on the device until it ends."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.samples: dict[str, Sample] = {}
+
+    def add(self, notes: Notes) -> None:
+        loss = notes.loss.detach()
+        self.losses.append(loss)
+        one = torch.ones_like(loss)
+        for name, new in {"loss": Sample(loss, loss.square(), one), **notes.samples}.items():
+            self.samples[name] = add(self.samples.get(name), new)
+
+    def check(self, errand: Errand, client: int) -> None:
+        if not self.losses:
+            return
+        losses = torch.stack(self.losses)
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad):
+            step = int(bad[0])
+            raise Diverged(errand.round, client, step, float(losses[step]))
+
+
+def add(old: Sample | None, new: Sample) -> Sample:
+    """Add two samples."""
+    if old is None:
+        return new
+    return Sample(old.total + new.total, old.squares + new.squares, old.count + new.count)
+
+
+def _drawn(errand: Errand, client: int, data: Local, amount: Amount, keep: Tensor | None) -> Visit:
+    path = ("visit", errand.round, errand.trip, client)
+    return draw(amount, data, errand.views, errand.work.views, keep, errand.seed, *path)
+
+
+def _one(batch: Batch, k: int) -> Batch:
+    u = {name: view[k] for name, view in batch.u.items()}
+    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k])
+
+
+def _note(notes: Notes, k: int) -> Notes:
+    samples = {name: Sample(*(leaf[k] for leaf in s)) for name, s in notes.samples.items()}
+    pseudo = None if notes.pseudo is None else type(notes.pseudo)(*(leaf[k] for leaf in notes.pseudo))
+    return Notes(notes.loss[k], samples, pseudo)
+
+
+def _kept(work: Work, carry: Tree, padded: Local, k: int) -> Tensor | None:
+    return work.keep(tree.index(carry, k), Local(*(leaf[k] for leaf in padded)))
+
+
+def _padded(datas: Sequence[Local]) -> Local:
+    """Stack clients of unequal size: rows beyond a client's own repeat them from the start."""
+
+    def wrap(images: Tensor, length: int) -> Tensor:
+        if not len(images):
+            return images.new_zeros((length, *images.shape[1:]))
+        return images[torch.arange(length, device=images.device) % len(images)]
+
+    longest_x, longest_u = max(len(d.x) for d in datas), max(len(d.u) for d in datas)
+    return Local(
+        torch.stack([wrap(d.x, longest_x) for d in datas]),
+        torch.stack([wrap(d.y, longest_x) for d in datas]),
+        torch.stack([wrap(d.u, longest_u) for d in datas]),
+        torch.stack([d.labeled for d in datas]),
+        torch.stack([d.unlabeled for d in datas]),
+    )

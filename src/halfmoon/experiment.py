@@ -1,0 +1,134 @@
+"""The only round loop: ask the method for a round, measure, write down, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from halfmoon import rng, tree
+from halfmoon.evaluate import Examples, scores
+from halfmoon.record import RunFolder
+from halfmoon.tree import Tree
+from halfmoon.types import Federation, Method, Sample, Task
+
+Row = dict[str, Any]
+"""One round's line of metrics.jsonl."""
+
+
+class Report(NamedTuple):
+    """What a runtime measured in one round."""
+
+    cohort: list[int]
+    samples: dict[str, Sample]
+    pseudo: Row | None
+    cost: dict[str, int]  # of the run so far
+
+
+class Runtime(Federation, Protocol):
+    """A federation that the round loop can drive: on this machine, or over a network."""
+
+    def open(self, round: int) -> None:
+        """Begin a round: draw its cohort."""
+        ...
+
+    def close(self) -> Report:
+        """End a round: what it measured."""
+        ...
+
+    def state(self) -> Tree:
+        """Return what has to be saved beside the server's tree."""
+        ...
+
+    def restore(self, memories: Tree, cost: dict[str, int]) -> None:
+        """Go on from a saved state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One method on one federation."""
+
+    method: Method
+    task: Task
+    runtime: Runtime
+    test: Examples
+    seed: int
+    evaluate_every: int = 1
+    checkpoint_every: int = 1
+
+
+def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
+    """Return the model {"params", "stats"} that every method of a seed starts from."""
+    return tree.to(task.network.init(rng.generator(seed, "model")), device)
+
+
+def play(experiment: Experiment, folder: RunFolder, watch: Callable[[Row], None]) -> Row:
+    """Play the rounds that are left, and return the run's {"accuracy", "cost"}.
+
+    The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; if it holds a checkpoint, the run goes
+    on from it. Raises `halfmoon.client.Diverged` when a loss is not a number.
+    """
+    method, task, runtime = experiment.method, experiment.task, experiment.runtime
+    device = experiment.test.labels.device
+    server, first = _start(experiment, folder, device)
+    for number in range(first, task.rounds):
+        began = time.perf_counter()
+        runtime.open(number)
+        server = method.round(task, server, runtime)
+        row = _row(number, runtime.close())
+        if (number + 1) % experiment.evaluate_every == 0 or number + 1 == task.rounds:
+            model = method.solution(task, server)
+            row["test"] = scores(task.network, model, task.normalize, experiment.test)
+        folder.log(row)
+        if (number + 1) % experiment.checkpoint_every == 0 or number + 1 == task.rounds:
+            _save(folder, number + 1, server, runtime, row["cost"])
+        folder.time({"round": number + 1, "seconds": round(time.perf_counter() - began, 4)})
+        watch(row)
+    return {"model": method.solution(task, server), **_result(folder.rows())}
+
+
+def _start(experiment: Experiment, folder: RunFolder, device: torch.device) -> tuple[Tree, int]:
+    """Return the server's tree and the first round: from the newest sound checkpoint, or from nothing."""
+    loaded = folder.load()
+    if loaded is None:
+        server = experiment.method.start(experiment.task, initial_model(experiment.task, experiment.seed, device))
+        server = tree.to(server, device)
+        _save(folder, 0, server, experiment.runtime, experiment.runtime.close().cost)
+        return server, 0
+    state = tree.to(loaded.state, device)
+    experiment.runtime.restore(state.get("memory", {}), loaded.meta["cost"])
+    return state["server"], loaded.round
+
+
+def _save(folder: RunFolder, number: int, server: Tree, runtime: Runtime, cost: dict[str, int]) -> None:
+    folder.save(number, {"server": server, "memory": runtime.state()}, {"cost": cost})
+
+
+def _row(number: int, report: Report) -> Row:
+    """Return the line of one round; a sample becomes its mean and, where it varies, its spread."""
+    train: Row = {}
+    for name, each in report.samples.items():
+        total, squares, count = (float(value) for value in each)
+        mean = total / count
+        train[name] = mean
+        train[f"{name}_spread"] = math.sqrt(max(0.0, squares / count - mean * mean))
+    return {
+        "round": number + 1,
+        "cohort": report.cohort,
+        "train": train,
+        "pseudo": report.pseudo,
+        "cost": report.cost,
+    }
+
+
+def _result(rows: list[Row]) -> Row:
+    """Return the last and the best test accuracy and the final cost of the rows of a run."""
+    tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
+    best, best_round = max(tested, key=lambda each: (each[0], -each[1]))
+    accuracy = {"last": tested[-1][0], "best": best, "best_round": best_round}
+    return {"accuracy": accuracy, "cost": rows[-1]["cost"]}

@@ -1,0 +1,67 @@
+"""ResNet-9 as FedDure and FedMatch use it: eight 3x3 convolutions with bias, each followed by normalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.errors import UserError
+from halfmoon.models.network import Network, Norm, affine, convolution, fresh_stats, linear
+from halfmoon.tree import Tree
+
+
+@dataclass(frozen=True)
+class ResNet9(Network):
+    """ResNet-9; 6,575,370 parameters at width 64 with 3 channels and 10 classes.
+
+    Three halvings and a global maximum take images of 16x16, 32x32 or any larger multiple of 8; at 32x32 the global
+    maximum is the MaxPool(4) of the papers.
+    """
+
+    def _blocks(self) -> dict[str, tuple[int, int]]:
+        w = self.width
+        return {
+            "prep": (self.channels, w),
+            "layer1": (w, 2 * w),
+            "res1a": (2 * w, 2 * w),
+            "res1b": (2 * w, 2 * w),
+            "layer2": (2 * w, 4 * w),
+            "layer3": (4 * w, 8 * w),
+            "res3a": (8 * w, 8 * w),
+            "res3b": (8 * w, 8 * w),
+        }
+
+    def init(self, generator: torch.Generator) -> Tree:
+        """Return {"params", "stats"}."""
+        params: Tree = {
+            name: {"conv": convolution(generator, a, b), "norm": affine(b)} for name, (a, b) in self._blocks().items()
+        }
+        params["head"] = linear(generator, 8 * self.width, self.classes)
+        return {"params": params, "stats": {name: fresh_stats(b) for name, (_, b) in self._blocks().items()}}
+
+    def layers(self, params: Tree, x: Tensor, norm: Norm) -> Tensor:
+        """Return logits (B, classes) for x (B, C, H, W)."""
+
+        def block(name: str, z: Tensor) -> Tensor:
+            conv = params[name]["conv"]
+            return F.relu(norm(name, F.conv2d(z, conv["weight"], conv["bias"], padding=1)))
+
+        z = block("prep", x)
+        z = F.max_pool2d(block("layer1", z), 2)
+        z = z + block("res1b", block("res1a", z))
+        z = F.max_pool2d(block("layer2", z), 2)
+        z = F.max_pool2d(block("layer3", z), 2)
+        z = z + block("res3b", block("res3a", z))
+        z = F.max_pool2d(z, list(z.shape[-2:])).flatten(1)
+        return F.linear(z, params["head"]["weight"], params["head"]["bias"])
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Raise `UserError` unless height and width are multiples of 8 of at least 16."""
+        if min(shape[1:]) < 16 or shape[1] % 8 or shape[2] % 8:
+            raise UserError(
+                f"ResNet-9 takes images whose sides are multiples of 8 and at least 16, not {shape[1]}x{shape[2]}; "
+                "set image_size to the next such size, or use network = 'small'."
+            )

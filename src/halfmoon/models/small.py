@@ -1,0 +1,47 @@
+"""A small convolutional network for the embedded digits and for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.errors import UserError
+from halfmoon.models.network import Network, Norm, affine, convolution, fresh_stats, linear
+from halfmoon.tree import Tree
+
+
+@dataclass(frozen=True)
+class SmallCNN(Network):
+    """Three 3x3 convolutions (width, 2 width, 2 width) with batch normalization, two halvings, global mean."""
+
+    width: int = 16
+
+    def _blocks(self) -> dict[str, tuple[int, int]]:
+        w = self.width
+        return {"conv1": (self.channels, w), "conv2": (w, 2 * w), "conv3": (2 * w, 2 * w)}
+
+    def init(self, generator: torch.Generator) -> Tree:
+        """Return {"params", "stats"}."""
+        params: Tree = {
+            name: {"conv": convolution(generator, a, b), "norm": affine(b)} for name, (a, b) in self._blocks().items()
+        }
+        params["head"] = linear(generator, 2 * self.width, self.classes)
+        return {"params": params, "stats": {name: fresh_stats(b) for name, (_, b) in self._blocks().items()}}
+
+    def layers(self, params: Tree, x: Tensor, norm: Norm) -> Tensor:
+        """Return logits (B, classes) for x (B, C, H, W)."""
+        z = x
+        for name in ("conv1", "conv2", "conv3"):
+            conv = params[name]["conv"]
+            z = F.relu(norm(name, F.conv2d(z, conv["weight"], conv["bias"], padding=1)))
+            if name != "conv3":
+                z = F.max_pool2d(z, 2)
+        return F.linear(z.mean((-2, -1)), params["head"]["weight"], params["head"]["bias"])
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Raise `UserError` if the two halvings leave nothing."""
+        if min(shape[1:]) < 4:
+            raise UserError(f"The small network takes images of at least 4x4 pixels, not {shape[1]}x{shape[2]}.")

@@ -1,0 +1,8 @@
+"""Semi-supervised objectives: a loss is one function of (task, params, stats, batch); one file a loss."""
+
+from halfmoon.objectives.base import Objective, Seen
+from halfmoon.objectives.fixmatch import FixMatch
+from halfmoon.objectives.supervised import Supervised
+from halfmoon.objectives.uda import UDA
+
+__all__ = ["UDA", "FixMatch", "Objective", "Seen", "Supervised"]

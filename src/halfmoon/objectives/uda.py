@@ -1,0 +1,44 @@
+"""UDA (Xie et al. 2020): the sharpened guess on the weak view is the soft label of the strong one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.objectives.base import Seen, weak_and_strong, weak_and_strong_passes
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Passes, Pseudo, Task
+
+
+@dataclass(frozen=True)
+class UDA:
+    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(sharpen(q_i), f(strong_i)), q = softmax f(weak).
+
+    sharpen(q) is q^(1/temperature), normalized: the softmax of the logits divided by the temperature. Training signal
+    annealing is left out, as in the runs that the federated papers compare with.
+    """
+
+    tau: float = 0.8
+    temperature: float = 0.4
+    unlabeled_weight: float = 1.0
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return the views it wants."""
+        return ("weak", "strong")
+
+    def __call__(self, task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen."""
+        labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
+        confidence, label = weak.softmax(-1).max(-1)
+        used = (confidence >= self.tau).to(strong.dtype)
+        target = (weak / self.temperature).softmax(-1)
+        consistency = (F.cross_entropy(strong, target, reduction="none") * used).mean()
+        loss = F.cross_entropy(labeled, batch.y) + self.unlabeled_weight * consistency
+        return loss, Seen(moments, Pseudo(label, confidence, used))
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of one gradient."""
+        return weak_and_strong_passes(task, labeled, unlabeled)

@@ -1,0 +1,103 @@
+"""Optimizers as pure functions on trees, so that vmap can lift them; one step equals `torch.optim`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfmoon import tree
+from halfmoon.tree import Tree
+
+
+class Optimizer(Protocol):
+    """Hyper-parameters of an optimizer; its state is a tree."""
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate."""
+        ...
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state before the first step."""
+        ...
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with momentum and coupled weight decay, as `torch.optim.SGD`."""
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def init(self, params: Tree) -> Tree:
+        """Return zero momentum buffers (none without momentum)."""
+        return {"momentum": tree.zeros_like(params)} if self.momentum else {}
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        gradient = decayed(params, gradient, self.weight_decay)
+        if not self.momentum:
+            return descend(params, gradient, self.lr), state
+        buffer = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, state["momentum"])
+        if self.nesterov:
+            gradient = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, buffer)
+        else:
+            gradient = buffer
+        return descend(params, gradient, self.lr), {"momentum": buffer}
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma and Ba 2015) with coupled weight decay, as `torch.optim.Adam`."""
+
+    lr: float = 5e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def init(self, params: Tree) -> Tree:
+        """Return zero moments and the count of steps taken."""
+        device = next(tree.leaves(params)).device
+        return {
+            "first": tree.zeros_like(params),
+            "second": tree.zeros_like(params),
+            "steps": torch.zeros((), dtype=torch.float64, device=device),
+        }
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        gradient = decayed(params, gradient, self.weight_decay)
+        steps = state["steps"] + 1
+        rate = self.lr / (1 - self.beta1**steps)
+        root = (1 - self.beta2**steps).sqrt()
+        first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
+        # lerp, not addcmul_: vmap has no batching rule for the latter
+        second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
+
+        def moved(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            denominator = v.sqrt().div_(root.to(v.dtype)).add_(self.eps)
+            return p - (m / denominator).mul_(rate.to(m.dtype))
+
+        return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
+
+
+def descend(params: Tree, gradient: Tree, lr: float) -> Tree:
+    """Return params - lr * gradient: the plain, differentiable step."""
+    return tree.map(lambda p, g: torch.add(p, g, alpha=-lr), params, gradient)
+
+
+def decayed(params: Tree, gradient: Tree, weight_decay: float) -> Tree:
+    """Return gradient + weight_decay * params."""
+    if not weight_decay:
+        return gradient
+    return tree.map(lambda p, g: torch.add(g, p, alpha=weight_decay), params, gradient)
