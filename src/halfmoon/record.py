@@ -1,0 +1,529 @@
+"""The run folder: everything one run leaves on disk, in an order that survives being killed at any instant.
+
+A file is written under a temporary name, flushed to the disk and renamed, so that a name that exists is whole. Of
+a checkpoint's two files the JSON comes last and carries the checksum of the other; it commits the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from halfmoon.errors import UserError
+from halfmoon.tree import Tree, flatten
+
+KEPT = 2
+"""How many checkpoints stay: the newest and the one to fall back on."""
+
+CONFIG, RUN, METRICS, TIMINGS = "config.toml", "run.json", "metrics.jsonl", "timings.jsonl"
+MODEL, SUMMARY, LOCK = "model.safetensors", "summary.json", ".lock"
+_CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
+_PARTIAL = ".partial"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+class Unwritable(UserError):
+    """The disk refused: it is full, or the folder may not be written; what was saved before is intact."""
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that was read back."""
+
+    round: int
+    state: Tree
+    meta: dict[str, Any]
+    warnings: list[str]  # one sentence each: what was damaged and skipped
+
+
+class RunFolder:
+    """One run on disk; the first call that writes takes the folder's lock, `close` (or the process' end) frees it."""
+
+    def __init__(self, path: Path, config: str, identity: str) -> None:
+        """Describe a folder that exists; use `create` or `open`."""
+        self.path = path
+        self.config = config
+        self.identity = identity
+        self._lock: int | None = None
+        self._saved: int | None = None  # the newest round known to be intact
+
+    @classmethod
+    def create(cls, path: Path, config: str, identity: str) -> RunFolder:
+        """Make the folder of a new run with its `config.toml`; `identity` is a sha256 of what changes the numbers.
+
+        Raise UserError if the folder holds a run or anything else, is in use, or cannot be written.
+        """
+        _refuse_taken(path, identity)
+        folder = cls(path, config, identity)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unwritable(
+                f"{path}: the run folder cannot be made ({_reason(error)}); choose another --run-dir."
+            ) from error
+        folder._own()
+        try:
+            _refuse_taken(path, identity)  # again: another process may have been faster
+            head = {"identity": identity, "config": _hash(config.encode()), **_versions()}
+            # The head first: a folder with a config.toml alone may be the user's own.
+            folder._write(RUN, _render(head))
+            folder._write(CONFIG, config.encode())
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Open the folder of a run that exists; raise UserError if it is none or its configuration was changed."""
+        head = _read_json(path / RUN)
+        if head is None or not isinstance(head.get("identity"), str):
+            raise UserError(
+                f"{path} is not a run folder (it has no readable {RUN}); give the folder of a run."
+            )
+        try:
+            config = (path / CONFIG).read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{path}: {CONFIG} cannot be read ({_reason(error)}); put it back or start a new run."
+            ) from error
+        if _hash(config) != head.get("config"):
+            raise UserError(
+                f"{path}: {CONFIG} was changed, so the folder belongs to another configuration "
+                f"(it was made for {head['identity'][:8]}); undo the change, or start a run in another --run-dir."
+            )
+        return cls(path, config.decode(), head["identity"])
+
+    def __enter__(self) -> RunFolder:
+        """Return the folder; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the folder."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Close the folder."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the lock; the folder can still be read."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.summary() is not None
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return what `finish` wrote, None before."""
+        return _read_json(self.path / SUMMARY)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl`; a last line that was cut off is left out."""
+        return read_rows(self.path / METRICS)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot."""
+        self._append(METRICS, row)
+
+    def time(self, row: dict[str, Any]) -> None:
+        """Add a row to `timings.jsonl`, which a resumed run need not repeat. Raise UserError if it cannot."""
+        self._append(TIMINGS, row)
+
+    def save(self, round: int, state: Tree, meta: dict[str, Any]) -> None:
+        """Write the checkpoint of a round and remove all but the last two.
+
+        `meta` is anything JSON can hold. Raise UserError if the disk refuses; the checkpoints before are intact.
+        A round may be saved again only with the same content (ValueError), as no older file is ever put at risk.
+        """
+        self._own()
+        name = _name(round)
+        data, shape = _pack(state)
+        with self._writing(name):
+            length = _flushed_length(self.path / METRICS)
+        note = {
+            "round": round,
+            "tensors": _hash(data),
+            "shape": shape,
+            "metrics": length,
+            "meta": meta,
+            **_versions(),
+        }
+        sealed = _seal(note)
+        if self._saved is not None and round <= self._saved:
+            if round == self._saved and _read(self.path / f"{name}.json") == sealed:
+                return
+            raise ValueError(f"round {round} cannot be saved: round {self._saved} is on disk already")
+        self._write(f"{name}.safetensors", data)
+        self._write(f"{name}.json", sealed)
+        self._saved = round
+        with self._writing("the folder"):
+            for old in self._rounds()[:-KEPT]:
+                self._remove(old)
+
+    def load(self) -> Loaded | None:
+        """Return the newest checkpoint that is whole and cut `metrics.jsonl` back to it; None if none was written.
+
+        Damaged checkpoints are skipped, removed and said in `warnings`. Raise UserError if the run is finished, all
+        checkpoints are damaged, or `metrics.jsonl` lost rows.
+        """
+        if self.finished:
+            raise UserError(f"{self.path}: the run is finished; there is nothing to go on with.")
+        self._own()
+        rounds = self._rounds()
+        problems: list[tuple[int, str]] = []
+        for round in reversed(rounds):
+            try:
+                note, state = _read_checkpoint(self.path, round)
+            except _Damaged as damage:
+                problems.append((round, str(damage)))
+                continue
+            self._rewind(note["metrics"])
+            for bad, _ in problems:
+                self._remove(bad)
+            self._saved = round
+            warnings = [
+                f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems
+            ]
+            return Loaded(round, state, note["meta"], warnings + _version_warning(note))
+        if rounds:
+            what = "; ".join(f"{_name(bad)}: {why}" for bad, why in problems)
+            raise UserError(
+                f"{self.path}: every checkpoint is damaged ({what}); restore one from a backup, "
+                "or start the run again in another --run-dir."
+            )
+        self._rewind(0)
+        return None
+
+    def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
+        """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
+        self._own()
+        self._write(MODEL, safetensors.torch.save(_plain(model), meta))
+        self._write(SUMMARY, (json.dumps(_finite(summary), indent=1) + "\n").encode())
+
+    def _own(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise Unwritable(
+                f"{self.path}: the folder cannot be written ({_reason(error)}); make it writable "
+                "or choose another --run-dir."
+            ) from error
+        try:
+            _flock(handle)
+        except OSError as error:
+            os.close(handle)
+            raise UserError(
+                f"another process is running in {self.path}; wait for it, or choose another --run-dir."
+            ) from error
+        self._lock = handle
+
+    def _rounds(self) -> list[int]:
+        found = (_CHECKPOINT.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted({int(match[1]) for match in found if match})
+
+    def _remove(self, round: int) -> None:
+        # The JSON first: without it the other file is nothing.
+        for suffix in ("json", "safetensors"):
+            (self.path / f"{_name(round)}.{suffix}").unlink(missing_ok=True)
+
+    def _rewind(self, length: int) -> None:
+        path = self.path / METRICS
+        present = path.stat().st_size if path.exists() else 0
+        if present < length:
+            raise UserError(
+                f"{path} has {present} bytes, but the checkpoint was written at {length}: rows are missing; "
+                "restore the file, or start the run again in another --run-dir."
+            )
+        with self._writing(METRICS):
+            _cut(path, length)
+            timings = self.path / TIMINGS
+            _cut(timings, (_read(timings) or b"").rfind(b"\n") + 1)
+            for entry in list(self.path.iterdir()):
+                if entry.name.endswith(_PARTIAL):
+                    entry.unlink()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        line = (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
+        self._own()
+        with self._writing(name), _opened(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
+            _write_all(handle, line)
+
+    def _write(self, name: str, data: bytes) -> None:
+        target, partial = self.path / name, self.path / f".{name}{_PARTIAL}"
+        with self._writing(name):
+            try:
+                with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
+                    _write_all(handle, data)
+                    os.fsync(handle)
+                os.replace(partial, target)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+            _sync_folder(self.path)
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            intact = (
+                "no checkpoint was written yet"
+                if self._saved is None
+                else f"the checkpoint of round {self._saved} is intact"
+            )
+            cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+            raise Unwritable(
+                f"{self.path}: {what} cannot be written ({_reason(error)}); {intact}. "
+                f"First {cure}, then: halfmoon resume {self.path}"
+            ) from error
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return one dict a line, without a last line that was cut off; raise UserError for a line that is no JSON."""
+    rows = []
+    for number, line in enumerate((_read(path) or b"").split(b"\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
+    return rows
+
+
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree]:
+    sealed, data = _read(folder / f"{_name(round)}.json"), _read(folder / f"{_name(round)}.safetensors")
+    if sealed is None:
+        raise _Damaged("its .json is missing")
+    if data is None:
+        raise _Damaged("its .safetensors is missing")
+    note = _unseal(sealed)
+    if _hash(data) != note["tensors"]:
+        raise _Damaged("checksum differs")
+    return note, _unpack(data, note["shape"])
+
+
+def _seal(note: dict[str, Any]) -> bytes:
+    return _render({**note, "sha256": _hash(_render(note))})
+
+
+def _unseal(data: bytes) -> dict[str, Any]:
+    try:
+        note = json.loads(data)
+        seal = note.pop("sha256")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _Damaged("its .json is unreadable") from error
+    # The bytes are compared, not the values: a changed blank would parse to the same values.
+    if _hash(_render(note)) != seal or _seal(note) != data:
+        raise _Damaged("checksum of its .json differs")
+    return note
+
+
+def _pack(state: Tree) -> tuple[bytes, dict[str, Any]]:
+    """Return the bytes of the tensors and the tree's shape, which safetensors does not keep.
+
+    The shape is the tree with None at its leaves, or the order of dimensions in memory where a leaf lies permuted
+    (channels last). The order of keys and of memory are part of the state: sums are taken in it, so a run that
+    goes on without them would differ in the last digits.
+    """
+    return safetensors.torch.save(_plain(state)), _shape(state)
+
+
+def _shape(state: Tree) -> dict[str, Any]:
+    return {key: _shape(value) if isinstance(value, dict) else _order(value) for key, value in state.items()}
+
+
+def _order(leaf: Tensor) -> list[int] | None:
+    if leaf.is_contiguous():
+        return None
+    order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+    return order if leaf.permute(order).is_contiguous() else None
+
+
+def _unpack(data: bytes, shape: dict[str, Any]) -> Tree:
+    flat = safetensors.torch.load(data)
+
+    def fill(node: dict[str, Any], prefix: str) -> Tree:
+        return {
+            key: fill(value, f"{prefix}{key}/")
+            if isinstance(value, dict)
+            else _laid(flat[f"{prefix}{key}"], value)
+            for key, value in node.items()
+        }
+
+    return fill(shape, "")
+
+
+def _laid(leaf: Tensor, order: list[int] | None) -> Tensor:
+    if order is None:
+        return leaf
+    return leaf.permute(order).contiguous().permute([order.index(d) for d in range(leaf.dim())])
+
+
+def _plain(tree: Tree) -> dict[str, Tensor]:
+    # A clone a leaf: safetensors refuses tensors that share memory.
+    return {
+        path: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for path, leaf in flatten(tree).items()
+    }
+
+
+def _refuse_taken(path: Path, identity: str) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, not a folder; choose another --run-dir.")
+    head = _read_json(path / RUN)
+    others = {e.name for e in path.iterdir()} - {LOCK, RUN, f".{RUN}{_PARTIAL}", f".{CONFIG}{_PARTIAL}"}
+    if head is None or not others:
+        # Without others: empty, or a creation that was killed before its config.toml.
+        if others:
+            raise UserError(f"{path} is not empty and holds no run; choose another --run-dir.")
+        return
+    if head.get("identity") != identity:
+        raise UserError(
+            f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
+            f"{identity[:8]}); choose another --run-dir, or `halfmoon resume {path}` to go on with that one."
+        )
+    state = "an unfinished" if _read_json(path / SUMMARY) is None else "a finished"
+    raise UserError(
+        f"{path} holds {state} run of this configuration; `halfmoon resume {path}` goes on with it, "
+        "or choose another --run-dir."
+    )
+
+
+def _version_warning(note: dict[str, Any]) -> list[str]:
+    changed = [f"{name} {note[name]} (now {now})" for name, now in _versions().items() if note[name] != now]
+    if not changed:
+        return []
+    return [
+        f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."
+    ]
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("halfmoon")
+    except PackageNotFoundError:  # run from its source
+        own = "unknown"
+    return {"halfmoon": own, "torch": torch.__version__}
+
+
+def _name(round: int) -> str:
+    return f"checkpoint-{round:06d}"
+
+
+def _hash(data: bytes) -> str:
+    return sha256(data).hexdigest()
+
+
+def _render(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON does not know by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    handle = os.open(path, flags, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def _flushed_length(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with _opened(path, os.O_RDWR) as handle:
+        os.fsync(handle)
+        return os.fstat(handle).st_size
+
+
+def _cut(path: Path, length: int) -> None:
+    if path.exists() and path.stat().st_size > length:
+        with _opened(path, os.O_RDWR) as handle:
+            os.ftruncate(handle, length)
+            os.fsync(handle)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _flock(handle: int) -> None:
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+
+    def _sync_folder(path: Path) -> None:
+        """Do nothing: Windows has no way to flush a folder."""
+else:
+    import fcntl
+
+    def _flock(handle: int) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # a file system without locks still holds runs
+                raise
+
+    def _sync_folder(path: Path) -> None:
+        with _opened(path, os.O_RDONLY) as handle:
+            os.fsync(handle)
