@@ -36,13 +36,9 @@ def keep(folder: Path | None, files: Sequence[Path], read: Callable[[], Decoded]
         images, names = read()
     try:
         with replacing(path) as file:
-            np.savez(
-                file, images=images.images, labels=images.labels, names=np.array(names or (), dtype=np.str_)
-            )
+            np.savez(file, images=images.images, labels=images.labels, names=np.array(names or (), dtype=np.str_))
     except OSError as error:
-        raise UserError(
-            f"{folder}: decoded images cannot be kept there ({error}); choose another folder."
-        ) from error
+        raise UserError(f"{folder}: decoded images cannot be kept there ({error}); choose another folder.") from error
     return images, names
 
 

@@ -27,9 +27,7 @@ def decode(data: bytes, place: str) -> np.ndarray:
             image = Image.open(io.BytesIO(data))
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(
-            f"{place}: the image is too large to open safely ({error}); make it smaller."
-        ) from error
+        raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
         raise UserError(f"{place}: not a readable image ({error}); replace or remove it.") from error
     if image.mode not in MODES:

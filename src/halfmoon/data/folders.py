@@ -25,8 +25,7 @@ def read_folders(folder: Path, test: str, cache: Path | None) -> tuple[Images, I
     if differing:
         here, there = ("train", test) if differing[0] in train else (test, "train")
         raise UserError(
-            f"{folder}: class folder {differing[0]} is in {here} but not in {there}; "
-            "both need the same classes."
+            f"{folder}: class folder {differing[0]} is in {here} but not in {there}; both need the same classes."
         )
     return _images(train, cache), _images(held, cache), tuple(train)
 
@@ -43,9 +42,7 @@ def _classes(part: Path) -> dict[str, list[Path]]:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
     for name, paths in found.items():
         if not paths:
-            raise UserError(
-                f"{part / name}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it."
-            )
+            raise UserError(f"{part / name}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it.")
     return found
 
 
@@ -58,9 +55,7 @@ def _images(classes: dict[str, list[Path]], cache: Path | None) -> Images:
     labels = np.repeat(np.arange(len(classes)), [len(group) for group in classes.values()]).astype(np.int64)
 
     def read() -> store.Decoded:
-        return Images(stack(((_bytes(path), str(path)) for path in paths), len(paths)), labels), tuple(
-            classes
-        )
+        return Images(stack(((_bytes(path), str(path)) for path in paths), len(paths)), labels), tuple(classes)
 
     return store.keep(cache, paths, read)[0]
 

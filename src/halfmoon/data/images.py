@@ -19,9 +19,7 @@ class Images:
     def __post_init__(self) -> None:
         shape, dtype = self.images.shape, self.images.dtype
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3):
-            raise UserError(
-                f"images must be uint8 (N, H, W, 1 or 3), but are {dtype} {shape}; convert them first."
-            )
+            raise UserError(f"images must be uint8 (N, H, W, 1 or 3), but are {dtype} {shape}; convert them first.")
         if self.labels.dtype != np.int64 or self.labels.shape != shape[:1]:
             raise UserError(
                 f"labels must be int64 ({shape[0]},), one for each image, "
@@ -121,8 +119,7 @@ def shrink(source: Source, factor: int) -> Source:
     _, height, width, _ = source.train.images.shape
     if factor < 1 or height % factor or width % factor:
         raise UserError(
-            f"{source.name}: {factor} does not divide images of {width}x{height}; "
-            "choose a factor that divides both."
+            f"{source.name}: {factor} does not divide images of {width}x{height}; choose a factor that divides both."
         )
     if factor == 1:
         return source

@@ -80,9 +80,7 @@ def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[st
         "present": {word: float((part > 0).sum(1).mean()) for word, part in parts.items()},
         "internal": _range(tv),
         "internal_js": _range(js),
-        "external": {
-            word: _range(total_variation(mix(part), mix(part.sum(0)))) for word, part in parts.items()
-        },
+        "external": {word: _range(total_variation(mix(part), mix(part.sum(0)))) for word, part in parts.items()},
     }
 
 

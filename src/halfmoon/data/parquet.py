@@ -56,8 +56,7 @@ def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
         if name in names:
             return name
     raise UserError(
-        f"{place}: there is no column {' or '.join(wanted)}; it has "
-        f"{', '.join(names) or 'no columns'}. Rename one."
+        f"{place}: there is no column {' or '.join(wanted)}; it has {', '.join(names) or 'no columns'}. Rename one."
     )
 
 
@@ -106,9 +105,7 @@ def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
             values = batch.column(0)
             for value in (values.field("bytes") if inside else values).to_pylist():
                 if value is None:
-                    raise UserError(
-                        f"{path}, row {row}: the image has no bytes; store the image itself, not a path."
-                    )
+                    raise UserError(f"{path}, row {row}: the image has no bytes; store the image itself, not a path.")
                 yield value, f"{path}, row {row}"
                 row += 1
     except (pa.ArrowException, OSError) as error:

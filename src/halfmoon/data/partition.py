@@ -79,9 +79,7 @@ def spread(
     )
 
 
-def _spread_once(
-    labels: np.ndarray, clients: int, gamma: float, draw: np.random.Generator, cap: bool
-) -> np.ndarray:
+def _spread_once(labels: np.ndarray, clients: int, gamma: float, draw: np.random.Generator, cap: bool) -> np.ndarray:
     holder = np.empty(len(labels), np.int64)
     sizes = np.zeros(clients, np.int64)
     for label in np.unique(labels):
@@ -91,8 +89,13 @@ def _spread_once(
         open_ = sizes * clients < len(labels) if cap else np.ones(clients, bool)
         shares = np.where(open_, shares, 0.0)
         total = shares.sum()
-        # A small gamma can leave nothing to those still below the cap: they then share evenly.
-        shares = shares / total if total > 0 else open_ / open_.sum()
+        if total > 0:
+            shares = shares / total
+        else:
+            # A small gamma can leave nothing to those still below the cap. Renormalised shares of a part of the
+            # clients are Dirichlet themselves, so drawing for that part alone is the same rule.
+            shares = np.zeros(clients)
+            shares[open_] = draw.dirichlet(np.full(int(open_.sum()), gamma))
         cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
         counts = np.diff(np.concatenate(([0], np.minimum(cuts, len(rows)), [len(rows)])))
         holder[rows] = np.repeat(np.arange(clients), counts)

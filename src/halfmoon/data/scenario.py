@@ -73,8 +73,8 @@ def _check(scenario: Scenario) -> None:
         raise UserError(f"setting {s.setting!r} is unknown; choose iid-iid, iid-dir or dir-dir.")
     if s.clients < 1:
         raise UserError(f"clients is {s.clients}; there must be at least one.")
-    if not (s.gamma > 0 and math.isfinite(s.gamma)):
-        raise UserError(f"gamma is {s.gamma}; a Dirichlet needs a positive number.")
+    if not 0 < s.gamma <= 1e9:  # beyond, the gamma variates behind a Dirichlet overflow
+        raise UserError(f"gamma is {s.gamma}; it must be above 0 and at most 1e9.")
     if (s.labels_per_class is None) == (s.label_ratio is None):
         raise UserError("give exactly one of labels_per_class and label_ratio.")
     if s.labels_per_class is not None and not (s.labels_per_class > 0 and math.isfinite(s.labels_per_class)):
@@ -116,9 +116,7 @@ def _pool(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.nd
             )
         pool = np.full(len(names), wanted, np.int64)
     if not pool.min():
-        raise UserError(
-            f"{asked} leaves class {names[int(pool.argmin())]} without a label; ask for more labels."
-        )
+        raise UserError(f"{asked} leaves class {names[int(pool.argmin())]} without a label; ask for more labels.")
     return pool
 
 

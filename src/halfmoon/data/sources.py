@@ -46,9 +46,7 @@ KNOWN: Mapping[str, Known] = {
         (0.3530,),
     ),
 }  # fmt: skip
-DIGITS = (
-    "1,437 + 360 gray images, 8x8, 10 classes (UCI digits inside scikit-learn); always there, the default"
-)
+DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI digits inside scikit-learn); always there, the default"
 
 
 def names() -> dict[str, str]:
@@ -71,8 +69,8 @@ def load(
     files as MNIST does. `test` names the part that evaluates (`validation` where a set has it). `cache` is a
     folder that keeps decoded images; without it nothing is written. `mirror` says whether a mirrored image is
     still of its class; None means False for digits and True for the rest. Mean and std of cifar10 and
-    fashion_mnist are the published ones, of every other set those of its training pixels. Raise UserError where
-    the name is unknown or a file cannot be read; the message names file and row.
+    fashion_mnist are the published ones, of every other set those of its training pixels. Raise UserError
+    where the name is unknown or a file cannot be read; the message names file and row.
     """
     if name == "digits":
         if test != "test":

@@ -42,9 +42,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.client.dtype != np.int64 or self.labeled.dtype != np.bool_ or self.client.ndim != 1:
-            raise UserError(
-                "a split needs client as int64 (N,) and labeled as bool (N,); convert them first."
-            )
+            raise UserError("a split needs client as int64 (N,) and labeled as bool (N,); convert them first.")
         if self.client.shape != self.labeled.shape:
             sizes = f"{self.client.size} and {self.labeled.size}"
             raise UserError(f"a split needs one client and one mark per row, but has {sizes}.")
@@ -103,9 +101,7 @@ class Split:
             origin = Origin(facts["scenario"], facts["source"], facts["labels_sha256"])
             clients, images = int(facts["clients"]), int(facts["images"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path}: it does not say what it splits; only files saved by halfmoon do."
-            ) from error
+            raise UserError(f"{path}: it does not say what it splits; only files saved by halfmoon do.") from error
         if not table.schema.equals(SCHEMA):
             held = ", ".join(f"{part.name} {part.type}" for part in table.schema)
             raise UserError(f"{path}: columns must be row int64, client int64, labeled bool, but are {held}.")
