@@ -13,7 +13,7 @@ from torch.func import vmap
 from halfmoon import rng, tree
 from halfmoon.data.draw import Amount, Views, Visit, batches, draw
 from halfmoon.tree import Tree
-from halfmoon.types import Batch, Local, Notes, Sample, Work
+from halfmoon.types import Batch, Local, Notes, Pseudo, Sample, Work
 
 Observer = Callable[[int, Batch, Notes], None]
 """Called after each step with the client's place in the group, its batch and its notes (diagnostics)."""
@@ -54,19 +54,27 @@ class Outcome(NamedTuple):
 def visit_one(
     errand: Errand, client: int, down: Tree, memory: Tree, data: Local, amount: Amount, observe: Observer
 ) -> Outcome:
-    """Run a visit in a plain loop: what a CPU, and a site in a real federation, does."""
+    """Run a visit in a plain loop: what a CPU, and a site in a real federation, does.
+
+    On a CPU everything is laid out channels-last in here, and plain again outside: what goes up and what is remembered
+    does not depend on how it was computed.
+    """
     work = errand.work
+    laid = data.x.device.type == "cpu"
+    if laid:
+        down, memory = tree.channels_last(down), tree.channels_last(memory)
     carry = work.begin(down, memory, data)
     visit = _drawn(errand, client, data, amount, work.keep(carry, data))
     log = _Log()
     for stacked in batches([data], [visit], errand.views, work.task.normalize, errand.rows):
         batch = _one(stacked, 0)
+        batch = _laid(batch) if laid else batch
         carry, notes = work.step(down, carry, batch)
         observe(0, batch, notes)
         log.add(notes)
     log.check(errand, client)
     up, memory = work.finish(down, carry, data)
-    return Outcome(up, memory, log.samples, visit.amount)
+    return Outcome(tree.contiguous(up), tree.contiguous(memory), log.samples, visit.amount)
 
 
 def visit_many(
@@ -165,9 +173,14 @@ def _one(batch: Batch, k: int) -> Batch:
     return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k])
 
 
+def _laid(batch: Batch) -> Batch:
+    u = tree.channels_last(batch.u)
+    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u)
+
+
 def _note(notes: Notes, k: int) -> Notes:
     samples = {name: Sample(*(leaf[k] for leaf in s)) for name, s in notes.samples.items()}
-    pseudo = None if notes.pseudo is None else type(notes.pseudo)(*(leaf[k] for leaf in notes.pseudo))
+    pseudo = tuple(Pseudo(*(leaf[k] for leaf in each)) for each in notes.pseudo)
     return Notes(notes.loss[k], samples, pseudo)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon import tree
 from halfmoon.augment import Normalize
 from halfmoon.models import Network
 from halfmoon.tree import Tree
@@ -29,8 +30,9 @@ def scores(
     correct = torch.zeros(network.classes, dtype=torch.int64, device=test.labels.device)
     seen = torch.bincount(test.labels, minlength=network.classes)
     loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
+    params = tree.channels_last(model["params"])
     for images, labels in zip(test.images.split(batch), test.labels.split(batch), strict=True):
-        logits = network.predict(model["params"], model["stats"], normalize(images))
+        logits = network.predict(params, model["stats"], normalize(images))
         loss += F.cross_entropy(logits, labels, reduction="sum").double()
         hit = labels[logits.argmax(-1) == labels]
         correct += torch.bincount(hit, minlength=network.classes)

@@ -111,6 +111,18 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
     return total
 
 
+def channels_last(tree: Tree) -> Tree:
+    """Lay out the 4-dimensional leaves channels-last: a CPU convolves a third faster."""
+    return map(
+        lambda leaf: leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf, tree
+    )
+
+
+def contiguous(tree: Tree) -> Tree:
+    """Lay out all leaves in the plain order."""
+    return map(lambda leaf: leaf.contiguous(), tree)
+
+
 def size(tree: Tree) -> int:
     """Return the number of elements."""
     return sum(leaf.numel() for leaf in leaves(tree))

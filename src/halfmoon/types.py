@@ -79,7 +79,7 @@ class Notes(NamedTuple):
 
     loss: Tensor  # ()
     samples: dict[str, Sample]
-    pseudo: Pseudo | None
+    pseudo: tuple[Pseudo, ...]  # none or one (None is no leaf that torch.func carries)
 
 
 class Passes(NamedTuple):

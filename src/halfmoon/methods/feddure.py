@@ -156,7 +156,7 @@ class Regulated(Work):
             stats = track(stats, each)
         samples = {"m": sample(judged.weights), "d": sample(judged.reward)}
         samples |= {name: sample(norm) for name, norm in judged.norms.items()}
-        notes = Notes(loss(labeled, strong), samples, Pseudo(label, confidence, trust))
+        notes = Notes(loss(labeled, strong), samples, (Pseudo(label, confidence, trust),))
         return {"params": params, "stats": stats, "optimizer": optimizer, **judged.carry}, notes
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:

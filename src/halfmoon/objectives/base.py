@@ -16,7 +16,7 @@ class Seen(NamedTuple):
     """What a loss leaves behind: the moments of its forward passes, and its pseudo-labels if it made some."""
 
     moments: list[Tree]
-    pseudo: Pseudo | None
+    pseudo: tuple[Pseudo, ...]  # none or one
 
 
 class Objective(Protocol):

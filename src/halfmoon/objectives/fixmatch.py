@@ -34,7 +34,7 @@ class FixMatch:
         used = (confidence >= self.tau).to(strong.dtype)
         consistency = (F.cross_entropy(strong, label, reduction="none") * used).mean()
         loss = F.cross_entropy(labeled, batch.y) + self.unlabeled_weight * consistency
-        return loss, Seen(moments, Pseudo(label, confidence, used))
+        return loss, Seen(moments, (Pseudo(label, confidence, used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one gradient."""

@@ -24,7 +24,7 @@ class Supervised:
     def __call__(self, task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         logits, moments = task.network.train(params, batch.x)
-        return F.cross_entropy(logits, batch.y), Seen([moments], None)
+        return F.cross_entropy(logits, batch.y), Seen([moments], ())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of the labeled images."""

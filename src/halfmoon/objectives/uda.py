@@ -37,7 +37,7 @@ class UDA:
         target = (weak / self.temperature).softmax(-1)
         consistency = (F.cross_entropy(strong, target, reduction="none") * used).mean()
         loss = F.cross_entropy(labeled, batch.y) + self.unlabeled_weight * consistency
-        return loss, Seen(moments, Pseudo(label, confidence, used))
+        return loss, Seen(moments, (Pseudo(label, confidence, used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one gradient."""

@@ -156,8 +156,8 @@ class Simulation:
 
     def _observer(self, hidden: Sequence[Tensor]) -> Callable[[int, Batch, Notes], None]:
         def observe(k: int, batch: Batch, notes: Notes) -> None:
-            if notes.pseudo is not None:
-                self._quality.add(notes.pseudo, hidden[k][batch.u_rows])
+            for pseudo in notes.pseudo:
+                self._quality.add(pseudo, hidden[k][batch.u_rows])
 
         return observe
 
