@@ -22,7 +22,7 @@ import torch
 from halfmoon.augment import Normalize, Strong
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import pillow_reference  # noqa: E402
+import pillow_reference
 
 SHAPE = (3, 32, 32)
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -49,7 +49,9 @@ def compare(batch: int, rounds: int) -> dict[str, float]:
         rows = pillow_reference.rows_of(drawn)
         ours.append(seconds(lambda d=drawn: strong.apply(images, d, normalize)))
         pillow.append(seconds(lambda r=rows: pillow_reference.strong(array, r, mean, std)))
-    if not torch.allclose(strong.apply(images, drawn, normalize), pillow_reference.strong(array, rows, mean, std), atol=1e-5):
+    if not torch.allclose(
+        strong.apply(images, drawn, normalize), pillow_reference.strong(array, rows, mean, std), atol=1e-5
+    ):
         raise SystemExit("the two pipelines disagree: their times mean nothing")
     ours_us, pillow_us = (statistics.median(times) / batch * 1e6 for times in (ours, pillow))
     return {"ratio": pillow_us / ours_us, "ours_us": ours_us, "pillow_us": pillow_us}

@@ -15,7 +15,7 @@ from halfmoon.errors import UserError
 class Normalize:
     """Map uint8 pixels to (x / 255 - mean) / std, one mean and one std a channel, in `dtype`.
 
-    A mean or std that is no plain number, or a std that is not positive, raises UserError.
+    Unequal numbers of means and stds, or a std that is not positive, raise UserError.
     """
 
     mean: tuple[float, ...] = (0.5,)
@@ -34,8 +34,10 @@ class Normalize:
     def __call__(self, images: Tensor) -> Tensor:
         """Return float images (n, C, H, W) from uint8 images (n, C, H, W) on the same device.
 
-        Raises UserError when the images have another number of channels than `mean`.
+        Raises UserError for images of another type or another number of channels than `mean`.
         """
+        if images.dtype is not torch.uint8:
+            raise UserError(f"Normalize got images of {images.dtype}: give uint8 pixels, 0 to 255.")
         channels = images.shape[1]
         if channels != len(self.mean):
             raise UserError(

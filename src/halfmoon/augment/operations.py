@@ -17,40 +17,45 @@ from halfmoon.augment.tables import AUTOCONTRAST, COLOR, CONTRAST, EQUALIZE, IDE
 
 
 def operate(images: Tensor, operation: Tensor, level: Tensor, negative: Tensor) -> Tensor:
-    """Return images uint8 (n, C, H, W) changed by each row's operation, at its level and direction (n,).
+    """Return images uint8 (n, C, H, W) changed by each row's operations, one after the other; all (n, operations).
 
     `operation` numbers `tables.NAMES`, `level` counts tenths of the largest magnitude from 0 to 10, `negative`
     takes the other direction of Rotate, Shear and Translate. On gray images Color is the identity. Leave the three
     on the CPU: the rows are sorted there without waiting for the device of the images.
     """
-    kind = operation.cpu().numpy()
-    order = np.argsort(kind, kind="stable")
-    kind, level_, negative_ = kind[order], level.cpu().numpy()[order], negative.cpu().numpy()[order]
-    first = np.searchsorted(kind, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
-    result = images.index_select(0, _placed(order, images))
+    kinds, levels, negatives = (leaf.cpu().numpy() for leaf in (operation, level, negative))
+    standing = np.arange(len(kinds))  # which row stands at each place by now
+    for slot in range(kinds.shape[1]):
+        order = np.argsort(kinds[standing, slot], kind="stable")
+        standing = standing[order]
+        images = images.index_select(0, _placed(order, images))
+        _operate_sorted_(images, kinds[standing, slot], levels[standing, slot], negatives[standing, slot])
+    back = np.empty_like(standing)
+    back[standing] = np.arange(len(standing))
+    return images.index_select(0, _placed(back, images))
 
+
+def _operate_sorted_(images: Tensor, kind: np.ndarray, level: np.ndarray, negative: np.ndarray) -> None:
+    """Change images (n, C, H, W), sorted by `kind`, in place; kind, level, negative (n,)."""
+    first = np.searchsorted(kind, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
     if (stop := first[POSTERIZE]) > 0:
-        number = (kind[:stop] * 2 + negative_[:stop]) * tables.LEVELS + level_[:stop]
-        result[:stop] = _geometric(result[:stop], number)
+        number = (kind[:stop] * 2 + negative[:stop]) * tables.LEVELS + level[:stop]
+        images[:stop] = _geometric(images[:stop], number)
     start, stop = first[POSTERIZE], first[COLOR]
     if start < stop:
-        number = tables.first_tones()[kind[start:stop] - POSTERIZE, level_[start:stop]]
-        result[start:stop] = _tonal(result[start:stop], number, [row - start for row in first])
+        number = tables.first_tones()[kind[start:stop] - POSTERIZE, level[start:stop]]
+        images[start:stop] = _tonal(images[start:stop], number, [row - start for row in first])
     start, stop = first[COLOR], first[SHARPNESS]
     if start < stop and images.shape[1] == 3:
-        result[start:stop] = _blended(_gray(result[start:stop]), result[start:stop], level_[start:stop])
+        images[start:stop] = _blended(_gray(images[start:stop]), images[start:stop], level[start:stop])
     start, stop = first[SHARPNESS], first[IDENTITY]
     if start < stop:
-        result[start:stop] = _blended(_smooth(result[start:stop]), result[start:stop], level_[start:stop])
-
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    return result.index_select(0, _placed(back, images))
+        images[start:stop] = _blended(_smooth(images[start:stop]), images[start:stop], level[start:stop])
 
 
 def _geometric(images: Tensor, number: np.ndarray) -> Tensor:
     maps = tables.geometric_maps(images.shape[2], images.shape[3], images.device)
-    return move(images, maps.index_select(0, _placed(number, images)))
+    return move(images, maps.index_select(0, _placed(number, images)), inside=False)
 
 
 def _tonal(images: Tensor, number: np.ndarray, first: list[int]) -> Tensor:

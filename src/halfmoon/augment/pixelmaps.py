@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 
-def crop_map(
-    top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool
-) -> Tensor:
+def crop_map(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool) -> Tensor:
     """Return the map (n, H * W) of a crop from an image padded by `pad` pixels, with a mirror where `flip`.
 
     `reflect` mirrors the image first and then crops it from its own reflection (the weak view); otherwise the
@@ -24,14 +22,13 @@ def crop_map(
     rows, columns = _crop_tables(pad, size, reflect, top.device)
     y = rows.index_select(0, top)
     x = columns.index_select(0, left + (2 * pad + 1) * flip)
-    # Whatever is outside in either direction has a number of at least H * W.
-    return (y[:, :, None] + x[:, None, :]).flatten(1).clamp_(max=size[0] * size[1])
+    maps = (y[:, :, None] + x[:, None, :]).flatten(1)
+    # What is outside in either direction has a number of at least H * W.
+    return maps if reflect else maps.clamp_(max=size[0] * size[1])
 
 
 @lru_cache(maxsize=16)
-def _crop_tables(
-    pad: int, size: tuple[int, int], reflect: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _crop_tables(pad: int, size: tuple[int, int], reflect: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the row's part of the pixel number by top (tops, H), and the column's by left and flip (both, W)."""
     height, width = size
     offset = torch.arange(-pad, pad + 1)[:, None]
@@ -51,11 +48,16 @@ def _reflected(position: Tensor, length: int) -> Tensor:
     return length - 1 - (length - 1 - position.abs()).abs()
 
 
-def move(images: Tensor, maps: Tensor) -> Tensor:
-    """Return images (n, C, H, W) whose pixel p is the source's pixel maps[:, p]; maps (n, H * W), int64."""
+def move(images: Tensor, maps: Tensor, inside: bool) -> Tensor:
+    """Return images (n, C, H, W) whose pixel p is the source's pixel maps[:, p]; maps (n, H * W).
+
+    `inside` promises that no map leaves the image, which spares a copy.
+    """
     n, channels, height, width = images.shape
-    source = torch.nn.functional.pad(images.reshape(n, channels, height * width), (0, 1))
-    index = maps[:, None, :].expand(n, channels, height * width)
+    source = images.reshape(n, channels, height * width)
+    if not inside:
+        source = torch.nn.functional.pad(source, (0, 1))
+    index = maps.long()[:, None, :].expand(n, channels, height * width)
     return source.gather(2, index).view(n, channels, height, width)
 
 

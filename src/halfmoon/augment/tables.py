@@ -92,7 +92,7 @@ def geometric_maps(height: int, width: int, device: torch.device) -> Tensor:
     column = (_fixed(c + a * 0.5 + b * 0.5) + _fixed(a) * x + _fixed(b) * y) >> 16
     row = (_fixed(f + d * 0.5 + e * 0.5) + _fixed(d) * x + _fixed(e) * y) >> 16
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-    return torch.where(inside, row * width + column, height * width).view(-1, height * width).to(device)
+    return torch.where(inside, row * width + column, height * width).view(-1, height * width).int().to(device)
 
 
 def _fixed(value: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""The views of FedDure's released code: plain, labeled, weak and strong (Bai et al., 2024, section 4 and code).
+"""The views of FedDure's released code: plain, labeled, weak and strong.
 
 Drawing and applying are apart. `draw` takes all random numbers of n rows from one CPU generator, so that a loop,
-a batched cohort and a real network see the same views; `apply` is deterministic, runs on the device of the
-images, and treats every row alone: a slice of the rows with the same slice of the draws gives the same slice.
+a batched cohort and a real network see the same views; `apply` is deterministic, runs on the device of the images,
+and treats every row alone: a slice of the rows with the same slice of the draws gives the same slice of the view.
+A large batch costs less a row than a small one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.augment import tables
-from halfmoon.augment.operations import operate
 from halfmoon.augment.normalize import Normalize
+from halfmoon.augment.operations import operate
 from halfmoon.augment.pixelmaps import box, crop_map, move
 from halfmoon.errors import UserError
 
@@ -31,7 +32,10 @@ class View(Protocol):
         ...
 
     def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
-        """Return the normalized view (n, C, H, W) of uint8 images (n, C, H, W), on their device."""
+        """Return the normalized view (n, C, H, W) of uint8 images (n, C, H, W), on their device.
+
+        The draws may stay on the CPU, which is where sorting them is cheapest.
+        """
         ...
 
 
@@ -60,19 +64,20 @@ class Labeled:
     pad: int | None = None
     cutout: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_cutout("Labeled", self.cutout)
+
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
         """Draw flip, top, left (n,) and the box's centre (n, 2) in pixels; raises UserError for a bad pad."""
         drawn = _draw_crop(n, shape, self.flip, self.pad, generator)
-        drawn["centre"] = torch.stack(
-            [torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1
-        )
+        drawn["centre"] = torch.stack([torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1)
         return drawn
 
     def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
         """Return the normalized view (n, C, H, W)."""
         drawn = _moved(drawn, images.device)
         floats = normalize(_cropped(images, drawn, self.pad, reflect=False))
-        half = _half_side(self.cutout, images.shape) // 2
+        half = _side(self.cutout, images.shape) // 2  # an odd side loses a pixel, as in the released code
         if half == 0:
             return floats
         keep = box(drawn["centre"] - half, 2 * half, (images.shape[2], images.shape[3])) == 0
@@ -104,9 +109,9 @@ class Strong:
     """The weak view's mirror and crop, `operations` random operations, a grey box, normalize (FedDure's T_s).
 
     RandAugmentMC of the released code: each operation is one of 14, drawn with replacement and skipped with
-    probability one half, its magnitude a uniform integer from 1 to `magnitude` - 1 (of 10); then a box of grey
-    127 always, `cutout` + 1 pixels a side (None: half the shorter side, plus 1; 0: no box). On gray images Color is
-    the identity. The uint8 pixels equal Pillow's. Raises UserError for a magnitude outside 2 to 11.
+    probability one half, its level a uniform integer from 1 to `magnitude` - 1 (tenths of the largest); then always
+    a box of grey 127, `cutout` + 1 pixels a side (None: half the shorter side, plus 1; 0: no box). On gray images
+    Color is the identity. The uint8 pixels equal Pillow's. Raises UserError for a magnitude outside 2 to 11.
     """
 
     flip: bool = True
@@ -120,13 +125,16 @@ class Strong:
             raise UserError(f"Strong.magnitude is {self.magnitude}: choose 2 to {tables.LEVELS}.")
         if self.operations < 0:
             raise UserError(f"Strong.operations is {self.operations}: choose 0 or more.")
+        _check_cutout("Strong", self.cutout)
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
         """Draw flip, top, left (n,); operation, level, negative (n, operations); corner (n, 2) of the box.
 
-        `operation` numbers the names in `tables.NAMES`, `level` is the magnitude 1 to 10, `negative` takes the
-        other direction of the geometric operations. Raises UserError for a bad pad.
+        `operation` numbers `tables.NAMES` (a skipped one is the Identity), `negative` takes the other direction of
+        the geometric operations. Raises UserError for a bad pad and for images neither gray (1) nor RGB (3).
         """
+        if shape[0] not in (1, 3):
+            raise UserError(f"Strong got images of {shape[0]} channels: give gray (1) or RGB (3) images.")
         drawn = _draw_crop(n, shape, self.flip, self.pad, generator)
         slots = (n, self.operations)
         kind = torch.randint(len(tables.NAMES), slots, generator=generator)
@@ -134,8 +142,8 @@ class Strong:
         drawn["operation"] = kind.masked_fill_(skipped, tables.IDENTITY)
         drawn["level"] = torch.randint(1, self.magnitude, slots, generator=generator)
         drawn["negative"] = torch.rand(slots, generator=generator) < 0.5
-        # The released code clips the corner before it adds the side: a box never loses pixels at the top or left.
-        side = _half_side(self.cutout, (n, *shape))
+        # The released code clips the corner before it adds the side: no box loses pixels at the top or left.
+        side = _side(self.cutout, (n, *shape))
         centre = torch.rand((n, 2), generator=generator) * torch.tensor(shape[1:])
         drawn["corner"] = (centre - side / 2).clamp_min_(0).long()
         return drawn
@@ -148,11 +156,8 @@ class Strong:
         """Return the view before normalization, uint8 (n, C, H, W)."""
         placed = _moved(drawn, images.device)
         views = _cropped(images, placed, self.pad, reflect=True)
-        for slot in range(self.operations):
-            views = operate(
-                views, drawn["operation"][:, slot], drawn["level"][:, slot], drawn["negative"][:, slot]
-            )
-        side = _half_side(self.cutout, images.shape)
+        views = operate(views, drawn["operation"], drawn["level"], drawn["negative"])
+        side = _side(self.cutout, images.shape)
         if side == 0:
             return views
         grey = box(placed["corner"], side + 1, (images.shape[2], images.shape[3]))
@@ -170,9 +175,12 @@ def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: tor
 
 
 def _cropped(images: Tensor, drawn: Drawn, pad: int | None, reflect: bool) -> Tensor:
+    if images.dtype is not torch.uint8:
+        raise UserError(f"a view got images of {images.dtype}: give uint8 pixels, 0 to 255.")
     size = (images.shape[2], images.shape[3])
     pixels = _pad(pad, images.shape)
-    return move(images, crop_map(drawn["top"], drawn["left"], drawn["flip"], pixels, size, reflect))
+    maps = crop_map(drawn["top"], drawn["left"], drawn["flip"], pixels, size, reflect)
+    return move(images, maps, inside=reflect)
 
 
 def _moved(drawn: Drawn, device: torch.device) -> Drawn:
@@ -188,6 +196,10 @@ def _pad(pad: int | None, shape: tuple[int, ...]) -> int:
     return pad
 
 
-def _half_side(cutout: int | None, shape: tuple[int, ...]) -> int:
-    return min(shape[2:]) // 2 if cutout is None else cutout
+def _check_cutout(view: str, cutout: int | None) -> None:
+    if cutout is not None and cutout < 0:
+        raise UserError(f"{view}.cutout is {cutout}: choose the side of the box in pixels, or 0 for no box.")
 
+
+def _side(cutout: int | None, shape: tuple[int, ...]) -> int:
+    return min(shape[2:]) // 2 if cutout is None else cutout
