@@ -126,6 +126,7 @@ def kinds() -> Mapping[str, Any]:
     return {each.name: hints[each.name] for each in fields(Config) if each.name != "options"}
 
 
+@remembered
 def helps() -> Mapping[str, str]:
     """Return one line about every option."""
     hints = get_type_hints(Config, include_extras=True)
@@ -196,27 +197,24 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
 
 def check_methods(config: Config) -> None:
     """Raise UserError where a method or one of its options is unknown, or an option has the wrong type."""
+    for method in (config.method, *config.beside, *_tables(config)):
+        method_options(config, method)
+
+
+def method_options(config: Config, method: str) -> dict[str, Any]:
+    """Return the options given to `method`: its own table over, for the main method, the bare ones.
+
+    Raise UserError where the method has no such option, or a value has the wrong type.
+    """
     from halfmoon import catalog  # slow to import: it brings torch
 
-    for method in (config.method, *config.beside):
-        catalog.entry(method)
-    tables = {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
-    bare = {name: value for name, value in config.options.items() if name not in tables}
-    for method, given in [(config.method, bare), *tables.items()]:
-        known = catalog.options(method)
-        for name, value in given.items():
-            if name not in known:
-                hint = nearest(name, known) if known else "it has no options of its own."
-                raise UserError(f"method {method} has no option {name!r}: {hint}")
-            _typed(f"option {name} of {method}", known[name].type, value)
-
-
-def method_options(config: Config, method: str) -> dict[str, Scalar]:
-    """Return the options given to `method`: its own table over, for the main method, the bare ones."""
-    bare = {name: value for name, value in config.options.items() if not isinstance(value, Mapping)}
-    table = config.options.get(method, {})
-    own = dict(table) if isinstance(table, Mapping) else {}
-    return {**(bare if method == config.method else {}), **own}
+    known = catalog.options(method)
+    given = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) if known else "it has no options of its own."
+            raise UserError(f"method {method} has no option {name!r}: {hint}")
+    return {name: _typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
 
 
 def text(config: Config) -> str:
@@ -226,9 +224,8 @@ def text(config: Config) -> str:
         value = getattr(config, name)
         if value is not None and not (config.split is not None and name in SCENARIO):
             lines.append(f"{name} = {_toml(value)}")
-    tables = {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
-    bare = {name: value for name, value in config.options.items() if name not in tables}
-    for header, table in [("options", bare), *((f"options.{_key(name)}", t) for name, t in tables.items())]:
+    tables = {f"options.{_key(method)}": table for method, table in _tables(config).items()}
+    for header, table in {"options": _bare(config), **tables}.items():
         if table or header != "options":
             lines += ["", f"[{header}]", *(f"{_key(name)} = {_toml(value)}" for name, value in table.items())]
     return "\n".join(lines) + "\n"
@@ -346,6 +343,14 @@ def _joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
             _check_scalar(f"{said}: {name}", value)
             result[name] = value
     return result
+
+
+def _bare(config: Config) -> dict[str, Scalar]:
+    return {name: value for name, value in config.options.items() if not isinstance(value, Mapping)}
+
+
+def _tables(config: Config) -> dict[str, Mapping[str, Scalar]]:
+    return {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
 
 
 def _check_scalar(said: str, value: Any) -> None:
