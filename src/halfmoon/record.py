@@ -11,16 +11,16 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -68,9 +68,9 @@ class RunFolder:
 
         Raise UserError if the folder holds a run or anything else, is in use, or cannot be written.
         """
-        _refuse_taken(path, identity)
         folder = cls(path, config, identity)
         try:
+            _refuse_taken(path, identity)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Unwritable(
@@ -174,8 +174,15 @@ class RunFolder:
             if round == self._saved and _read(self.path / f"{name}.json") == sealed:
                 return
             raise ValueError(f"round {round} cannot be saved: round {self._saved} is on disk already")
-        self._write(f"{name}.safetensors", data)
-        self._write(f"{name}.json", sealed)
+        if self._saved is None and self._rounds():
+            raise ValueError(f"{self.path} holds checkpoints: load the newest before saving another")
+        try:
+            self._write(f"{name}.safetensors", data)
+            self._write(f"{name}.json", sealed)
+        except Unwritable:
+            with suppress(OSError):
+                self._remove(round)  # a half would take the place that is missing
+            raise
         self._saved = round
         with self._writing("the folder"):
             for old in self._rounds()[:-KEPT]:
@@ -206,19 +213,22 @@ class RunFolder:
                 f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems
             ]
             return Loaded(round, state, note["meta"], warnings + _version_warning(note))
-        if rounds:
+        if len(rounds) > 1 or (rounds and (self.path / f"{_name(rounds[0])}.json").exists()):
             what = "; ".join(f"{_name(bad)}: {why}" for bad, why in problems)
             raise UserError(
                 f"{self.path}: every checkpoint is damaged ({what}); restore one from a backup, "
                 "or start the run again in another --run-dir."
             )
+        # One file without its JSON is a first save that was killed: the run starts again.
         self._rewind(0)
+        for round in rounds:
+            self._remove(round)
         return None
 
     def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
         """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
         self._own()
-        self._write(MODEL, safetensors.torch.save(_plain(model), meta))
+        self._write(MODEL, _with_metadata(safetensors.torch.save(_plain(model)), meta))
         self._write(SUMMARY, (json.dumps(_finite(summary), indent=1) + "\n").encode())
 
     def _own(self) -> None:
@@ -297,7 +307,7 @@ class RunFolder:
             cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
             raise Unwritable(
                 f"{self.path}: {what} cannot be written ({_reason(error)}); {intact}. "
-                f"First {cure}, then: halfmoon resume {self.path}"
+                f"First {cure}, then: {_resume(self.path)}"
             ) from error
 
 
@@ -319,7 +329,7 @@ class _Damaged(Exception):
 def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree]:
     sealed, data = _read(folder / f"{_name(round)}.json"), _read(folder / f"{_name(round)}.safetensors")
     if sealed is None:
-        raise _Damaged("its .json is missing")
+        raise _Damaged("it was not completed: the .json is missing")
     if data is None:
         raise _Damaged("its .safetensors is missing")
     note = _unseal(sealed)
@@ -352,6 +362,17 @@ def _pack(state: Tree) -> tuple[bytes, dict[str, Any]]:
     goes on without them would differ in the last digits.
     """
     return safetensors.torch.save(_plain(state)), _shape(state)
+
+
+def _with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
+    """Put metadata into the header of a safetensors file.
+
+    The library's own writer orders metadata by a hash that differs from process to process, and so would the file.
+    """
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps({"__metadata__": meta, **json.loads(data[8:end])}).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[end:]
 
 
 def _shape(state: Tree) -> dict[str, Any]:
@@ -408,11 +429,11 @@ def _refuse_taken(path: Path, identity: str) -> None:
     if head.get("identity") != identity:
         raise UserError(
             f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
-            f"{identity[:8]}); choose another --run-dir, or `halfmoon resume {path}` to go on with that one."
+            f"{identity[:8]}); choose another --run-dir, or `{_resume(path)}` to go on with that one."
         )
     state = "an unfinished" if _read_json(path / SUMMARY) is None else "a finished"
     raise UserError(
-        f"{path} holds {state} run of this configuration; `halfmoon resume {path}` goes on with it, "
+        f"{path} holds {state} run of this configuration; `{_resume(path)}` goes on with it, "
         "or choose another --run-dir."
     )
 
@@ -432,6 +453,10 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from its source
         own = "unknown"
     return {"halfmoon": own, "torch": torch.__version__}
+
+
+def _resume(path: Path) -> str:
+    return f"halfmoon resume {shlex.quote(str(path))}"
 
 
 def _name(round: int) -> str:

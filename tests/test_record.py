@@ -1,0 +1,747 @@
+"""Run folders: what is written comes back, and no kill, damage or full disk takes more than the last step."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from halfmoon import record
+from halfmoon.errors import UserError
+from halfmoon.record import RunFolder, Unwritable
+from halfmoon.tree import Tree, flatten
+
+ONE, OTHER = "a1" * 32, "b2" * 32
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush nothing: it guards against a loss of power, which no test can cause, and a slow disk costs a minute.
+
+    That it is called, and when, is a test of its own.
+    """
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    with RunFolder.create(tmp_path / "run", "rounds = 3\n", ONE) as made:
+        yield made
+
+
+def state_of(round: int) -> Tree:
+    return {"server": {"w": torch.full((3, 2), float(round))}, "step": torch.tensor(round)}
+
+
+def play(folder: RunFolder, rounds: range) -> None:
+    for round in rounds:
+        folder.log({"round": round})
+        folder.save(round, state_of(round), {"next": round + 1})
+
+
+def same(a: Tree, b: Tree) -> bool:
+    """Compare names, order, types, shapes, memory order and every bit."""
+    x, y = flatten(a), flatten(b)
+    return list(x) == list(y) and all(
+        p.dtype == q.dtype
+        and p.shape == q.shape
+        and p.stride() == q.stride()
+        and p.contiguous().numpy().tobytes() == q.contiguous().numpy().tobytes()
+        for p, q in zip(x.values(), y.values(), strict=True)
+    )
+
+
+def reopened(folder: RunFolder) -> RunFolder:
+    folder.close()
+    return RunFolder.open(folder.path)
+
+
+def test_round_trip_keeps_every_bit_and_the_order(folder: RunFolder) -> None:
+    images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    shared = torch.arange(6.0)
+    state = {
+        "z": {"late": torch.tensor(7), "nan": torch.tensor([float("nan"), float("inf"), -0.0])},
+        "a": {"images": images, "double": torch.tensor(0.1, dtype=torch.float64)},
+        "shared": {"one": shared, "two": shared, "part": shared[2:4]},
+        "sliced": torch.arange(12).reshape(3, 4).t()[::2].contiguous(),
+        "bytes": torch.tensor([1, 255], dtype=torch.uint8),
+        "none": torch.empty(0, 3),
+        "mask": torch.tensor([True, False]),
+        "memory": {},
+    }
+    meta = {"rng": 2**60 + 1, "rate": 0.1, "names": ["a", "ü"], "nothing": None}
+    folder.save(0, state, meta)
+    loaded = reopened(folder).load()
+    assert loaded is not None
+    assert loaded.round == 0
+    assert loaded.meta == meta
+    assert loaded.warnings == []
+    assert same(loaded.state, state)
+    assert loaded.state["memory"] == {}
+    assert loaded.state["a"]["images"].stride() == (75, 1, 15, 3)
+
+
+def test_views_without_contiguous_memory_keep_their_values(folder: RunFolder) -> None:
+    wide = torch.arange(24.0).reshape(4, 6)
+    state = {"strided": wide[:, ::2], "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3)}
+    folder.save(0, state, {})
+    loaded = reopened(folder).load()
+    assert loaded is not None
+    assert loaded.state["strided"].tolist() == [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18, 20, 22]]
+    assert loaded.state["expanded"].tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.recursive(
+        st.tuples(st.sampled_from(["float32", "float64", "int64"]), st.lists(st.integers(0, 3), max_size=3)),
+        lambda inner: st.dictionaries(st.text("abz01.", min_size=1, max_size=3), inner, max_size=4),
+        max_leaves=8,
+    ).filter(lambda tree: isinstance(tree, dict)),
+    st.randoms(use_true_random=False),
+)
+def test_any_tree_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, drawn: Any, chance: random.Random
+) -> None:
+    def grow(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: grow(value) for key, value in node.items()}
+        kind, shape = node
+        count = 8 * torch.Size(shape).numel() if shape else 8
+        raw = torch.frombuffer(bytearray(chance.randbytes(max(count, 8))), dtype=torch.uint8)
+        leaf = raw.view(getattr(torch, kind))[: torch.Size(shape).numel()].reshape(shape).clone()
+        order = list(range(leaf.dim()))
+        chance.shuffle(order)
+        return leaf.permute(order)
+
+    state = grow(drawn)
+    with RunFolder.create(tmp_path_factory.mktemp("any") / "run", "", ONE) as folder:
+        folder.save(3, state, {})
+        folder.close()
+        loaded = folder.load()
+    assert loaded is not None
+    plain = {path: leaf.numpy().tobytes() for path, leaf in flatten(loaded.state).items()}
+    assert plain == {path: leaf.numpy().tobytes() for path, leaf in flatten(state).items()}
+    assert list(plain) == list(flatten(state))
+
+
+def test_the_folder_holds_what_it_says(folder: RunFolder) -> None:
+    play(folder, range(5))
+    folder.time({"round": 4, "seconds": 1.5})
+    assert {entry.name for entry in folder.path.iterdir()} == {
+        ".lock",
+        "run.json",
+        "config.toml",
+        "metrics.jsonl",
+        "timings.jsonl",
+        "checkpoint-000003.safetensors",
+        "checkpoint-000003.json",
+        "checkpoint-000004.safetensors",
+        "checkpoint-000004.json",
+    }
+    assert folder.config == "rounds = 3\n"
+    assert folder.identity == ONE
+    assert RunFolder.open(folder.path).config == "rounds = 3\n"
+
+
+def test_rows_are_json_with_null_for_what_is_not_finite(folder: RunFolder) -> None:
+    row = {"round": 1, "b": 0.1, "a": [float("nan"), {"x": float("-inf")}], "flag": True, "none": None}
+    folder.log(row)
+    text = (folder.path / "metrics.jsonl").read_text()
+    assert text == '{"round": 1, "b": 0.1, "a": [null, {"x": null}], "flag": true, "none": null}\n'
+    assert folder.rows() == [{"round": 1, "b": 0.1, "a": [None, {"x": None}], "flag": True, "none": None}]
+
+
+def test_load_before_any_save_is_none_and_forgets_the_rows(folder: RunFolder) -> None:
+    folder.log({"round": 0})
+    again = reopened(folder)
+    assert again.load() is None
+    assert again.rows() == []
+
+
+def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
+    play(folder, range(2))
+    folder.log({"round": 2})
+    folder.time({"seconds": 1.0})
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        with (folder.path / name).open("a") as file:
+            file.write('{"round": 3, "tr')  # the line that a kill cut off
+    assert [row["round"] for row in folder.rows()] == [0, 1, 2]
+    again = reopened(folder)
+    assert again.load() is not None
+    assert (folder.path / "metrics.jsonl").read_text() == '{"round": 0}\n{"round": 1}\n'
+    again.time({"seconds": 2.0})
+    assert (folder.path / "timings.jsonl").read_text() == '{"seconds": 1.0}\n{"seconds": 2.0}\n'
+
+
+def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    def files(path: Path) -> dict[str, bytes]:
+        return {e.name: e.read_bytes() for e in path.iterdir() if e.name not in ("timings.jsonl", ".lock")}
+
+    whole = RunFolder.create(tmp_path / "whole", "x = 1\n", ONE)
+    play(whole, range(6))
+    parts = RunFolder.create(tmp_path / "parts", "x = 1\n", ONE)
+    play(parts, range(4))
+    parts.log({"round": 4})
+    parts = reopened(parts)
+    loaded = parts.load()
+    assert loaded is not None
+    play(parts, range(loaded.round + 1, 6))
+    assert files(parts.path) == files(whole.path)
+
+
+def test_lost_rows_are_said(folder: RunFolder) -> None:
+    play(folder, range(3))
+    with (folder.path / "metrics.jsonl").open("r+b") as file:
+        file.truncate(5)
+    with pytest.raises(UserError, match="has 5 bytes, but the checkpoint was written at 39"):
+        reopened(folder).load()
+
+
+def test_a_changed_row_is_named(folder: RunFolder) -> None:
+    (folder.path / "metrics.jsonl").write_text('{"round": 0}\n{"round"\n{"round": 2}\n')
+    with pytest.raises(UserError, match="line 2"):
+        folder.rows()
+
+
+def test_saving_an_old_round_is_refused(folder: RunFolder) -> None:
+    play(folder, range(3))
+    before = (folder.path / "checkpoint-000002.json").stat().st_mtime_ns
+    folder.save(2, state_of(2), {"next": 3})
+    assert (folder.path / "checkpoint-000002.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="round 2 is on disk already"):
+        folder.save(2, state_of(5), {"next": 3})
+    with pytest.raises(ValueError, match="round 1 cannot be saved"):
+        folder.save(1, state_of(1), {})
+    with pytest.raises(ValueError, match="load the newest"):
+        reopened(folder).save(3, state_of(3), {})
+
+
+# Damage
+
+
+def flips(data: bytes) -> Iterator[bytes]:
+    """Yield the file with one byte changed, at every 97th place and at both ends, in three ways."""
+    for place in {*range(0, len(data), 97), len(data) - 1}:
+        for mask in (0x01, 0x20, 0xFF):
+            changed = bytearray(data)
+            changed[place] ^= mask
+            yield bytes(changed)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
+    state = {"w": torch.randn(300), "n": torch.tensor(3)}
+    folder.save(0, state, {})
+    folder.save(1, state, {"list": list(range(200))})
+    pair = {
+        name: (folder.path / name).read_bytes()
+        for name in ("checkpoint-000001.json", "checkpoint-000001.safetensors")
+    }
+    target = f"checkpoint-000001.{suffix}"
+    tried = 0
+    for changed in flips(pair[target]):
+        for name, data in {**pair, target: changed}.items():
+            (folder.path / name).write_bytes(data)
+        loaded = folder.load()
+        assert loaded is not None
+        assert loaded.round == 0
+        assert len(loaded.warnings) == 1
+        assert loaded.warnings[0].startswith("checkpoint-000001 is damaged (")
+        assert loaded.warnings[0].endswith("going on from checkpoint-000000.")
+        assert not (folder.path / target).exists()
+        tried += 1
+    assert tried >= 30
+    for name, data in pair.items():
+        (folder.path / name).write_bytes(data)
+    whole = folder.load()
+    assert whole is not None
+    assert whole.round == 1
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+@pytest.mark.parametrize("length", [0, 1, 9, -1, None])
+def test_a_cut_or_missing_half_is_found(folder: RunFolder, suffix: str, length: int | None) -> None:
+    play(folder, range(2))
+    target = folder.path / f"checkpoint-000001.{suffix}"
+    if length is None:
+        target.unlink()
+    else:
+        target.write_bytes(target.read_bytes()[:length])
+    loaded = reopened(folder).load()
+    assert loaded is not None
+    assert loaded.round == 0
+    assert same(loaded.state, state_of(0))
+    assert "checkpoint-000001 is damaged" in loaded.warnings[0]
+    assert [row["round"] for row in folder.rows()] == [0]
+
+
+def test_all_checkpoints_damaged_is_an_error_that_removes_nothing(folder: RunFolder) -> None:
+    play(folder, range(3))
+    for round in (1, 2):
+        (folder.path / f"checkpoint-{round:06d}.safetensors").write_bytes(b"no")
+    before = {entry.name for entry in folder.path.iterdir()}
+    with pytest.raises(UserError, match=r"every checkpoint is damaged \(checkpoint-000002: checksum differs"):
+        reopened(folder).load()
+    assert {entry.name for entry in folder.path.iterdir()} == before
+
+
+def test_another_version_of_torch_is_said(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.save(0, state_of(0), {})
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    loaded = reopened(folder).load()
+    assert loaded is not None
+    assert "(now 9.9.9)" in loaded.warnings[0]
+
+
+# Kills
+
+
+def test_save_flushes_before_it_renames_and_removes_last(folder: RunFolder) -> None:
+    """Metrics first; then each file: make, write, flush, rename, flush the folder; then the oldest pair goes."""
+    play(folder, range(2))
+    folder.log({"round": 2})
+    with dying(1000, "never") as calls:
+        folder.save(2, state_of(2), {})
+    whole = ["open", "write", "fsync", "replace", "open", "fsync"]
+    assert calls == ["open", "fsync", *whole, *whole, "unlink", "unlink"]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing after it runs, and no handler of OSError sees it."""
+
+
+@contextmanager
+def dying(at: int, when: str) -> Iterator[list[str]]:
+    """Let the process die before, after or in the middle of its `at`-th call to the operating system."""
+    calls: list[str] = []
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **rest: Any) -> Any:
+            if len(calls) > at:
+                raise Killed  # a dead process makes no call
+            calls.append(name)
+            if len(calls) - 1 != at:
+                return real(*args, **rest)
+            calls.append("dead")
+            if when == "after":
+                real(*args, **rest)
+            elif when == "amid" and name == "write":
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            raise Killed
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "write", "fsync", "replace", "unlink", "ftruncate", "remove", "rename"):
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield calls
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_kill_at_any_call_of_save_leaves_the_old_or_the_new_state(
+    tmp_path: Path, when: str, first: int
+) -> None:
+    seen: set[int | None] = set()
+    for at in range(100):
+        folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
+        play(folder, range(first))
+        folder.log({"round": first})
+        alive = True
+        with dying(at, when) as calls:
+            try:
+                folder.save(first, state_of(first), {"next": first + 1})
+            except Killed:
+                alive = False
+        again = reopened(folder)
+        loaded = again.load()
+        old = first - 1 if first else None
+        assert (loaded.round if loaded else None) in (old, first)
+        if loaded:
+            assert same(loaded.state, state_of(loaded.round))
+            assert loaded.meta == {"next": loaded.round + 1}
+        last = loaded.round if loaded else -1
+        assert [row["round"] for row in again.rows()] == list(range(last + 1))
+        # The run goes on from there and ends with the same two checkpoints and nothing else.
+        play(again, range(last + 1, first + 3))
+        again.close()
+        names = sorted(
+            e.name for e in again.path.iterdir() if e.name not in (".lock", "run.json", "config.toml")
+        )
+        assert names == sorted(
+            [f"checkpoint-{r:06d}.{s}" for r in (first + 1, first + 2) for s in ("json", "safetensors")]
+            + ["metrics.jsonl"]
+        )
+        seen.add(loaded.round if loaded else None)
+        if alive:
+            assert at >= 9, calls
+            break
+    else:
+        pytest.fail("save never came to its end")
+    assert seen == {old, first}
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+def test_a_kill_at_any_call_of_create_can_be_started_again(tmp_path: Path, when: str) -> None:
+    for at in range(100):
+        path = tmp_path / f"{at}"
+        alive = True
+        with dying(at, when):
+            try:
+                RunFolder.create(path, "x = 1\n", ONE).close()
+            except Killed:
+                alive = False
+        if (path / "config.toml").exists():
+            with pytest.raises(UserError, match="unfinished run of this configuration"):
+                RunFolder.create(path, "x = 1\n", ONE)
+        else:
+            RunFolder.create(path, "x = 1\n", ONE).close()
+        assert RunFolder.open(path).load() is None
+        if alive:
+            break
+    else:
+        pytest.fail("create never came to its end")
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(
+    tmp_path: Path, when: str
+) -> None:
+    for at in range(100):
+        folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
+        play(folder, range(2))
+        alive = True
+        with dying(at, when):
+            try:
+                folder.finish(state_of(1), {}, {"accuracy": 0.5})
+            except Killed:
+                alive = False
+        again = reopened(folder)
+        if again.finished:
+            assert (again.path / "model.safetensors").exists()
+        else:
+            loaded = again.load()
+            assert loaded is not None
+            assert loaded.round == 1
+        if alive:
+            break
+    else:
+        pytest.fail("finish never came to its end")
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+import torch
+from halfmoon.record import RunFolder
+torch.set_num_threads(1)
+for line in sys.stdin:  # a fork a line, as importing torch anew takes seconds
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        print("gone", flush=True)
+        continue
+    folder = RunFolder.open(Path(sys.argv[1]))
+    loaded = folder.load()
+    print(os.getpid(), flush=True)
+    for round in range(loaded.round + 1 if loaded else 0, 10**6):
+        folder.log({"round": round})
+        folder.save(round, {"w": torch.full((4000,), float(round))}, {"round": round})
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_sigkill_in_the_middle_of_saving_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", "", ONE).close()
+    chance = random.Random(0)
+    last = -1
+    parent = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    try:
+        for _ in range(10):
+            print(file=parent.stdin, flush=True)
+            child = int(parent.stdout.readline())
+            time.sleep(chance.uniform(0.02, 0.3))
+            os.kill(child, signal.SIGKILL)
+            assert parent.stdout.readline() == "gone\n"
+            with RunFolder.open(tmp_path / "run") as folder:  # the kernel freed the lock
+                loaded = folder.load()
+                assert loaded is not None
+                assert loaded.round > last
+                last = loaded.round
+                assert torch.equal(loaded.state["w"], torch.full((4000,), float(last)))
+                assert [row["round"] for row in folder.rows()] == list(range(last + 1))
+    finally:
+        parent.stdin.close()
+        parent.wait()
+        parent.stdout.close()
+
+
+# A disk that refuses
+
+
+@contextmanager
+def refusing(at: int, code: int) -> Iterator[list[str]]:
+    """Let the `at`-th writing call, and all after it, fail with an OSError; a write puts half of its bytes down."""
+    calls: list[str] = []
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **rest: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **rest)
+            calls.append(name)
+            if len(calls) <= at:
+                return real(*args, **rest)
+            if name == "write":
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "write", "fsync", "replace"):
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield calls
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, code: int) -> None:
+    for at in range(100):
+        folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
+        play(folder, range(4))
+        failed = None
+        with refusing(at, code):
+            try:
+                folder.log({"round": 4})
+                folder.save(4, state_of(4), {"next": 5})
+            except Unwritable as error:
+                failed = str(error)
+        if failed is None:
+            break
+        assert os.strerror(code) in failed
+        assert "the checkpoint of round 3 is intact" in failed
+        assert f"halfmoon resume {folder.path}" in failed
+        assert ("free some space" in failed) == (code == errno.ENOSPC)
+        assert not [entry.name for entry in folder.path.iterdir() if entry.name.endswith(".partial")]
+        again = reopened(folder)
+        loaded = again.load()
+        assert loaded is not None
+        assert loaded.round in (3, 4)
+        assert loaded.warnings == []
+        assert same(loaded.state, state_of(loaded.round))
+        play(again, range(loaded.round + 1, 6))
+        assert [row["round"] for row in again.rows()] == list(range(6))
+    else:
+        pytest.fail("save never came to its end")
+    assert at >= 9
+
+
+def test_a_first_save_that_fails_says_that_nothing_was_saved(folder: RunFolder) -> None:
+    with refusing(1, errno.ENOSPC), pytest.raises(Unwritable, match="no checkpoint was written yet"):
+        folder.save(0, state_of(0), {})
+    again = reopened(folder)
+    assert again.load() is None
+    again.save(0, state_of(0), {})
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with RunFolder.create(disk / "run", "", ONE) as folder:
+            folder.save(0, {"w": torch.zeros(50_000)}, {})
+            folder.save(1, {"w": torch.ones(50_000)}, {})
+            # 2 x 200 kB are there and 800 kB do not fit beside them.
+            with pytest.raises(Unwritable, match=r"No space left.*round 1 is intact.*free some space"):
+                folder.save(2, {"w": torch.ones(200_000)}, {})
+            with pytest.raises(Unwritable, match="No space left"):
+                folder.finish({"w": torch.ones(200_000)}, {}, {})
+            again = reopened(folder)
+            loaded = again.load()
+            assert loaded is not None
+            assert loaded.round == 1
+            assert loaded.warnings == []
+            assert torch.equal(loaded.state["w"], torch.ones(50_000))
+            again.save(2, {"w": torch.ones(50_000)}, {})
+            again.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# Whose folder it is
+
+
+def test_create_refuses_what_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunFolder.create(path, "x = 1\n", ONE).close()
+    with pytest.raises(UserError, match=r"unfinished run of this configuration; `halfmoon resume \S+/run`"):
+        RunFolder.create(path, "x = 1\n", ONE)
+    with pytest.raises(UserError, match=r"another configuration \(a1a1a1a1, this one is b2b2b2b2\)"):
+        RunFolder.create(path, "x = 2\n", OTHER)
+    with RunFolder.open(path) as folder:
+        folder.finish({}, {}, {"accuracy": 0.5})
+    with pytest.raises(UserError, match="a finished run of this configuration"):
+        RunFolder.create(path, "x = 1\n", ONE)
+    assert (path / "config.toml").read_text() == "x = 1\n"
+
+
+def test_create_refuses_a_folder_with_other_things_and_leaves_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and holds no run; choose another --run-dir"):
+        RunFolder.create(tmp_path, "x = 1\n", ONE)
+    assert [(e.name, e.read_text()) for e in tmp_path.iterdir()] == [("config.toml", "mine")]
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        RunFolder.create(tmp_path / "config.toml", "", ONE)
+    with pytest.raises(Unwritable, match="cannot be made"):
+        RunFolder.create(tmp_path / "config.toml" / "run", "", ONE)
+
+
+def test_create_takes_an_empty_folder_and_makes_parents(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "a" / "b", "", ONE).close()
+    (tmp_path / "empty").mkdir()
+    RunFolder.create(tmp_path / "empty", "", ONE).close()
+    assert RunFolder.open(tmp_path / "empty").identity == ONE
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
+def test_create_under_a_folder_without_rights(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(Unwritable, match="Permission denied"):
+        RunFolder.create(tmp_path / "run", "", ONE)
+
+
+def test_open_refuses_what_is_no_run(tmp_path: Path, folder: RunFolder) -> None:
+    with pytest.raises(UserError, match="is not a run folder"):
+        RunFolder.open(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a run folder"):
+        RunFolder.open(tmp_path)
+    config = folder.path / "config.toml"
+    config.write_text("rounds = 4\n")
+    with pytest.raises(UserError, match=r"config\.toml was changed.*another configuration.*a1a1a1a1"):
+        RunFolder.open(folder.path)
+    config.unlink()
+    with pytest.raises(UserError, match=r"config\.toml cannot be read"):
+        RunFolder.open(folder.path)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from halfmoon.record import RunFolder
+folder = RunFolder.open(Path(sys.argv[1]))
+folder.log({"round": 0})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_cannot_write_one_folder(folder: RunFolder) -> None:
+    folder.close()
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    other = RunFolder.open(folder.path)
+    assert other.rows() == [{"round": 0}]  # reading is free
+    for write in (lambda: other.load(), lambda: other.log({}), lambda: other.save(0, {}, {})):
+        with pytest.raises(UserError, match=f"another process is running in {folder.path}"):
+            write()
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    assert other.load() is None
+
+
+def test_close_frees_the_folder(folder: RunFolder) -> None:
+    folder.log({})
+    other = RunFolder.open(folder.path)
+    with pytest.raises(UserError, match="another process"):
+        other.log({})
+    folder.close()
+    folder.close()
+    other.log({})
+
+
+# The end
+
+
+def test_finish_writes_the_model_and_its_metadata(folder: RunFolder) -> None:
+    model = {"params": {"w": torch.randn(2, 3).t()}, "stats": {"n": torch.tensor(5)}}
+    meta = {"classes": '["a", "ü"]', "config": folder.config, "size": "8"}
+    assert not folder.finished
+    assert folder.summary() is None
+    folder.finish(model, meta, {"accuracy": {"last": 0.5, "best": float("nan")}})
+    assert folder.finished
+    assert folder.summary() == {"accuracy": {"last": 0.5, "best": None}}
+    with safe_open(folder.path / "model.safetensors", "pt") as file:
+        assert file.metadata() == meta
+        assert sorted(file.keys()) == ["params/w", "stats/n"]
+        assert torch.equal(file.get_tensor("params/w"), model["params"]["w"])
+        assert file.get_tensor("stats/n").item() == 5
+    with pytest.raises(UserError, match="is finished"):
+        reopened(folder).load()
+
+
+def test_the_model_file_has_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    """The safetensors writer alone orders eight metadata keys differently in (nearly) every process."""
+    script = (
+        "import sys, torch, hashlib; from pathlib import Path; from halfmoon.record import RunFolder\n"
+        "folder = RunFolder.create(Path(sys.argv[1]), '', 'a')\n"
+        "folder.finish({'w': torch.ones(3)}, {k: k for k in 'abcdefgh'}, {})\n"
+        "print(hashlib.sha256((folder.path / 'model.safetensors').read_bytes()).hexdigest())"
+    )
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / f"{n}")], capture_output=True, text=True, check=True
+        ).stdout
+        for n in range(2)
+    }
+    assert len(made) == 1
+
+
+def test_no_pickle_in_the_module() -> None:
+    text = Path(record.__file__).read_text()
+    assert "pickle" not in text
+    assert "torch.save(" not in text.replace("safetensors.torch.save(", "")
+
+
+def test_the_lock_survives_json_of_any_shape(folder: RunFolder) -> None:
+    """A run.json that is no object, or JSON at all, is no run."""
+    for text in ("[]", "{", "3", json.dumps({"identity": 3})):
+        (folder.path / "run.json").write_text(text)
+        with pytest.raises(UserError, match="is not a run folder"):
+            RunFolder.open(folder.path)
