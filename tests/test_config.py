@@ -58,6 +58,7 @@ def configs(draw: st.DrawFn) -> Config:
         "confident": draw(shares),
         "flip": draw(st.none() | st.booleans()),
         "options": draw(method_options()),
+        "reference": draw(st.none() | st.just("fedavg-sl")),
     }
     chosen[draw(st.sampled_from(["labels_per_class", "label_ratio"]))] = draw(shares)
     for name in ("data_dir", "cache", "run_dir"):
@@ -103,10 +104,10 @@ def test_text_loads_as_the_same_configuration(tmp_path_factory: pytest.TempPathF
     assert config.identity(again, "feddure") == config.identity(drawn, "feddure")
 
 
-def test_defaults_are_a_valid_configuration_and_the_reference_states_them() -> None:
+def test_defaults_are_a_valid_configuration_and_the_template_states_them() -> None:
     assert config.resolve({}, {}) == Config()
-    stated = tomllib.loads(config.reference())
-    named = {name for name in config.kinds() if f"\n# {name} = " in config.reference()}
+    stated = tomllib.loads(config.template())
+    named = {name for name in config.kinds() if f"\n# {name} = " in config.template()}
     assert set(stated) | named == set(config.kinds())
     assert config.merge(stated, {}) == Config()
 
@@ -273,11 +274,21 @@ def test_a_broken_file_is_named_with_line_and_column(tmp_path: Path) -> None:
         config.load(tmp_path / "none.toml")
 
 
+def test_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = Config(data=str(tmp_path / "xrays"), seed=3)
+    assert config.free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-1")
+    Path("runs/xrays-fedavg-seed3-1").mkdir(parents=True)
+    assert config.free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-2")
+
+
 def test_identity_follows_the_numbers_only() -> None:
     base = Config(beside=("fedavg",))
     same = dataclasses.replace(base, device="cpu", executor="loop", threads=1, run_dir=Path("x"), beside=())
     assert config.identity(same, "feddure") == config.identity(base, "feddure")
-    written_out = dataclasses.replace(base, options={"hidden": 128, "fedavg-fixmatch": {"tau": 0.9}})
+    written_out = dataclasses.replace(
+        base, reference="fedavg", options={"hidden": 128, "fedavg-fixmatch": {"tau": 0.9}}
+    )
     assert config.identity(written_out, "feddure") == config.identity(base, "feddure")
     others: list[Config] = [
         dataclasses.replace(base, **change)
@@ -288,6 +299,7 @@ def test_identity_follows_the_numbers_only() -> None:
             {"options": {"hidden": 64}},
             {"options": {"feddure": {"hidden": 64}}},
             {"budget": "forwards"},
+            {"budget": "forwards", "reference": "fedavg"},
             {"confident": 0.9},
         )
     ]

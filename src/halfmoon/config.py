@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache as remembered
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -83,6 +84,7 @@ class Config:
     budget: Annotated[
         Literal["none", "labeled-steps", "forwards"], "what all methods of a comparison get the same amount of"
     ] = "none"
+    reference: Annotated[str | None, "the method that sets the shared budget; none: the main one"] = None
 
     network: Annotated[Literal["auto", "resnet9", "small"], "the network; auto: small for digits, else resnet9"] = (
         "auto"
@@ -197,7 +199,8 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
 
 def check_methods(config: Config) -> None:
     """Raise UserError where a method or one of its options is unknown, or an option has the wrong type."""
-    for method in (config.method, *config.beside, *_tables(config)):
+    reference = [config.reference] if config.reference else []
+    for method in (config.method, *config.beside, *reference, *_tables(config)):
         method_options(config, method)
 
 
@@ -235,19 +238,25 @@ def identity(config: Config, method: str) -> str:
     """Return the SHA-256 of everything that changes the numbers of `method` in this run.
 
     Left out is where things lie and how they are computed: folders, device, executor, threads, checkpoints.
-    The other methods of the run count only where a budget is shared with them.
+    Of the other methods of the run only the one that sets a shared budget counts.
     """
     from halfmoon import catalog  # slow to import: it brings torch
 
-    facts = {name: getattr(config, name) for name in kinds() if name not in PLACE | {"method", "beside"}}
+    facts = {name: getattr(config, name) for name in kinds() if name not in PLACE | {"method", "beside", "reference"}}
     defaults = {name: option.default for name, option in catalog.options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
     if config.budget != "none":
-        facts["company"] = [config.method, *config.beside]
+        facts["reference"] = config.reference or config.method
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def reference() -> str:
+def free_folder(config: Config, word: str) -> Path:
+    """Return the next free runs/<data>-<word>-seed<seed>-<n>; `word` is the method, or what the run is."""
+    name = f"{Path(config.data).name}-{word}-seed{config.seed}"
+    return next(path for n in count(1) if not (path := Path("runs", f"{name}-{n}")).exists())
+
+
+def template() -> str:
     """Return a commented TOML file with every option at its default."""
     lines: list[str] = []
     defaults = {each.name: each.default for each in fields(Config)}
