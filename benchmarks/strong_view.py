@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,6 @@ SHAPE = (3, 32, 32)
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def compare(batch: int, rounds: int) -> dict[str, float]:
     """Return the two medians in microseconds an image for one batch size; the two results must agree."""
     generator = torch.Generator().manual_seed(batch)
@@ -42,16 +35,20 @@ def compare(batch: int, rounds: int) -> dict[str, float]:
     images = torch.nn.functional.interpolate(coarse, size=SHAPE[1:], mode="bilinear").to(torch.uint8)
     array = images.numpy()
     mean, std = (np.array(value, dtype=np.float32).reshape(3, 1, 1) for value in (MEAN, STD))
+    calls = max(1, 90 // batch)  # each timing covers at least 90 images, so that a small batch is not all cold caches
     ours, pillow = [], []
     for _ in range(rounds):
         # Fresh draws a round: which operations they hold decides what a small batch costs.
-        drawn = strong.draw(batch, SHAPE, generator)
-        rows = pillow_reference.rows_of(drawn)
-        ours.append(seconds(lambda d=drawn: strong.apply(images, d, normalize)))
-        pillow.append(seconds(lambda r=rows: pillow_reference.strong(array, r, mean, std)))
-    if not torch.allclose(
-        strong.apply(images, drawn, normalize), pillow_reference.strong(array, rows, mean, std), atol=1e-5
-    ):
+        drawn = [strong.draw(batch, SHAPE, generator) for _ in range(calls)]
+        rows = [pillow_reference.rows_of(draw) for draw in drawn]
+        start = time.perf_counter()
+        views = [strong.apply(images, draw, normalize) for draw in drawn]
+        between = time.perf_counter()
+        expected = [pillow_reference.strong(array, row, mean, std) for row in rows]
+        stop = time.perf_counter()
+        ours.append((between - start) / calls)
+        pillow.append((stop - between) / calls)
+    if not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(views, expected, strict=True)):
         raise SystemExit("the two pipelines disagree: their times mean nothing")
     ours_us, pillow_us = (statistics.median(times) / batch * 1e6 for times in (ours, pillow))
     return {"ratio": pillow_us / ours_us, "ours_us": ours_us, "pillow_us": pillow_us}
@@ -64,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     compare(10, 3)  # tables and threads are made ready outside of the measurement
-    batches = {size: compare(size, options.rounds or max(15, 2000 // size)) for size in (10, 90, 450)}
+    batches = {size: compare(size, options.rounds or max(15, min(40, 4000 // size))) for size in (10, 90, 450)}
     result = {**batches[90], "batches": {str(size): times for size, times in batches.items()}}
     if options.json:
         sys.stdout.write(json.dumps(result) + "\n")

@@ -77,13 +77,12 @@ def _tonal(images: Tensor, number: np.ndarray, first: list[int]) -> Tensor:
 
 def _autocontrast(pixels: Tensor) -> Tensor:
     """Return the tone tables (n, C, 256) that stretch each channel of pixels (n, C, H * W) over 0 to 255."""
-    low, high = pixels.amin(2, keepdim=True).double(), pixels.amax(2, keepdim=True).double()
+    low, high = pixels.amin(2), pixels.amax(2)
+    stretch = tables.stretches(pixels.device)[(high - low).long()]
+    scale, step = stretch[..., :1], stretch[..., 1:]
     value = torch.arange(256, dtype=torch.float64, device=pixels.device)
-    # A number divided by a tensor would become its reciprocal times the number, which rounds differently from Pillow;
-    # so would a fused multiply-add. A channel of one value stays as it is.
-    scale = torch.full_like(low, 255.0) / (high - low)
-    stretched = (value * scale + -low * scale).clamp_(0, 255)
-    return torch.where(high > low, stretched, value).to(torch.uint8)
+    # Multiplied, then added, then cut off, as Pillow does: a fused multiply-add would round differently.
+    return (value * scale + low[..., None] * step).clamp_(0, 255).to(torch.uint8)
 
 
 def _equalize(pixels: Tensor) -> Tensor:
@@ -104,18 +103,19 @@ def _blended(degenerate: Tensor, images: Tensor, level: np.ndarray) -> Tensor:
 
 
 def _gray(images: Tensor) -> Tensor:
-    """Return the luma (n, 1, H, W), int32: ITU-R 601 in Pillow's 16-bit fixed point."""
-    wide = images.to(torch.int32)
+    """Return the luma (n, 1, H, W), whole numbers in float32: ITU-R 601 in Pillow's 16-bit fixed point."""
+    values = images.to(torch.float32)
     if images.shape[1] == 1:
-        return wide
-    red, green, blue = wide.split(1, dim=1)
-    return (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16
+        return values
+    # Every sum is a whole number below 2**24, so float32 loses nothing in whatever order it adds.
+    total = values.mul_(tables.luma(images.device)).sum(1, keepdim=True)
+    return total.add_(32768).mul_(2.0**-16).floor_()
 
 
 def _mean(gray: Tensor) -> Tensor:
     """Return the mean value (n,) of gray images (n, 1, H, W), rounded half up."""
-    count = gray[0].numel()
-    return (2 * gray.flatten(1).sum(1) + count) // (2 * count)
+    total = gray.sum((1, 2, 3), dtype=torch.float64)
+    return total.div_(gray[0].numel()).add_(0.5).long()
 
 
 def _smooth(images: Tensor) -> Tensor:

@@ -66,6 +66,22 @@ def first_tones() -> np.ndarray:
     return np.stack([_POSTERIZED + level, _SOLARIZED + level, blended, blended, nothing, nothing])
 
 
+@lru_cache(maxsize=8)
+def stretches(device: torch.device) -> Tensor:
+    """Return AutoContrast's scale and its offset by the darkest value, float64 (256, 2), by brightest - darkest.
+
+    A channel of one value stays as it is: scale 1, offset 0.
+    """
+    scales = [255.0 / spread for spread in range(1, 256)]
+    return torch.tensor([(1.0, 0.0), *((scale, -scale) for scale in scales)], dtype=torch.float64).to(device)
+
+
+@lru_cache(maxsize=8)
+def luma(device: torch.device) -> Tensor:
+    """Return the weights (3, 1, 1) of red, green and blue in Pillow's gray, in 1/65536."""
+    return torch.tensor([19595.0, 38470.0, 7471.0], device=device).view(3, 1, 1)
+
+
 def blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     """Return degenerate + factor * (images - degenerate) as uint8, in float32 and cut off as Pillow does.
 
