@@ -42,6 +42,7 @@ class FedDure:
     `coarse` and `fine` switch the regulators (Table 2): without C-reg, f_l takes the place of f_d in Eq. 4 and 5 and the
     term of Eq. 8 is dropped; without F-reg, the weights are 1[max p >= threshold] and Eq. 2 is unweighted.
     `through_weights`: whether the gradients of Eq. 2 and 4 also pass through H's input ("product") or not ("detached").
+    `regulator_bias` is added to F-reg's last bias at the start: below zero it trusts little until it has learned to.
     `virtual_lr`, `coarse_lr` and `regulator_lr` (None: the optimizer's) are the step sizes of Eq. 4, 2 and 5.
     """
 
@@ -49,6 +50,7 @@ class FedDure:
     fine: bool = True
     threshold: float = 0.6
     hidden: int = 128
+    regulator_bias: float = 0.0
     regulator_input: Literal["logits", "softmax"] = "logits"
     through_weights: Literal["product", "detached"] = "product"
     virtual_lr: float | None = None
@@ -111,6 +113,7 @@ class Regulated(Work):
         like = next(tree.leaves(down["params"]))
         classes, hidden = self.task.network.classes, self.options.hidden
         params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
+        params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
         params = tree.to(params, like.device, like.dtype)
         return {"regulator": {"params": params, "optimizer": self._rate("regulator").init(params)}}
 

@@ -1,0 +1,125 @@
+"""FedDure's local iteration as a textbook writes it: modules, `torch.optim`, and double back-propagation.
+
+An oracle, and the other side of the benchmark: nothing in it comes from the library.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+@dataclass
+class Textbook:
+    """The local model, C-reg and F-reg of one client, each with its optimizer."""
+
+    local: nn.Module
+    regulator: nn.Module | None
+    optimizer: type[torch.optim.Optimizer]
+    lr: float
+    joint: bool = True
+    product: bool = True
+    softmax: bool = False
+    coarse: bool = True
+    threshold: float = 0.6
+    running_labels: bool = False
+    running_judge: bool = False
+
+    def __post_init__(self) -> None:
+        self.student = copy.deepcopy(self.local)
+        self.start = copy.deepcopy(self.local)
+        self.local_optimizer = self.optimizer(self.local.parameters(), lr=self.lr)
+        self.student_optimizer = self.optimizer(self.student.parameters(), lr=self.lr)
+        if self.regulator is not None:
+            self.regulator_optimizer = self.optimizer(self.regulator.parameters(), lr=self.lr)
+        self.hypergradient: list[Tensor] = []
+
+    def weigh(self, z: Tensor) -> Tensor:
+        assert self.regulator is not None
+        return self.regulator(z.softmax(-1) if self.softmax else z).squeeze(-1)
+
+    def weighted(self, z: Tensor, label: Tensor) -> Tensor:
+        loss = F.cross_entropy(z, label, reduction="none")
+        if self.regulator is None:
+            return loss.mean()
+        return (self.weigh(z if self.product else z.detach()) * loss).mean()
+
+    def look(self, net: nn.Module, params: dict[str, Tensor], x: Tensor, weak: Tensor, strong: Tensor):
+        """Return the logits of labeled, weak and strong images of one training pass (or three)."""
+        call = lambda images: functional_call(net, params, (images,))  # noqa: E731
+        if self.running_labels:
+            net.eval()
+            with torch.no_grad():
+                guess = call(weak)
+            net.train()
+            if self.joint:
+                both = call(torch.cat([x, strong]))
+                return both[: len(x)], guess, both[len(x) :]
+            return call(x), guess, call(strong)
+        if self.joint:
+            every = call(torch.cat([x, strong, weak]))
+            return every[: len(x)], every[len(x) + len(strong) :].detach(), every[len(x) : len(x) + len(strong)]
+        guess = call(weak).detach()
+        return call(x), guess, call(strong)
+
+    def judge(self, net: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """Return the labeled loss of a network whose own running statistics stay as they are."""
+        if self.running_judge:
+            stats = {k: v for k, v in self.before.items() if "running" in k or "num" in k}
+            net.eval()
+            loss = F.cross_entropy(functional_call(net, {**params, **stats}, (x,)), y)
+            net.train()
+            return loss
+        return F.cross_entropy(functional_call(net, params, (x,)), y)
+
+    def step(self, x: Tensor, y: Tensor, weak: Tensor, strong: Tensor) -> dict[str, Tensor]:
+        """Take one iteration; return d, the mean of m, and the loss."""
+        self.before = {k: v.clone() for k, v in self.local.state_dict().items()}
+        theta = dict(self.local.named_parameters())
+        labeled, guess, loud = self.look(self.local, theta, x, weak, strong)
+        confidence, label = guess.softmax(-1).max(-1)
+        if self.regulator is not None:
+            self._teach_regulator(x, y, weak, strong, label)
+            m = self.weigh(loud).detach()
+        else:
+            m = (confidence >= self.threshold).to(loud.dtype)
+        d = loud.new_zeros(())
+        if self.coarse:
+            d = self._teach_student(x, y, strong, label)
+        loss = F.cross_entropy(labeled, y) + ((m + d) * F.cross_entropy(loud, label, reduction="none")).mean()
+        self.local_optimizer.zero_grad()
+        loss.backward()
+        self.local_optimizer.step()
+        return {"d": d, "m": m.mean(), "loss": loss.detach()}
+
+    def _teach_regulator(self, x: Tensor, y: Tensor, weak: Tensor, strong: Tensor, label: Tensor) -> None:
+        assert self.regulator is not None
+        net = self.student if self.coarse else copy.deepcopy(self.local)
+        if not self.coarse:
+            net.load_state_dict(self.before)
+        params = dict(net.named_parameters())
+        if self.coarse or not self.joint:
+            z = functional_call(net, params, (strong,))
+        else:
+            z = self.look(net, params, x, weak, strong)[2]
+        gradient = torch.autograd.grad(self.weighted(z, label), list(params.values()), create_graph=True)
+        virtual = {k: p - self.lr * g for (k, p), g in zip(params.items(), gradient, strict=True)}
+        loss = self.judge(net, virtual, x, y)
+        self.hypergradient = list(torch.autograd.grad(loss, list(self.regulator.parameters())))
+        for p, g in zip(self.regulator.parameters(), self.hypergradient, strict=True):
+            p.grad = g
+        self.regulator_optimizer.step()
+
+    def _teach_student(self, x: Tensor, y: Tensor, strong: Tensor, label: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = self.judge(self.student, dict(self.student.named_parameters()), x, y)
+        self.student_optimizer.zero_grad()
+        self.weighted(self.student(strong), label).backward()
+        self.student_optimizer.step()
+        with torch.no_grad():
+            return before - self.judge(self.student, dict(self.student.named_parameters()), x, y)
