@@ -1,0 +1,1 @@
+"""Tables and pictures from run folders; reads what a run left on disk and needs no torch."""

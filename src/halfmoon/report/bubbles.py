@@ -1,0 +1,112 @@
+"""Who holds how much of what: FedDure's Figure 3, one bubble a client and class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from halfmoon.report.figures import figure, look, tidy, write
+
+SHOWN = 40
+"""At most so many clients are drawn."""
+
+_POINTS = 72  # per inch
+
+
+def areas(counts: np.ndarray, largest: float) -> np.ndarray:
+    """Return bubble areas proportional to counts; the largest count has the area `largest` (square points)."""
+    top = counts.max(initial=0)
+    return counts * (largest / top) if top else np.zeros(counts.shape)
+
+
+def chosen(clients: int, most: int = SHOWN) -> np.ndarray:
+    """Return the numbers of at most `most` clients, evenly from the first to the last."""
+    if clients <= most:
+        return np.arange(clients)
+    return np.linspace(0, clients - 1, most).round().astype(np.int64)
+
+
+def bubbles(summary: Mapping[str, Any], path: Path) -> None:
+    """Draw a PNG of a split: clients from left to right, classes upwards, labeled images above, unlabeled below.
+
+    `summary` is the dict of `halfmoon.data.measure.summary`. Raise UserError if the picture cannot be written.
+    """
+    classes: Sequence[str] = summary["counts"]["classes"]
+    clients = summary["counts"]["clients"]
+    shown = chosen(clients)
+    height = float(np.clip(2.1 / len(classes), 0.055, 0.21))  # inches a class
+    width = float(np.clip(5.6 / len(shown), 0.135, 0.3))  # inches a client
+    longest = max(len(name) for name in classes)
+    made = figure(max(4.0, width * len(shown) + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
+    panels = made.subplots(2, 1, sharex=True)
+    # Many classes lie closer than a bubble needs to be seen; theirs may overlap.
+    largest = (0.95 * _POINTS * min(width, max(height, 0.09))) ** 2
+    for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
+        counts = np.array([summary["each"][k][f"{kind}_classes"] for k in shown]).reshape(
+            len(shown), len(classes)
+        )
+        _panel(axes, counts, largest, look(number).color)
+        axes.set_title(
+            f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold"
+        )
+        _mark(axes.yaxis, [str(name) for name in classes], height)
+    _mark(panels[1].xaxis, [str(k) for k in shown], width / 2.2)
+    what = "client" if clients <= SHOWN else f"client ({SHOWN} of {clients} shown, evenly chosen)"
+    panels[1].set_xlabel(what, fontsize=8.5)
+    write(made, path)
+
+
+def _panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
+    """Draw counts (clients, classes), with three bubbles beside them that say what an area means."""
+    x, y = np.nonzero(counts)
+    axes.scatter(x, y, s=areas(counts, largest)[x, y], color=color, linewidth=0)
+    axes.set_xlim(-0.7, counts.shape[0] - 0.3)
+    axes.set_ylim(-0.7, counts.shape[1] - 0.3)
+    axes.set_axisbelow(True)
+    axes.grid(color="#EEEEEE", linewidth=0.5)
+    tidy(axes)
+    axes.tick_params(length=2)
+    samples = _round_numbers(int(counts.max(initial=0)))
+    sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
+    handles = [
+        Line2D(
+            [], [], linestyle="", marker="o", color=color, markersize=size, markeredgewidth=0, label=f"{n:,}"
+        )
+        for n, size in zip(samples, sizes, strict=True)
+    ]
+    axes.legend(
+        handles=handles,
+        title="images",
+        title_fontsize=7.5,
+        fontsize=7.5,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        borderaxespad=0.3,
+        labelspacing=0.9,
+    )
+
+
+def _round_numbers(top: int) -> list[int]:
+    """Return up to three different counts to explain areas by: the largest, about a half, about a tenth."""
+    wanted = (top, _leading(top / 2), _leading(top / 10))
+    return sorted({n for n in wanted if n >= 1}, reverse=True)
+
+
+def _leading(number: float) -> int:
+    """Keep the first digit."""
+    if number < 1:
+        return 0
+    unit = 10 ** int(np.log10(number))
+    return int(number // unit * unit)
+
+
+def _mark(axis: Any, names: list[str], inches: float) -> None:
+    """Name as many ticks as have room, `inches` each."""
+    every = max(1, int(np.ceil(0.115 / inches)))
+    axis.set_ticks(range(0, len(names), every), names[::every], fontsize=7.5)

@@ -1,0 +1,182 @@
+"""Learning curves: test accuracy, and the quality of pseudo-labels, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from halfmoon.report.figures import GRAY, Look, figure, look, tidy, write
+from halfmoon.report.reading import Run
+
+_AT_THE_END = 8  # so many names find room beside the ends of their lines; more go into a legend
+
+
+class Curve(NamedTuple):
+    """One quantity of one method over the rounds that all its seeds measured."""
+
+    rounds: np.ndarray  # (R,) int64
+    mean: np.ndarray  # (R,) over seeds
+    low: np.ndarray  # (R,) the smallest of the seeds
+    high: np.ndarray  # (R,) the largest
+
+
+def curve(runs: Sequence[Run], part: str, name: str) -> Curve:
+    """Return `row[part][name]` of the seeds of one method, over the rounds that every one of them has."""
+    each = [run.series(part, name) for run in runs]
+    rounds = sorted(set.intersection(*(set(series) for series in each)))
+    values = np.array([[series[round] for round in rounds] for series in each])
+    return Curve(np.array(rounds, dtype=np.int64), values.mean(0), values.min(0), values.max(0))
+
+
+def curves(runs: Sequence[Run], path: Path) -> None:
+    """Draw a PNG with one line a method (several seeds: their mean, in a band from the smallest to the largest).
+
+    Left test accuracy; right, where a method makes any, the accuracy of its pseudo-labels and the share of them
+    above the confidence threshold. Raise UserError if the picture cannot be written.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.title, []).append(run)
+    looks = {title: look(number) for number, title in enumerate(groups)}
+    pseudo = {
+        title: group for title, group in groups.items() if len(curve(group, "pseudo", "accuracy").rounds)
+    }
+    made = figure(7.2 if pseudo else 5.2, 3.3)
+    if pseudo:
+        grid = made.add_gridspec(2, 2, width_ratios=(1.5, 1))
+        main = made.add_subplot(grid[:, 0])
+        upper = made.add_subplot(grid[0, 1])
+        lower = made.add_subplot(grid[1, 1], sharex=upper)
+        _draw(upper, pseudo, looks, ("pseudo", "accuracy"), "pseudo-labels that are right (%)")
+        _draw(lower, pseudo, looks, ("pseudo", "share_above"), "pseudo-labels above the threshold (%)")
+        upper.tick_params(labelbottom=False)
+        upper.set_xlabel("")
+    else:
+        main = made.add_subplot()
+    ends = _draw(main, groups, looks, ("test", "accuracy"), "test accuracy (%)")
+    if len(groups) <= _AT_THE_END:
+        _name_ends(main, ends, looks)
+    else:
+        handles, names = main.get_legend_handles_labels()
+        made.legend(
+            handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8, handlelength=3.5
+        )
+    note = _note(groups)
+    if note:
+        made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
+    write(made, path)
+
+
+def spaced(wanted: Sequence[float], gap: float) -> list[float]:
+    """Move positions as little as possible (least squares), order kept, until neighbors are `gap` apart."""
+    order = sorted(range(len(wanted)), key=lambda n: wanted[n])
+    # Shifted by their rank, "gap apart" is "not falling": pool neighbors that fall, as in isotonic regression.
+    pools: list[tuple[float, int]] = []
+    for rank, n in enumerate(order):
+        mean, count = wanted[n] - rank * gap, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    flat = [mean for mean, count in pools for _ in range(count)]
+    placed = [0.0] * len(wanted)
+    for rank, n in enumerate(order):
+        placed[n] = flat[rank] + rank * gap
+    return placed
+
+
+def _draw(
+    axes: Axes, groups: dict[str, list[Run]], looks: dict[str, Look], what: tuple[str, str], label: str
+) -> dict[str, tuple[float, float]]:
+    """Draw one quantity of all methods, in percent; return where each line ends."""
+    ends: dict[str, tuple[float, float]] = {}
+    for number, (title, group) in enumerate(groups.items()):
+        line = curve(group, *what)
+        if not len(line.rounds):
+            continue
+        style = looks[title]
+        every = max(1, len(line.rounds) // 7)
+        axes.plot(
+            line.rounds,
+            100 * line.mean,
+            color=style.color,
+            linestyle=style.dashes,
+            linewidth=1.4,
+            marker=style.marker,
+            markersize=4,
+            markevery=(number * every // max(1, len(groups)), every),
+            label=title,
+        )
+        if len(group) > 1:
+            axes.fill_between(
+                line.rounds, 100 * line.low, 100 * line.high, color=style.color, alpha=0.18, linewidth=0
+            )
+        ends[title] = (float(line.rounds[-1]), float(100 * line.mean[-1]))
+    axes.set_xlabel("round", fontsize=8.5)
+    axes.set_title(label, fontsize=8.5, loc="left")
+    axes.margins(x=0.03)
+    _widen(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
+    axes.set_axisbelow(True)
+    tidy(axes)
+    return ends
+
+
+def _widen(axes: Axes) -> None:
+    """Show at least one round to each side and four percent: a smaller piece would only enlarge noise."""
+    for limits, change, least in (
+        (axes.get_xlim(), axes.set_xlim, 2.0),
+        (axes.get_ylim(), axes.set_ylim, 4.0),
+    ):
+        missing = least - (limits[1] - limits[0])
+        if missing > 0:
+            change(limits[0] - missing / 2, limits[1] + missing / 2)
+
+
+def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], looks: dict[str, Look]) -> None:
+    """Write every method's name at the right end of its line, apart from each other, with a hair line to its end."""
+    if not ends:
+        return
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top)
+    gap = 0.062 * (top - bottom)
+    places = spaced([height for _, height in ends.values()], gap)
+    overshoot = max(0.0, max(places) - top)
+    for (title, (round, height)), place in zip(ends.items(), places, strict=True):
+        axes.annotate(
+            title,
+            xy=(round, height),
+            xytext=(1.05, place - overshoot),
+            textcoords=axes.get_yaxis_transform(),
+            color=_darker(looks[title].color),
+            fontsize=8,
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": looks[title].color,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+        )
+
+
+def _darker(color: str) -> str:
+    # Thin letters need more contrast than a line.
+    return "#" + "".join(f"{int(int(color[n : n + 2], 16) * 0.75):02x}" for n in (1, 3, 5))
+
+
+def _note(groups: dict[str, list[Run]]) -> str:
+    counts = sorted({len(group) for group in groups.values()})
+    if not counts or counts[-1] == 1:
+        return ""
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"mean of {seeds} seeds; band: smallest to largest"

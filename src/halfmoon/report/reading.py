@@ -1,0 +1,77 @@
+"""Run folders as a reader sees them; the files are described in `halfmoon.record`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmoon.errors import UserError
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, finished or not."""
+
+    path: Path
+    config: str  # the text of config.toml
+    rows: list[dict[str, Any]]  # metrics.jsonl, one a round
+    summary: dict[str, Any] | None  # summary.json; None while the run is not finished
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """Read the folder of a run; raise UserError if it is none or a row cannot be read."""
+        try:
+            config = (path / "config.toml").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{path} is not a run folder: its config.toml cannot be read ({error})."
+            ) from error
+        return cls(path, config, _rows(path / "metrics.jsonl"), _summary(path / "summary.json"))
+
+    @property
+    def title(self) -> str:
+        """The method's title, or its name while the run is not finished."""
+        if self.summary is not None:
+            return str(self.summary["title"])
+        try:
+            return str(tomllib.loads(self.config).get("method", self.path.name))
+        except tomllib.TOMLDecodeError:
+            return self.path.name
+
+    def series(self, part: str, name: str) -> dict[int, float]:
+        """Return {round: value} of `row[part][name]`, without the rounds that have none."""
+        found = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
+        return {round: float(value) for round, value in found if value is not None}
+
+
+def find(root: Path) -> list[Run]:
+    """Read all runs in a folder and below it, the folder's own first; raise UserError if there is none."""
+    paths = sorted({mark.parent for mark in root.rglob("run.json")}, key=lambda path: (len(path.parts), path))
+    if not paths:
+        raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
+    return [Run.read(path) for path in paths]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Read one object a line; a run that is going on, or was killed, may end in a cut-off line, which is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
+    return rows
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: not a summary ({error}); restore it, or resume the run.") from error
