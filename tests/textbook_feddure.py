@@ -112,7 +112,7 @@ class Textbook:
         loss = self.judge(net, virtual, x, y)
         self.hypergradient = list(torch.autograd.grad(loss, list(self.regulator.parameters())))
         for p, g in zip(self.regulator.parameters(), self.hypergradient, strict=True):
-            p.grad = g
+            p.grad = g.clone()  # the student's backward pass below adds to it
         self.regulator_optimizer.step()
 
     def _teach_student(self, x: Tensor, y: Tensor, strong: Tensor, label: Tensor) -> Tensor:
