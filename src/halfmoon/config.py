@@ -326,10 +326,11 @@ def _refuse(said: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in _members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in _members(kind):
         raise UserError(f"{said} is {value!r}: {nearest(value, choices)}")
-    raise UserError(f"{said} is {_shown(value)}: it must be {expected(kind)}.")
+    raise UserError(f"{said} is {shown(value)}: it must be {expected(kind)}.")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a TOML file has it, or as Python has it where TOML cannot."""
     try:
         return _toml(value)
     except TypeError:
@@ -339,7 +340,7 @@ def _shown(value: Any) -> str:
 def _joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
     """Return two tables of method options as one; the new ones win, one by one."""
     if not isinstance(new, Mapping):
-        raise UserError(f"{said} is {_shown(new)}: it must be a table of the method's options.")
+        raise UserError(f"{said} is {shown(new)}: it must be a table of the method's options.")
     result = dict(old)
     for name, value in new.items():
         if isinstance(value, Mapping):
@@ -364,7 +365,7 @@ def _tables(config: Config) -> dict[str, Mapping[str, Scalar]]:
 
 def _check_scalar(said: str, value: Any) -> None:
     if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{said} is {_shown(value)}: it must be a number, text, true or false.")
+        raise UserError(f"{said} is {shown(value)}: it must be a number, text, true or false.")
 
 
 def _flag(name: str) -> str:
@@ -396,17 +397,17 @@ def _check(c: Config) -> None:
     for name, bound in least.items():
         value = getattr(c, name)
         if isinstance(value, int | float) and not (value >= bound and math.isfinite(value)):
-            raise UserError(f"{name} is {_shown(value)}: it must be at least {bound}.")
+            raise UserError(f"{name} is {shown(value)}: it must be at least {bound}.")
     for name in ("gamma", "labels_per_class", "lr"):
         value = getattr(c, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {_shown(value)}: it must be a number above 0.")
+            raise UserError(f"{name} is {shown(value)}: it must be a number above 0.")
     if c.label_ratio is not None and not 0 < c.label_ratio <= 1:
-        raise UserError(f"label_ratio is {_shown(c.label_ratio)}: it must be above 0 and at most 1.")
+        raise UserError(f"label_ratio is {shown(c.label_ratio)}: it must be above 0 and at most 1.")
     if not 0 <= c.confident <= 1:
-        raise UserError(f"confident is {_shown(c.confident)}: it must be from 0 to 1.")
+        raise UserError(f"confident is {shown(c.confident)}: it must be from 0 to 1.")
     if c.momentum >= 1:
-        raise UserError(f"momentum is {_shown(c.momentum)}: it must be below 1.")
+        raise UserError(f"momentum is {shown(c.momentum)}: it must be below 1.")
     _check_together(c)
 
 
@@ -427,7 +428,7 @@ def _check_together(c: Config) -> None:
         other = "epochs" if c.epochs != 1 else "epoch"
         raise UserError(f"steps and {other} exclude each other: both say how long a client trains.")
     if c.momentum and c.optimizer != "sgd":
-        raise UserError(f"momentum is {_shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
+        raise UserError(f"momentum is {shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
     methods = (c.method, *c.beside)
     twice = [name for name in methods if methods.count(name) > 1]
     if twice:

@@ -1,0 +1,455 @@
+"""The command line: `halfmoon run | compare | methods | data | resume`.
+
+Flags are the options of `halfmoon.config` and override a TOML file. Every mistake ends in one sentence on stderr:
+exit code 2 for a mistake of the user, 1 for a run that failed, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from halfmoon import config as settings
+from halfmoon.config import Config
+from halfmoon.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from halfmoon.build import Outcome, Watch
+
+MAIN_JOB = ("fedavg", "fedavg-fixmatch", "fedavg-sl")
+"""What `halfmoon run` without a method and a file sets beside the default method."""
+
+SECTIONS = {
+    "method": ("method", "beside"),
+    "data": ("data", "data_dir", "cache", "image_size", "shrink"),
+    "clients and labels": (*settings.SCENARIO, "split"),
+    "rounds": ("cohort", "rounds", "seed"),
+    "batches": (
+        "labeled_batch", "unlabeled_batch", "epochs", "epoch", "steps", "statistics", "labeling", "budget", "reference",
+    ),
+    "network and optimizer": ("network", "width", "optimizer", "lr", "momentum", "weight_decay"),
+    "views and measures": ("labeled_view", "flip", "confident", "evaluate_every"),
+    "machine and run folder": ("device", "executor", "threads", "checkpoint_every", "run_dir"),
+}  # fmt: skip
+SPLIT_OPTIONS = ("data_dir", "cache", *SECTIONS["clients and labels"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(words)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        if "--debug" in words:
+            raise
+        return _complain(str(error), _user_code(error))
+    except KeyboardInterrupt:
+        if "--debug" in words:
+            raise
+        return _complain("stopped.", 130)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if "--debug" in words:
+            raise
+        return _complain(f"{error.filename or 'a file'}: {error.strerror or error}.", 1)
+
+
+def _main(words: list[str]) -> int:
+    """Parse and do; every mistake is raised."""
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "run": _run,
+        "compare": _compare,
+        "methods": _methods,
+        "data": _data,
+        "resume": _resume,
+    }
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise UserError(f"unknown command {words[0]!r}: {nearest(words[0], commands)}")
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    given, rest = parser.parse_known_args(words)
+    if rest:
+        raise _leftover(given.command, rest)
+    if given.command is None:
+        raise UserError(f"no command is given: {nearest('', commands)}")
+    return commands[given.command](given)
+
+
+# The parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint as one sentence."""
+        missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
+        if missing:
+            kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
+            what = f": it must be {settings.expected(kind)}" if kind else ""
+            raise UserError(f"{missing[1]} has no value{what}.")
+        raise UserError(message.removesuffix(".") + ".")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    run = _command(commands, "run", "train a method; without --method and --config: the main job on digits")
+    _options(run, [name for names in SECTIONS.values() for name in names])
+
+    compare = _command(
+        commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... "
+    )
+    compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
+    compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
+    _options(
+        compare, [name for names in SECTIONS.values() for name in names if name not in ("method", "beside", "seed")]
+    )
+
+    methods = _command(commands, "methods", "list the methods and their options", "[NAME ...] ")
+    methods.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
+
+    data = _command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
+    data.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
+    data.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
+    data.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
+    _options(data, ["data", *SPLIT_OPTIONS], own=False)
+
+    resume = _command(commands, "resume", "go on with a run that was stopped", "DIR ")
+    resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
+    return parser
+
+
+def _command(commands: Any, name: str, about: str, usage: str = "") -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        usage=f"halfmoon {name} {usage}[options]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = True) -> None:
+    """Add a flag for each option of the configuration; what is not given stays out of the result."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
+    for title, section in SECTIONS.items():
+        group = parser.add_argument_group(title)
+        for name in section:
+            if name in names:
+                _flag(group, name)
+    if own:
+        group = parser.add_argument_group("options of a method (see halfmoon methods)")
+        about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
+        group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
+
+
+def _flag(group: Any, name: str) -> None:
+    kind, default = settings.kinds()[name], getattr(Config, name)
+    about = settings.helps()[name].replace("%", "%%")
+    if default not in (None, ()):
+        about += f" (default: {default})"
+    flag = f"--{name.replace('_', '-')}"
+    extra: dict[str, Any] = {"metavar": _metavar(kind)}
+    if kind == bool | None:
+        extra = {"action": argparse.BooleanOptionalAction}
+    elif kind == tuple[str, ...]:
+        extra = {"metavar": "NAME", "nargs": "*"}
+    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about, **extra)
+
+
+def _metavar(kind: Any) -> str:
+    words = settings.expected(kind)
+    if "'" in words:
+        return "|".join(re.findall(r"'([\w-]+)'", words)) if "number" not in words else "N|rest"
+    return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
+
+
+def _leftover(command: str | None, rest: Sequence[str]) -> UserError:
+    """Return the complaint about the first argument that nobody takes."""
+    flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
+    if flag is None:
+        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command or ''} --help.")
+    name = flag[2:].replace("-", "_")
+    if command == "resume" and name in settings.kinds():
+        return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
+    if command == "compare" and name in ("method", "beside", "seed"):
+        return UserError(
+            f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
+        )
+    known = {"run": list(settings.kinds()), "compare": [*settings.kinds(), "methods", "seeds"]}
+    known |= {"data": ["data", *SPLIT_OPTIONS, "png", "save"], "resume": [], "methods": []}
+    choices = [each.replace("_", "-") for each in known.get(command or "", [])]
+    common = ["version", "help"] if command is None else ["json", "debug", "help"]
+    common += ["config", "option"] if command in ("run", "compare") else ["config"] if command == "data" else []
+    flags = [f"--{each}" for each in [*choices, *common]]
+    return UserError(f"unknown option {flag!r}: {nearest(flag, flags)}")
+
+
+def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
+    """Return the values of the file, those of the flags, and the file's name."""
+    flags: dict[str, Any] = {}
+    for name in settings.kinds():
+        value = vars(given).get(name)
+        if isinstance(value, str):
+            flags[name] = settings.parse(name, value)
+        elif name in vars(given):
+            flags[name] = value
+    own: dict[str, Any] = {}
+    for words in getattr(given, "option", []):
+        path, sign, value = words.partition("=")
+        if not sign or not path:
+            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option tau=0.9.")
+        method, dot, name = path.rpartition(".")
+        (own.setdefault(method, {}) if dot else own)[name] = _value(value)
+    if own:
+        flags["options"] = own
+    values = settings.load(given.config) if given.config else {}
+    return values, settings.anchored(flags, Path()), given.config or "the file"
+
+
+def _value(words: str) -> Any:
+    """Return a number, true or false as TOML reads it, anything else as text."""
+    try:
+        value = tomllib.loads(f"value = {words}")["value"]
+    except tomllib.TOMLDecodeError:
+        return words
+    return value if isinstance(value, bool | int | float | str) else words
+
+
+# The commands
+
+
+def _run(given: argparse.Namespace) -> int:
+    values, flags, file = _layers(given)
+    if given.config is None and not {"method", "beside"} & flags.keys():
+        flags["beside"] = MAIN_JOB
+    config = settings.resolve(values, flags, file)
+    folder = config.run_dir or settings.free_folder(config, config.method)
+    from halfmoon import build
+
+    return _play(given, folder, lambda watch: build.start(replace(config, run_dir=folder), watch))
+
+
+def _compare(given: argparse.Namespace) -> int:
+    values, flags, file = _layers(given)
+    seeds = []
+    for word in given.seeds:
+        if not word.isdecimal():
+            raise UserError(f"--seeds is {word!r}: it must be whole numbers from 0.")
+        seeds.append(int(word))
+    for layer in (values, flags):
+        bare = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
+        if bare:
+            raise UserError(
+                f"option {bare[0]!r} does not say of which method: in a comparison write {given.methods[0]}.{bare[0]}."
+            )
+    flags |= {"method": given.methods[0], "beside": ()}
+    config = settings.resolve(values, flags, file)
+    folder = config.run_dir or settings.free_folder(config, "compare")
+    from halfmoon import build
+
+    config = replace(config, run_dir=folder)
+    return _play(given, folder, lambda watch: build.compare(config, given.methods, seeds, watch))
+
+
+def _resume(given: argparse.Namespace) -> int:
+    from halfmoon import build
+
+    return _play(given, given.folder, lambda watch: build.resume(given.folder, watch))
+
+
+def _play(given: argparse.Namespace, folder: Path, play: Callable[[Watch], Outcome]) -> int:
+    """Play runs before the user's eyes and print what came out."""
+    from rich.console import Console
+
+    from halfmoon.client import Diverged
+    from halfmoon.console import watcher
+
+    watch = watcher(Console(stderr=True), given.json)
+    try:
+        with watch:
+            outcome = play(watch)
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        kept = any((folder / name).exists() for name in ("run.json", "comparison.json"))
+        return _complain(f"stopped; {f'go on with: {_resuming(folder)}' if kept else 'nothing was saved yet.'}", 130)
+    except Diverged as error:
+        if given.debug:
+            raise
+        return _complain(f"{str(error).removesuffix('.')}; the checkpoints before it are in {folder}.", 1)
+    if not watch.played:
+        watch.say(f"{folder} is finished already; this is what came out.")
+    _print_outcome(outcome, given.json)
+    return 0
+
+
+def _print_outcome(outcome: Outcome, as_json: bool) -> None:
+    from rich.console import Console
+
+    from halfmoon.console import say, show
+    from halfmoon.report import tables
+
+    table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
+    saved = {"csv": outcome.folder / "table.csv", "md": outcome.folder / "table.md"}
+    saved["csv"].write_text(table.as_csv(), encoding="utf-8")
+    saved["md"].write_text(table.as_markdown(), encoding="utf-8")
+    if as_json:
+        _print_json(
+            {
+                "folder": str(outcome.folder),
+                "curves": str(outcome.curves),
+                "tables": [str(path) for path in saved.values()],
+                "comparison": table.as_json(),
+                "runs": [
+                    {**summary, "folder": str(path)}
+                    for summary, path in zip(outcome.summaries, outcome.runs, strict=True)
+                ],
+            }
+        )
+        return
+    console = Console()
+    show(console, table.headings, table.cells)
+    say(console, f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
+
+
+def _methods(given: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from halfmoon import catalog
+    from halfmoon.console import say, show
+
+    entries = [catalog.entry(name) for name in given.names or catalog.names()]
+    if given.json:
+        _print_json([_method(each.name) for each in entries])
+        return 0
+    console = Console()
+    rows = [[each.name, each.title, each.labels, each.paper] for each in entries]
+    show(console, ["name", "title", "labels needed", "paper"], rows)
+    for each in entries:
+        options = [f"{name} = {settings.shown(option.default)}" for name, option in catalog.options(each.name).items()]
+        say(console, f"\n{each.name}: {each.about}\n  {', '.join(options)}")
+    return 0
+
+
+def _method(name: str) -> dict[str, Any]:
+    from halfmoon import catalog
+
+    entry = catalog.entry(name)
+    options = {
+        key: {"default": option.default, "type": settings.expected(option.type)}
+        for key, option in catalog.options(name).items()
+    }
+    about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
+    return {"name": name, **about, "oracle": entry.all_labels, "options": options}
+
+
+def _data(given: argparse.Namespace) -> int:
+    values, flags, file = _layers(given)
+    names = given.names
+    if names and "data" in flags:
+        raise UserError("data sets are given twice: name them either before the flags or by --data.")
+    if len(names) > 1 and (given.png or given.save or "split" in flags):
+        one = "--png" if given.png else "--save" if given.save else "--split"
+        raise UserError(f"{one} goes with one data set, not with {len(names)}.")
+    # How many clients train in a round is nobody's business here.
+    layers = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
+    found = []
+    for layer in layers or [{**flags, "cohort": 1}]:
+        config = settings.merge(values, layer, file)
+        if config.split is not None and "data" not in {**values, **layer}:
+            config = _of_split(config, config.split)
+        found.append(_facts(config, given))
+    if given.json:
+        _print_json({"data": found})
+        return 0
+    from rich.console import Console
+
+    from halfmoon.console import show_data
+
+    for facts in found:
+        show_data(Console(), facts)
+    return 0
+
+
+def _of_split(config: Config, path: Path) -> Config:
+    """Return the configuration with the data set that a saved split was made for."""
+    from halfmoon.data import Split
+
+    return replace(config, data=Split.load(path).origin.source or config.data)
+
+
+def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
+    from halfmoon import build
+    from halfmoon.data import load, summary
+
+    source = load(config.data, config.data_dir, cache=config.cache)
+    split = build.split_of(config, source)
+    facts = summary(split, source.train.labels, source.classes)
+    if given.png:
+        from halfmoon.report.bubbles import bubbles
+
+        bubbles(facts, given.png)
+    if given.save:
+        split.save(given.save)
+    numbers = range(len(source.classes))
+    return {
+        "name": source.name,
+        "train": len(source.train),
+        "test": len(source.test),
+        "shape": list(source.train.images.shape[1:]),
+        "classes": list(source.classes),
+        "train_classes": [int((source.train.labels == k).sum()) for k in numbers],
+        "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
+        "scenario": split.origin.scenario,
+        "split": facts,
+        "png": given.png and str(given.png),
+        "saved": given.save and str(given.save),
+    }
+
+
+# Words
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _complain(words: str, code: int) -> int:
+    sys.stderr.write(f"halfmoon: {words}\n")
+    return code
+
+
+def _resuming(folder: Path) -> str:
+    return shlex.join(["halfmoon", "resume", str(folder)])
+
+
+def _user_code(error: UserError) -> int:
+    """Return 1 where the machine failed the run, 2 where the user has to change something."""
+    cause = error.__cause__
+    return 1 if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2

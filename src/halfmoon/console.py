@@ -1,0 +1,268 @@
+"""What a user sees while runs are played and when they are over: live rows, plain lines, tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+Row = dict[str, Any]
+SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
+STEPS = 10  # lines a method prints where there is no terminal
+
+
+@dataclass
+class Progress:
+    """How far one method is."""
+
+    title: str
+    rounds: int
+    first: int
+    began: float
+    done: int = field(init=False)
+    accuracy: float | None = None  # of the last evaluation
+    pseudo: float | None = None
+    confident: float | None = None
+    took: float | None = None  # seconds, once it is through
+
+    def __post_init__(self) -> None:
+        self.done = self.first
+
+    def add(self, row: Row) -> None:
+        """Take over a round's line of metrics.jsonl."""
+        self.done = row["round"]
+        pseudo = row.get("pseudo") or {}
+        self.pseudo, self.confident = pseudo.get("accuracy"), pseudo.get("share_above")
+        if "test" in row:
+            self.accuracy = row["test"]["accuracy"]
+
+    def left(self, now: float) -> float | None:
+        """Return the seconds this method still needs at its mean pace, None before its first round."""
+        played = self.done - self.first
+        return (now - self.began) / played * (self.rounds - self.done) if played else None
+
+
+class Watcher(Protocol):
+    """A `halfmoon.build.Watch` that owns a part of the screen while it is entered."""
+
+    played: list[Progress]
+
+    def __enter__(self) -> Watcher: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def begin(self, title: str, rounds: int, first: int) -> None: ...
+
+    def round(self, row: Row) -> None: ...
+
+    def end(self, summary: Row) -> None: ...
+
+    def say(self, words: str) -> None: ...
+
+
+class Quiet:
+    """Note how far every method is, and show nothing but what has to be said."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
+        self.played: list[Progress] = []
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def begin(self, title: str, rounds: int, first: int) -> None:
+        """A method begins."""
+        self.played.append(Progress(title, rounds, first, self.clock()))
+
+    def round(self, row: Row) -> None:
+        """A round is over."""
+        self.played[-1].add(row)
+
+    def end(self, summary: Row) -> None:
+        """A method is through."""
+        self.played[-1].took = self.clock() - self.played[-1].began
+
+    def say(self, words: str) -> None:
+        """Print a sentence."""
+        say(self.console, f"halfmoon: {words}")
+
+
+class Lines(Quiet):
+    """Print a plain line about every tenth of the rounds."""
+
+    def begin(self, title: str, rounds: int, first: int) -> None:
+        """A method begins."""
+        super().begin(title, rounds, first)
+        if first:
+            self.say(f"{title}: going on after round {first} of {rounds}.")
+
+    def round(self, row: Row) -> None:
+        """A round is over."""
+        super().round(row)
+        now = self.played[-1]
+        if now.done * STEPS // now.rounds > (now.done - 1) * STEPS // now.rounds:
+            say(self.console, line(now, self.clock()))
+
+
+class Rows(Quiet):
+    """Keep one live row a method on a terminal."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self.live = Live(console=console, get_renderable=self.table, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Rows:
+        self.live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def table(self) -> Table:
+        """Return the rows as they are now."""
+        table = Table(box=None, pad_edge=False)
+        for title in ("method", ""):
+            table.add_column(title, no_wrap=True)
+        for title in ("round", "accuracy", "pseudo-labels", "confident", "time"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for each in self.played:
+            over = each.took is not None
+            bar = ProgressBar(each.rounds, each.done, width=12)
+            spent = f"{duration(each.took or 0)}" if over else f"{duration(each.left(self.clock()))} left"
+            shares = [percent(each.accuracy), percent(each.pseudo), percent(each.confident)]
+            table.add_row(escape(each.title), bar, f"{each.done}/{each.rounds}", *shares, spent)
+        return table
+
+
+def watcher(console: Console, json: bool = False) -> Watcher:
+    """Return live rows for a terminal, plain lines for anything else, and silence there for `--json`."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Rows(console)
+    return Quiet(console) if json else Lines(console)
+
+
+def line(progress: Progress, now: float) -> str:
+    """Return how far a method is, in words."""
+    parts = [f"round {progress.done}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
+    if progress.pseudo is not None:
+        parts.append(f"pseudo-labels {percent(progress.pseudo)}")
+    if progress.confident is not None:
+        parts.append(f"confident {percent(progress.confident)}")
+    if progress.done < progress.rounds:
+        parts.append(f"{duration(progress.left(now))} left")
+    return f"{progress.title}: {', '.join(parts)}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share of 0 to 1 as a percentage with one decimal, `-` for none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as minutes:seconds, with hours where there are some, `-` for none."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table, ruled on a terminal and plain elsewhere; columns of numbers are flush right."""
+    right = [all(_number(row[k]) for row in rows) for k in range(len(header))]
+    if not console.is_terminal:
+        say(console, plain(header, rows, right, title))
+        return
+    table = Table(title=escape(title) or None, title_justify="left")
+    for name, flush in zip(header, right, strict=True):
+        table.add_column(escape(name), justify="right" if flush else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], title: str = "") -> str:
+    """Return a table as aligned text."""
+    widths = [max(len(each[k]) for each in (header, *rows)) for k in range(len(header))]
+    lines = [
+        "  ".join(
+            f"{cell:{'>' if flush else '<'}{width}}" for cell, flush, width in zip(each, right, widths, strict=True)
+        )
+        for each in (header, *rows)
+    ]
+    return "\n".join([*([title] if title else []), *(each.rstrip() for each in lines)])
+
+
+def show_data(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
+    split, scenario = facts["split"], facts["scenario"]
+    height, width, channels = facts["shape"]
+    say(
+        console,
+        f"{facts['name']}: {facts['train']:,} training and {facts['test']:,} test images, {height}x{width}, "
+        f"{channels} channel(s), {len(facts['classes'])} classes",
+    )
+    rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
+    show(console, ["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
+    drawn = f" (gamma {scenario['gamma']:g})" if "dir" in scenario["setting"] else ""
+    say(
+        console,
+        f"\nsplit: {scenario['setting']}{drawn}, seed {scenario['seed']}: {split['counts']['clients']} clients, "
+        f"{split['counts']['labeled']:,} labeled and {split['counts']['unlabeled']:,} unlabeled images",
+    )
+    named = {
+        "internal imbalance": split["internal"],
+        "external imbalance, labeled": split["external"]["labeled"],
+        "external imbalance, unlabeled": split["external"]["unlabeled"],
+    }
+    spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
+    show(console, ["total variation of class mixes", "mean", "min", "max"], spans)
+    say(console, "")
+    _show_clients(console, facts)
+    for name in ("png", "saved"):
+        if facts[name]:
+            say(console, f"{name}: {facts[name]}")
+
+
+def _show_clients(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class."""
+    each = facts["split"]["each"]
+    classes = facts["classes"] if len(facts["classes"]) <= SHOWN_CLASSES else []
+    rows = []
+    for number, client in enumerate(each[:SHOWN_CLIENTS]):
+        pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
+        cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
+        rows.append([str(number), str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
+    show(console, ["client", "labeled", "unlabeled", "internal", *classes], rows)
+    if len(each) > SHOWN_CLIENTS:
+        say(console, f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
+
+
+def say(console: Console, words: str) -> None:
+    """Print words as they are."""
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _number(words: str) -> bool:
+    return words[:1].isdigit() or words in ("-", "")
