@@ -37,7 +37,7 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     """Draw a PNG with one line a method (several seeds: their mean, in a band from the smallest to the largest).
 
     Left test accuracy; right, where a method makes any, the accuracy of its pseudo-labels and the share of them
-    above the confidence threshold. Raise UserError if the picture cannot be written.
+    that is confident (above the threshold of the diagnostics). Raise UserError if the picture cannot be written.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -46,14 +46,15 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     pseudo = {
         title: group for title, group in groups.items() if len(curve(group, "pseudo", "accuracy").rounds)
     }
-    made = figure(7.2 if pseudo else 5.2, 3.3)
+    beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
+    made = figure((6.0 if pseudo else 4.0) + beside, 3.3)
     if pseudo:
         grid = made.add_gridspec(2, 2, width_ratios=(1.5, 1))
         main = made.add_subplot(grid[:, 0])
         upper = made.add_subplot(grid[0, 1])
         lower = made.add_subplot(grid[1, 1], sharex=upper)
-        _draw(upper, pseudo, looks, ("pseudo", "accuracy"), "pseudo-labels that are right (%)")
-        _draw(lower, pseudo, looks, ("pseudo", "share_above"), "pseudo-labels above the threshold (%)")
+        _draw(upper, pseudo, looks, ("pseudo", "accuracy"), "correct pseudo-labels (%)")
+        _draw(lower, pseudo, looks, ("pseudo", "share_above"), "confident pseudo-labels (%)")
         upper.tick_params(labelbottom=False)
         upper.set_xlabel("")
     else:
