@@ -12,7 +12,7 @@ import torch
 
 from halfmoon import rng, tree
 from halfmoon.evaluate import Examples, scores
-from halfmoon.record import RunFolder
+from halfmoon.record import Loaded, RunFolder
 from halfmoon.tree import Tree
 from halfmoon.types import Federation, Method, Sample, Task
 
@@ -67,15 +67,15 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
     return tree.to(task.network.init(rng.generator(seed, "model")), device)
 
 
-def play(experiment: Experiment, folder: RunFolder, watch: Callable[[Row], None]) -> Row:
-    """Play the rounds that are left, and return the run's {"accuracy", "cost"}.
+def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
+    """Play the rounds that are left, and return the run's {"model", "accuracy", "cost"}.
 
-    The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; if it holds a checkpoint, the run goes
-    on from it. Raises `halfmoon.client.Diverged` when a loss is not a number.
+    The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`,
+    the folder's newest checkpoint, if there is one. Raises `halfmoon.client.Diverged` when a loss is not a number.
     """
     method, task, runtime = experiment.method, experiment.task, experiment.runtime
     device = experiment.test.labels.device
-    server, first = _start(experiment, folder, device)
+    server, first = _start(experiment, folder, loaded, device)
     for number in range(first, task.rounds):
         began = time.perf_counter()
         runtime.open(number)
@@ -92,9 +92,8 @@ def play(experiment: Experiment, folder: RunFolder, watch: Callable[[Row], None]
     return {"model": method.solution(task, server), **_result(folder.rows())}
 
 
-def _start(experiment: Experiment, folder: RunFolder, device: torch.device) -> tuple[Tree, int]:
+def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device) -> tuple[Tree, int]:
     """Return the server's tree and the first round: from the newest sound checkpoint, or from nothing."""
-    loaded = folder.load()
     if loaded is None:
         server = experiment.method.start(experiment.task, initial_model(experiment.task, experiment.seed, device))
         server = tree.to(server, device)
