@@ -122,8 +122,8 @@ def _draw(
     axes.set_title(label, fontsize=8.5, loc="left")
     axes.margins(x=0.03)
     _widen(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
     axes.set_axisbelow(True)
     tidy(axes)
@@ -131,14 +131,17 @@ def _draw(
 
 
 def _widen(axes: Axes) -> None:
-    """Show at least one round to each side and four percent: a smaller piece would only enlarge noise."""
-    for limits, change, least in (
-        (axes.get_xlim(), axes.set_xlim, 2.0),
-        (axes.get_ylim(), axes.set_ylim, 4.0),
-    ):
-        missing = least - (limits[1] - limits[0])
-        if missing > 0:
-            change(limits[0] - missing / 2, limits[1] + missing / 2)
+    """Show at least two rounds and four percent, as a smaller piece only enlarges noise, and no percent below zero."""
+    left, right = _at_least(*axes.get_xlim(), 2.0)
+    bottom, top = _at_least(*axes.get_ylim(), 4.0)
+    up = max(0.0, -0.03 * (top - bottom) - bottom)
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom + up, top + up)
+
+
+def _at_least(low: float, high: float, span: float) -> tuple[float, float]:
+    missing = max(0.0, span - (high - low))
+    return low - missing / 2, high + missing / 2
 
 
 def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], looks: dict[str, Look]) -> None:
