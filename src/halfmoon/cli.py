@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _main(words)
         sys.stdout.flush()
         return code
+    except SystemExit as done:  # argparse, after --help and --version
+        return int(done.code or 0)
     except UserError as error:
         if "--debug" in words:
             raise
@@ -106,6 +108,10 @@ class _Parser(argparse.ArgumentParser):
             kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
             what = f": it must be {settings.expected(kind)}" if kind else ""
             raise UserError(f"{missing[1]} has no value{what}.")
+        valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
+        if valued:
+            no = f" or --no-{valued[2]}" if "--no-" in message else ""
+            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{no} alone.")
         raise UserError(message.removesuffix(".") + ".")
 
 
@@ -192,8 +198,10 @@ def _leftover(command: str | None, rest: Sequence[str]) -> UserError:
     """Return the complaint about the first argument that nobody takes."""
     flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:
-        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command or ''} --help.")
+        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
     name = flag[2:].replace("-", "_")
+    if command is None:
+        return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
     if command == "resume" and name in settings.kinds():
         return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
     if command == "compare" and name in ("method", "beside", "seed"):
@@ -202,8 +210,8 @@ def _leftover(command: str | None, rest: Sequence[str]) -> UserError:
         )
     known = {"run": list(settings.kinds()), "compare": [*settings.kinds(), "methods", "seeds"]}
     known |= {"data": ["data", *SPLIT_OPTIONS, "png", "save"], "resume": [], "methods": []}
-    choices = [each.replace("_", "-") for each in known.get(command or "", [])]
-    common = ["version", "help"] if command is None else ["json", "debug", "help"]
+    choices = [each.replace("_", "-") for each in known[command]]
+    common = ["json", "debug", "help"]
     common += ["config", "option"] if command in ("run", "compare") else ["config"] if command == "data" else []
     flags = [f"--{each}" for each in [*choices, *common]]
     return UserError(f"unknown option {flag!r}: {nearest(flag, flags)}")
@@ -301,7 +309,7 @@ def _play(given: argparse.Namespace, folder: Path, play: Callable[[Watch], Outco
     except Diverged as error:
         if given.debug:
             raise
-        return _complain(f"{str(error).removesuffix('.')}; the checkpoints before it are in {folder}.", 1)
+        return _complain(f"{error} The run folder is {folder}.", 1)
     if not watch.played:
         watch.say(f"{folder} is finished already; this is what came out.")
     _print_outcome(outcome, given.json)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 Row = dict[str, Any]
+WIDE = 90  # columns of a terminal that has room for a progress bar
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
 STEPS = 10  # lines a method prints where there is no terminal
 
@@ -138,16 +140,19 @@ class Rows(Quiet):
     def table(self) -> Table:
         """Return the rows as they are now."""
         table = Table(box=None, pad_edge=False)
-        for title in ("method", ""):
-            table.add_column(title, no_wrap=True)
+        if not self.played:
+            return table
+        table.add_column("method", no_wrap=True)
+        wide = self.console.width >= WIDE
+        if wide:
+            table.add_column("")
         for title in ("round", "accuracy", "pseudo-labels", "confident", "time"):
-            table.add_column(title, justify="right", no_wrap=True)
+            table.add_column(title, justify="right", no_wrap=True, min_width=max(len(title), 9))
         for each in self.played:
-            over = each.took is not None
-            bar = ProgressBar(each.rounds, each.done, width=12)
-            spent = f"{duration(each.took or 0)}" if over else f"{duration(each.left(self.clock()))} left"
+            bar = [ProgressBar(each.rounds, each.done, width=12)] if wide else []
+            left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
             shares = [percent(each.accuracy), percent(each.pseudo), percent(each.confident)]
-            table.add_row(escape(each.title), bar, f"{each.done}/{each.rounds}", *shares, spent)
+            table.add_row(escape(each.title), *bar, f"{each.done}/{each.rounds}", *shares, left)
         return table
 
 
@@ -184,21 +189,25 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table, ruled on a terminal and plain elsewhere; columns of numbers are flush right."""
+def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, ruled on a terminal with room for it, else plain; columns of numbers are flush right."""
     right = [all(_number(row[k]) for row in rows) for k in range(len(header))]
-    if not console.is_terminal:
-        say(console, plain(header, rows, right, title))
+    widths = [
+        max(map(len, [*name.split(), *(row[k] for row in rows if right[k])]), default=1)
+        for k, name in enumerate(header)
+    ]
+    if not console.is_terminal or sum(widths) + 2 * len(widths) > console.width:
+        say(console, plain(header, rows, right))
         return
-    table = Table(title=escape(title) or None, title_justify="left")
-    for name, flush in zip(header, right, strict=True):
-        table.add_column(escape(name), justify="right" if flush else "left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name, flush, width in zip(header, right, widths, strict=True):
+        table.add_column(escape(name), justify="right" if flush else "left", min_width=width)
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
 
 
-def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], title: str = "") -> str:
+def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
     """Return a table as aligned text."""
     widths = [max(len(each[k]) for each in (header, *rows)) for k in range(len(header))]
     lines = [
@@ -207,7 +216,7 @@ def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
         )
         for each in (header, *rows)
     ]
-    return "\n".join([*([title] if title else []), *(each.rstrip() for each in lines)])
+    return "\n".join(each.rstrip() for each in lines)
 
 
 def show_data(console: Console, facts: Mapping[str, Any]) -> None:
