@@ -1,0 +1,205 @@
+"""What every method of the catalog has to keep: a new one joins by its row there."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenes import Played, begin, furthest, holdings, play, same, simulate, task
+
+from halfmoon import catalog, rng, tree
+from halfmoon.data.draw import Batching
+from halfmoon.record import RunFolder
+from halfmoon.sim import Simulation
+from halfmoon.types import Method, Task
+
+ROUNDS = 3
+BATCHINGS = {"both": Batching(4, 4), "rest": Batching(2, "rest")}
+STATISTICS = {"both": {}, "rest": {"statistics": "separate", "labeling": "running"}}
+SOME = {"tau": 0.3, "threshold": 0.3}  # an untrained network of four classes is sure of nothing
+
+
+def method_of(name: str) -> Method:
+    """Return a method that uses some, but not all, of its pseudo-labels on random images."""
+    return catalog.make(name, {key: value for key, value in SOME.items() if key in catalog.options(name)})
+
+
+def scene(name: str, rule: str, executor: str = "loop") -> tuple[Method, Task, Simulation]:
+    """Return a method, its task and its federation of unequal clients in double precision."""
+    method, shared = method_of(name), task(rounds=ROUNDS, **STATISTICS[rule])
+    held = holdings(all_labels=catalog.entry(name).all_labels)
+    return method, shared, simulate(method, shared, held, batching=BATCHINGS[rule], executor=executor)
+
+
+@lru_cache(maxsize=None)
+def straight(name: str, rule: str) -> list[Played]:
+    """Return the rounds of a run in a loop, shared by the tests below."""
+    method, shared, simulation = scene(name, rule)
+    return play(method, simulation, begin(method, shared), range(ROUNDS))
+
+
+def numbers(row: Any) -> list[float]:
+    """Return the numbers of a nested row in order; None counts as a number that equals only itself."""
+    if isinstance(row, dict):
+        return [value for key in sorted(row) for value in numbers(row[key])]
+    if isinstance(row, list | tuple):
+        return [value for item in row for value in numbers(item)]
+    return [-1e300 if row is None else float(row)]
+
+
+EVERY = pytest.mark.parametrize("name", catalog.names())
+BOTH = pytest.mark.parametrize("rule", BATCHINGS)
+
+
+@EVERY
+@BOTH
+def test_loop_equals_vmap(name, rule):
+    """Three rounds in float64 with clients of unequal size: server, memories and metrics agree to 1e-9.
+
+    Under 4 + 4 with joint statistics, and under 2 + the rest with separate ones and labels by running statistics.
+    """
+    method, shared, simulation = scene(name, rule, "vmap")
+    lifted = play(method, simulation, begin(method, shared), range(ROUNDS))
+    for one, many in zip(straight(name, rule), lifted, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert furthest(many.state, one.state) < 1e-9
+        assert many.report.cohort == one.report.cohort
+        assert many.report.cost == one.report.cost
+        assert many.report.samples.keys() == one.report.samples.keys()
+        assert numbers(many.report.samples) == pytest.approx(numbers(one.report.samples), rel=1e-9, abs=1e-9)
+        assert numbers(many.report.pseudo) == pytest.approx(numbers(one.report.pseudo), rel=1e-9, abs=1e-9)
+
+
+@BOTH
+def test_the_clients_of_the_scene_differ(rule):
+    """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
+    _, _, simulation = scene("fedavg-fixmatch", rule)
+    work = simulation.works["train"]
+    owned = [simulation.holdings.own(k) for k in range(4)]
+    amounts = [simulation.budget.amount(simulation.batching, work, own, own) for own in owned]
+    assert len({amount.steps for amount in amounts}) > 1
+    assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")
+
+
+@EVERY
+def test_training_changes_the_model_and_uses_pseudo_labels(name):
+    """The rounds that the other tests compare do something: parameters move, and some pseudo-labels count."""
+    method, shared, _ = scene(name, "both")
+    server = begin(method, shared)
+    last = straight(name, "both")[-1]
+    before, after = method.solution(shared, server), method.solution(shared, last.server)
+    assert furthest(after["params"], before["params"]) > 1e-3
+    assert furthest(after["stats"], before["stats"]) > 1e-3
+    if any(work.views for work in method.works(shared).values()):
+        assert last.report.pseudo is not None
+        assert last.report.pseudo["share_used"] > 0
+
+
+@EVERY
+@BOTH
+def test_a_run_repeats_itself(name, rule):
+    """Two runs of one seed are equal in every bit."""
+    method, shared, simulation = scene(name, rule)
+    again = play(method, simulation, begin(method, shared), range(ROUNDS))
+    for one, two in zip(straight(name, rule), again, strict=True):
+        assert same(one.server, two.server)
+        assert same(one.state, two.state)
+        assert numbers(one.report) == numbers(two.report)
+
+
+@EVERY
+def test_a_restored_run_goes_on_bit_by_bit(name, tmp_path: Path):
+    """State and restore after round 2, in memory and through a run folder: round 3 equals that of the straight run."""
+    played = straight(name, "both")
+    _, halfway, whole = played
+    cost = halfway.report.cost
+    with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
+        folder.save(2, {"server": halfway.server, "memory": halfway.state}, {"cost": cost})
+    with RunFolder.open(tmp_path / "run") as folder:
+        loaded = folder.load()
+    assert loaded is not None
+    assert loaded.round == 2
+    stored = (loaded.state["server"], loaded.state.get("memory", {}), loaded.meta["cost"])
+    for server, memories, cost in ((halfway.server, halfway.state, cost), stored):
+        method, _, simulation = scene(name, "both")
+        simulation.restore(memories, cost)
+        (third,) = play(method, simulation, server, range(2, ROUNDS))
+        assert same(third.server, whole.server)
+        assert same(third.state, whole.state)
+        assert numbers(third.report) == numbers(whole.report)
+
+
+@EVERY
+def test_a_method_is_its_hyper_parameters(name):
+    """A frozen dataclass, equal to another of the same fields, with nothing in it but hashable values."""
+    method = method_of(name)
+    assert dataclasses.is_dataclass(method)
+    assert not isinstance(method, type)
+    assert method.__dataclass_params__.frozen
+    assert set(vars(method)) == {field.name for field in dataclasses.fields(method)}
+    assert hash(method) == hash(method_of(name))
+    assert method == method_of(name)
+
+
+@EVERY
+def test_a_method_and_its_work_keep_no_state(name):
+    """After a run, method and works are what they were: all state is in the trees."""
+    method, shared, simulation = scene(name, "both")
+    works = dict(method.works(shared))
+    play(method, simulation, begin(method, shared), range(1))
+    assert method == method_of(name)
+    assert dict(simulation.works) == works
+    for work in simulation.works.values():
+        assert set(vars(work)) == {field.name for field in dataclasses.fields(work)}
+
+
+@EVERY
+def test_the_server_holds_tensors_and_yields_a_model(name):
+    """Every leaf is a tensor without a graph; the solution is a model that the network can evaluate."""
+    method, shared, _ = scene(name, "both")
+    model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
+    for server in (begin(method, shared), straight(name, "both")[-1].server):
+        for leaf in tree.leaves(server):
+            assert isinstance(leaf, torch.Tensor)
+            assert not leaf.requires_grad
+        solution = method.solution(shared, server)
+        assert set(solution) == {"params", "stats"}
+        for part in ("params", "stats"):
+            shapes = {path: leaf.shape for path, leaf in tree.flatten(solution[part]).items()}
+            assert shapes == {path: leaf.shape for path, leaf in tree.flatten(model[part]).items()}
+
+
+@EVERY
+def test_what_a_method_is_given_is_not_changed(name):
+    """Neither the initial model nor a round's server tree is written into: they can be kept and compared."""
+    method, shared, simulation = scene(name, "both")
+    model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
+    copy = tree.map(torch.clone, model)
+    server = method.start(shared, model)
+    kept = tree.map(torch.clone, server)
+    play(method, simulation, server, range(2))
+    assert same(model, copy)
+    assert same(server, kept)
+
+
+@EVERY
+def test_options_build_the_method_again(name):
+    """The catalog's options with their defaults are the catalog's method; a changed one changes it."""
+    options = catalog.options(name)
+    assert catalog.make(name, {key: option.default for key, option in options.items()}) == catalog.make(name)
+    for key, option in options.items():
+        if isinstance(option.default, float):
+            assert catalog.make(name, {key: option.default + 0.125}) != catalog.make(name)
+
+
+@EVERY
+def test_every_work_counts_its_passes(name):
+    """A step looks at every image at least once, forward and backward."""
+    method, shared, _ = scene(name, "both")
+    for work in method.works(shared).values():
+        passes = work.passes(4, 6)
+        assert passes.forward >= passes.backward >= 4
