@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def scene(name: str, rule: str, executor: str = "loop") -> tuple[Method, Task, S
     return method, shared, simulate(method, shared, held, batching=BATCHINGS[rule], executor=executor)
 
 
-@lru_cache(maxsize=None)
+@cache
 def straight(name: str, rule: str) -> list[Played]:
     """Return the rounds of a run in a loop, shared by the tests below."""
     method, shared, simulation = scene(name, rule)
@@ -124,9 +124,9 @@ def test_a_restored_run_goes_on_bit_by_bit(name, tmp_path: Path):
     assert loaded is not None
     assert loaded.round == 2
     stored = (loaded.state["server"], loaded.state.get("memory", {}), loaded.meta["cost"])
-    for server, memories, cost in ((halfway.server, halfway.state, cost), stored):
+    for server, memories, used in ((halfway.server, halfway.state, cost), stored):
         method, _, simulation = scene(name, "both")
-        simulation.restore(memories, cost)
+        simulation.restore(memories, used)
         (third,) = play(method, simulation, server, range(2, ROUNDS))
         assert same(third.server, whole.server)
         assert same(third.state, whole.state)
