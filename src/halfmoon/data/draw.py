@@ -27,8 +27,8 @@ class Batching:
     `labeled` and `unlabeled` are images a step; "rest" spreads the unlabeled rows over the steps (FedDure's released
     code: N_u // steps). One epoch is one pass over the labeled rows, round(N_l / labeled) steps, or one over the
     unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which; the other set is cycled. "auto" is unlabeled where
-    `unlabeled` is a number and labeled where it is "rest". `steps` fixes the number of steps instead. A set smaller than
-    its batch is cycled, never padded.
+    `unlabeled` is a number and labeled where it is "rest". `steps` fixes the number of steps instead. A set smaller
+    than its batch is cycled, never padded.
     """
 
     labeled: int = 10
@@ -138,8 +138,12 @@ def batches(
     """Yield the batches of K clients' visits step by step, every leaf (K, ...).
 
     Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. All visits
-    share the images a step; a visit that is over repeats its last step, which the caller discards.
+    share the images a step; a visit that is over repeats its last step, and one without any shows the longest visit's
+    images, which the caller discards.
     """
+    longest = max(range(len(visits)), key=lambda k: visits[k].amount.steps)
+    seats = [k if visit.amount.steps else longest for k, visit in enumerate(visits)]
+    locals_, visits = [locals_[k] for k in seats], [visits[k] for k in seats]
     _, labeled, unlabeled = visits[0].amount
     last = max(visit.amount.steps for visit in visits)
     together = max(1, rows // max(1, len(visits) * max(labeled, unlabeled)))
