@@ -1,0 +1,148 @@
+"""Budgets: the cost of a step by hand, and comparisons at equal steps or equal images through the network."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from scenes import begin, holdings, play, simulate, task
+
+from halfmoon import catalog
+from halfmoon.budget import Budget, Cost, Holding, cost, natural
+from halfmoon.data.draw import Amount, Batching
+from halfmoon.types import Passes, Work
+
+TEN = Batching(10, 10)
+CLIENT = Holding(50, 450)
+
+
+def work(name: str, **rules: str) -> Work:
+    """Return what a client of the method does."""
+    return catalog.make(name).works(task(**rules))["train"]
+
+
+def holding(name: str, given_: Holding) -> Holding:
+    """Return what a client of the method trains on."""
+    return Holding(given_.labeled + given_.unlabeled, 0) if catalog.entry(name).all_labels else given_
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "forward", "backward"),
+    [
+        # 10 labeled images, forward and backward
+        ("fedavg", {}, 10, 10),
+        # labeled, strong and weak share one pass and its backward pass
+        ("fedavg-fixmatch", {}, 30, 30),
+        # weak images under running statistics, or in a pass of their own, need no backward pass
+        ("fedavg-fixmatch", {"labeling": "running"}, 30, 20),
+        ("fedavg-uda", {"statistics": "separate"}, 30, 20),
+        # local model 30; C-reg on strong views 10; labeled loss at the virtual step 10; tangent pass 2 * 10; labeled
+        # loss before and after C-reg's step 2 * 10. Backward: local 30, Eq. 4 10, the labeled loss 10, Eq. 2 10
+        ("feddure", {}, 90, 60),
+        # local 30, C-reg 10, its labeled losses 20; backward local 30, Eq. 2 10
+        ("feddure-no-fine", {}, 60, 40),
+        # local 30, its tangent pass 2 * 30, the labeled loss 10; backward local 30, Eq. 4 30, the labeled loss 10
+        ("feddure-no-coarse", {}, 100, 70),
+    ],
+)
+def test_passes_of_a_step_by_hand(name, rules, forward, backward):
+    """Images through the network in a step on 10 + 10; the cost counts a backward pass as two forward ones."""
+    one = work(name, **rules)
+    assert one.passes(10, 10) == Passes(forward, backward)
+    assert cost(one, Amount(45, 10, 10)) == forward + 2 * backward
+
+
+def test_equal_forwards_by_hand():
+    """FedDure's 45 steps of 90 + 2 * 60 = 210 are 9450 images: 105 steps of FixMatch's 90, 315 of FedAvg's 30."""
+    budget = Budget("forwards", work("feddure"))
+    steps = {
+        name: budget.amount(TEN, work(name), CLIENT, CLIENT).steps for name in ("feddure", "fedavg-fixmatch", "fedavg")
+    }
+    assert steps == {"feddure": 45, "fedavg-fixmatch": 105, "fedavg": 315}
+
+
+def test_equal_labeled_steps_by_hand():
+    """Labels alone take 5 steps by themselves, all labels 50, and 45 at FedDure's budget."""
+    budget = Budget("labeled-steps", work("feddure"))
+    for name, alone in (("fedavg", 5), ("fedavg-sl", 50)):
+        own = holding(name, CLIENT)
+        assert natural(TEN, work(name), own).steps == alone
+        assert budget.amount(TEN, work(name), own, CLIENT) == Amount(45, 10, 0)
+
+
+def test_no_budget_is_the_batch_rule():
+    """With "none", or without a reference, every method goes by the rule."""
+    for budget in (Budget(), Budget("none", work("feddure")), Budget("forwards"), Budget("labeled-steps")):
+        assert budget.amount(TEN, work("fedavg"), CLIENT, CLIENT) == Amount(5, 10, 0)
+        assert budget.amount(TEN, work("fedavg-uda"), CLIENT, CLIENT) == Amount(45, 10, 10)
+
+
+BATCHINGS = st.builds(Batching, st.integers(1, 12), st.integers(1, 12) | st.just("rest"), st.integers(1, 3))
+HOLDINGS = st.builds(Holding, st.integers(1, 60), st.integers(1, 300))
+NAMES = st.sampled_from(catalog.names())
+
+
+@given(BATCHINGS, HOLDINGS, NAMES, NAMES)
+def test_labeled_steps_are_those_of_the_reference(batching, client, name, reference):
+    """Every method takes the reference's steps at every client, in its own batches."""
+    wanted = natural(batching, work(reference), holding(reference, client))
+    budget = Budget("labeled-steps", work(reference))
+    made = budget.amount(batching, work(name), holding(name, client), holding(reference, client))
+    assert made.steps == wanted.steps
+    assert made[1:] == natural(batching, work(name), holding(name, client))[1:]
+
+
+@given(BATCHINGS, HOLDINGS, NAMES, NAMES)
+def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
+    """The images through the network differ by at most half a step's (or the method takes its one step)."""
+    wanted = natural(batching, work(reference), client)
+    total = wanted.steps * cost(work(reference), wanted)
+    made = Budget("forwards", work(reference)).amount(batching, work(name), holding(name, client), client)
+    step = cost(work(name), made)
+    assert made.steps >= 1
+    assert abs(made.steps * step - total) <= step / 2 or (made.steps == 1 and total < step / 2)
+
+
+@given(BATCHINGS, HOLDINGS, NAMES)
+def test_the_reference_keeps_its_own_rule(batching, client, name):
+    """A method measured by itself is not changed."""
+    own = natural(batching, work(name), client)
+    for rule in ("labeled-steps", "forwards"):
+        assert Budget(rule, work(name)).amount(batching, work(name), client, client) == own
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg-sl", "fedprox-fixmatch", "feddure-no-fine"])
+def test_played_rounds_keep_to_the_budget(name):
+    """What the runs count: the labeled steps of FedDure at "labeled-steps", its images within half a step a client."""
+
+    def used(played: str, budget: Budget) -> dict[str, int]:
+        method, shared = catalog.make(played), task()
+        held = holdings(all_labels=catalog.entry(played).all_labels)
+        simulation = simulate(method, shared, held, batching=Batching(2, "rest"), budget=budget, cohort=4)
+        return play(method, simulation, begin(method, shared), range(1))[-1].report.cost
+
+    reference = used("feddure", Budget())
+    assert used(name, Budget("labeled-steps", work("feddure")))["labeled_steps"] == reference["labeled_steps"]
+    made = used(name, Budget("forwards", work("feddure")))
+    step = max(
+        cost(work(name), natural(Batching(2, "rest"), work(name), holding(name, Holding(a, b))))
+        for a, b in ((5, 11), (3, 6), (6, 14), (4, 9))
+    )
+    total = reference["forward"] + 2 * reference["backward"]
+    assert abs(made["forward"] + 2 * made["backward"] - total) <= 4 * step / 2
+
+
+def test_costs_add_up_by_hand():
+    """3 steps of 4 + 5 images and 14 forward, 9 backward a step; then 2 steps of 4 + 0 and 4, 4."""
+    total = Cost()
+    total.visit(Amount(3, 4, 5), Passes(14, 9))
+    total.visit(Amount(2, 4, 0), Passes(4, 4))
+    assert total.row() == {
+        "labeled_steps": 5,
+        "labeled_images": 20,
+        "unlabeled_images": 15,
+        "forward": 50,
+        "backward": 35,
+        "bytes_down": 0,
+        "bytes_up": 0,
+    }

@@ -1,0 +1,419 @@
+"""The federation on this machine: cohorts, memories, counts, hidden labels, diagnostics, and what stops it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scenes import CLASSES, NETWORK, SIZES, begin, examples, furthest, holdings, play, same, simulate, task
+from spies import Counting, Spy, tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfmoon import catalog, tree
+from halfmoon.client import Diverged
+from halfmoon.data.draw import Batching
+from halfmoon.evaluate import Examples
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.feddure import FedDure
+from halfmoon.models import ResNet9, SmallCNN
+from halfmoon.objectives import FixMatch
+from halfmoon.optim import SGD
+from halfmoon.sim import Holdings
+from halfmoon.types import Batch, Local
+
+BOTH = pytest.mark.parametrize("executor", ["loop", "vmap"])
+HIDING = pytest.mark.parametrize("name", [name for name in catalog.names() if not catalog.entry(name).all_labels])
+
+
+def cohorts(simulation, rounds: int = 12) -> list[list[int]]:
+    """Return the cohorts of the first rounds."""
+    made = []
+    for number in range(rounds):
+        simulation.open(number)
+        made.append(simulation.cohort.tolist())
+    return made
+
+
+def test_all_methods_of_a_seed_meet_the_same_clients():
+    """Cohorts depend on seed and round alone: not on the method, the executor, or the rounds before."""
+    held, shared = holdings(((2, 2),) * 9), task()
+    one = cohorts(simulate(FedAvg(), shared, held))
+    assert cohorts(simulate(FedDure(), shared, held, executor="vmap")) == one
+    late = simulate(FedAvg(FixMatch()), shared, held)
+    late.open(7)
+    assert late.cohort.tolist() == one[7]
+    assert cohorts(simulate(FedAvg(), shared, held, seed=4)) != one
+    assert len({tuple(cohort) for cohort in one}) > 5
+
+
+def test_a_cohort_is_a_sorted_choice_of_different_clients():
+    """Three of nine; over 60 rounds every client is met about 20 times (20 +- 3.7, here within four of these)."""
+    made = cohorts(simulate(FedAvg(), task(), holdings(((2, 2),) * 9)), 60)
+    for cohort in made:
+        assert cohort == sorted(set(cohort))
+        assert len(cohort) == 3
+    met = np.bincount(np.concatenate(made), minlength=9)
+    assert len(met) == 9
+    assert met.min() > 5
+    assert met.max() < 35
+
+
+def test_methods_of_a_seed_see_the_same_labeled_batches():
+    """At equal steps, FixMatch and FedDure see the labeled images of FedAvg, bit by bit."""
+    seen = []
+    for method in (FedAvg(), FedAvg(FixMatch()), FedDure()):
+        spy = Spy(method)
+        shared = task()
+        play(spy, simulate(spy, shared, batching=Batching(2, "rest")), begin(spy, shared), range(2))
+        seen.append([batch for _, _, batch in spy.of("step")])
+    assert len(seen[0]) == len(seen[1]) == len(seen[2]) > 4
+    for one, two, three in zip(*seen, strict=True):
+        assert torch.equal(one.x_rows, two.x_rows)
+        assert torch.equal(one.x, two.x)
+        assert torch.equal(one.x, three.x)
+        assert torch.equal(two.u["weak"], three.u["weak"])
+        assert torch.equal(two.u["strong"], three.u["strong"])
+        assert one.u == {}
+
+
+@BOTH
+def test_memories_belong_to_their_clients(executor):
+    """Each client counts its own visits; who was not asked has no memory; the next visit finds the last one's."""
+    method, shared = Counting(trips=1), task()
+    simulation = simulate(method, shared, executor=executor, cohort=2)
+    visits = dict.fromkeys(range(4), 0)
+    server = begin(method, shared)
+    for number in range(5):
+        (played,) = play(method, simulation, server, range(number, number + 1))
+        server = played.server
+        for place, client in enumerate(played.report.cohort):
+            assert float(server["ups"]["trip0"]["visits"][place]) == visits[client]
+            visits[client] += 1
+        assert {int(k): float(m["visits"]) for k, m in played.state.items()} == {k: n for k, n in visits.items() if n}
+
+
+def test_the_regulator_of_each_client_goes_on_where_it_stopped():
+    """FedDure's F-reg has taken as many Adam steps as its client has; every client starts from the same F-reg."""
+    method, shared = FedDure(), task()
+    simulation = simulate(method, shared, cohort=2)
+    steps = dict.fromkeys(range(4), 0)
+    for played in play(method, simulation, begin(method, shared), range(4)):
+        for client in played.report.cohort:
+            steps[client] += -(-SIZES[client][1] // 4)
+        counted = {int(k): float(m["regulator"]["optimizer"]["steps"]) for k, m in played.state.items()}
+        assert counted == {k: n for k, n in steps.items() if n}
+    spy = Spy(method)
+    play(spy, simulate(spy, shared, cohort=4), begin(spy, shared), range(1))
+    first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
+    assert len(first) == 4
+    assert all(same(first[0], other) for other in first)
+
+
+@BOTH
+def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
+    """`each` reaches client k as its k-th slice, merged with what is shared; two trips see other images."""
+    method, shared = Counting(), task()
+    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    ups = played.server["ups"]
+    cohort = played.report.cohort
+    for trip in ("trip0", "trip1"):
+        assert ups[trip]["mark"].tolist() == [100.0 + k for k in cohort]
+        assert ups[trip]["labeled"].tolist() == [SIZES[k][0] for k in cohort]
+        assert ups[trip]["unlabeled"].tolist() == [SIZES[k][1] for k in cohort]
+        assert ups[trip]["steps"].tolist() == [-(-SIZES[k][1] // 4) for k in cohort]
+    assert not torch.equal(ups["trip0"]["pixels"], ups["trip1"]["pixels"])
+
+
+@pytest.mark.parametrize("views", [(), ("weak",), ("plain", "strong")])
+@pytest.mark.parametrize("batching", [Batching(4, 4), Batching(2, "rest"), Batching(3, 5, steps=2)], ids=str)
+def test_both_executors_draw_the_same(views, batching):
+    """Rows, pixels and steps of every client are equal, whatever the views and the batch rule."""
+    method, shared = Counting(views), task()
+    one, many = (
+        play(method, simulate(method, shared, executor=e, batching=batching), begin(method, shared), range(2))[-1]
+        for e in ("loop", "vmap")
+    )
+    for trip in ("trip0", "trip1"):
+        for name in ("steps", "rows", "mark", "visits"):
+            assert torch.equal(one.server["ups"][trip][name], many.server["ups"][trip][name])
+        torch.testing.assert_close(
+            one.server["ups"][trip]["pixels"], many.server["ups"][trip]["pixels"], rtol=1e-12, atol=1e-9
+        )
+    assert one.report.cost == many.report.cost
+
+
+@BOTH
+def test_a_client_that_may_draw_nothing_takes_no_step(executor):
+    """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
+    shared = task()
+    some, every = Counting(idle=102), Counting()
+    held = holdings()
+    idle, busy = (
+        play(m, simulate(m, shared, held, executor=executor, cohort=4), begin(m, shared), range(1))[-1]
+        for m in (some, every)
+    )
+    for trip in ("trip0", "trip1"):
+        steps = idle.server["ups"][trip]["steps"].tolist()
+        assert steps == [3, 2, 0, 3]
+        for k in (0, 1, 3):
+            assert float(idle.server["ups"][trip]["pixels"][k]) == float(busy.server["ups"][trip]["pixels"][k])
+        assert float(idle.server["ups"][trip]["pixels"][2]) == 0
+    assert idle.report.cost["labeled_steps"] == 2 * 8
+    assert busy.report.cost["labeled_steps"] == 2 * 12
+
+
+@BOTH
+def test_costs_equal_a_hand_count(executor):
+    """One round of all four clients, FixMatch in batches of 4 + 4, joint statistics.
+
+    Steps: ceil(11/4) + ceil(6/4) + ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images.
+    A step passes 4 + 2 * 4 = 12 images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36,
+    that is 996 parameters, and 2 * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8.
+    """
+    method, shared = FedAvg(FixMatch()), task()
+    (played,) = play(method, simulate(method, shared, cohort=4, executor=executor), begin(method, shared), range(1))
+    assert played.report.cost == {
+        "labeled_steps": 12,
+        "labeled_images": 48,
+        "unlabeled_images": 48,
+        "forward": 144,
+        "backward": 144,
+        "bytes_down": 4 * 1036 * 8,
+        "bytes_up": 4 * (1036 * 8 + 8),
+    }
+
+
+@BOTH
+def test_private_downloads_are_counted_once(executor):
+    """Two trips to three clients: 4 shared bytes to each, and a slice of a float64 and an int64 for each."""
+    method, shared = Counting(), task()
+    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    assert played.report.cost["bytes_down"] == 2 * (3 * 4 + 3 * (8 + 8))
+    assert played.report.cost["bytes_up"] == 2 * 3 * 7 * 8
+
+
+class Passing(TorchDispatchMode):
+    """Count the images that go through the first and back through the last convolution of a network.
+
+    Below torch.func every pass is a call of `aten.convolution` in the first layer: one for a plain pass, and one more,
+    of the images with the tangent of the weights, for its tangent. (A third, of the images' own tangent, is all zero:
+    images have none. It is not counted.) A backward pass is one `aten.convolution_backward` in the last layer,
+    whichever of its derivatives are wanted. Layers are known by the shapes of their weights.
+    """
+
+    def __init__(self, first: torch.Size, last: torch.Size) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution.default and args[1].shape == self.first and args[0].any():
+            self.forward += len(args[0])
+        if func is torch.ops.aten.convolution_backward.default and args[2].shape == self.last:
+            self.backward += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def passed(work, network, dtype=torch.float64, labeled=3, unlabeled=5, side=16) -> tuple[int, int]:
+    """Return the images that one step really sends forward and back."""
+    g = torch.Generator().manual_seed(0)
+    model = tree.to(network.init(g), dtype=dtype)
+    draw = lambda n: torch.randn(n, network.channels, side, side, generator=g, dtype=dtype)  # noqa: E731
+    u = {name: draw(unlabeled) for name in work.views}
+    batch = Batch(draw(labeled), torch.arange(labeled), torch.arange(labeled), u, torch.arange(unlabeled))
+    nothing = torch.zeros(0, network.channels, side, side, dtype=torch.uint8)
+    local = Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))
+    down = {**model, "gate": torch.ones(())}
+    carry = work.begin(down, work.remember(down, g), local)
+    weights = [leaf.shape for path, leaf in tree.flatten(model["params"]).items() if path.endswith("conv/weight")]
+    assert weights.count(weights[0]) == 1
+    counter = Passing(weights[0], weights[-1])
+    with counter:
+        work.step(down, carry, batch)
+    return counter.forward, counter.backward // weights.count(weights[-1])
+
+
+RULES = list(itertools.product(["joint", "separate"], ["batch", "running"]))
+
+
+@pytest.mark.parametrize(("statistics", "labeling"), RULES)
+@pytest.mark.parametrize("name", catalog.names())
+def test_passes_are_what_went_through_the_network(name, statistics, labeling):
+    """Every work of the catalog counts its passes right, under every rule for statistics and labels."""
+    for work in catalog.make(name).works(task(statistics=statistics, labeling=labeling)).values():
+        assert passed(work, NETWORK) == tuple(work.passes(3, 5 if work.views else 0))
+
+
+def test_passes_of_resnet9():
+    """The count does not depend on the network."""
+    network = ResNet9(1, CLASSES, 2)
+    for work in FedDure().works(task(network)).values():
+        assert passed(work, network) == tuple(work.passes(3, 5))
+
+
+@HIDING
+def test_hidden_labels_change_nothing(name):
+    """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics."""
+    method, shared, held = catalog.make(name), task(), holdings()
+    labels = held.train.labels.clone()
+    hidden = torch.from_numpy(np.flatnonzero(~held.split.labeled))
+    labels[hidden] = (labels[hidden] + 1) % CLASSES
+    other = Holdings(Examples(held.train.images, labels), held.split)
+    one, two = (play(method, simulate(method, shared, h), begin(method, shared), range(2)) for h in (held, other))
+    for a, b in zip(one, two, strict=True):
+        assert same(a.server, b.server)
+        assert same(a.state, b.state)
+        assert a.report.samples == b.report.samples
+        if a.report.pseudo is not None:
+            assert a.report.pseudo["accuracy"] != b.report.pseudo["accuracy"]
+            assert a.report.pseudo["share_used"] == b.report.pseudo["share_used"]
+
+
+@HIDING
+def test_no_tensor_given_to_a_method_holds_a_hidden_label(name):
+    """Hidden labels are classes from 100 on, and nothing else is: no integer that a method ever gets is that large."""
+    held = holdings(classes=60)
+    labels = held.train.labels.clone()
+    labels[torch.from_numpy(~held.split.labeled)] += 100
+    spy, shared = Spy(catalog.make(name)), task(SmallCNN(1, 200, 4))
+    play(
+        spy,
+        simulate(spy, shared, Holdings(Examples(held.train.images, labels), held.split)),
+        begin(spy, shared),
+        range(2),
+    )
+    given = [leaf for kind in ("begin", "keep", "step", "finish") for what in spy.of(kind) for leaf in tensors(what)]
+    given += [leaf for _, _, batch in spy.of("step") for leaf in (*batch[:3], *batch.u.values(), batch.u_rows)]
+    whole = [leaf for leaf in given if not leaf.is_floating_point()]
+    assert len(whole) > 20
+    for leaf in whole:
+        if leaf.dtype == torch.uint8:
+            assert leaf.dim() == 4  # images
+        else:
+            assert not leaf.numel() or int(leaf.max()) < 100
+    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows")
+    assert Local._fields == ("x", "y", "u", "labeled", "unlabeled")
+
+
+@pytest.mark.parametrize("name", ["fedavg-fixmatch", "fedavg-uda", "feddure", "feddure-no-coarse", "feddure-no-fine"])
+def test_pseudo_label_quality_equals_a_count(name):
+    """The row of a round equals numpy's count, with unlabeled images known again by their pixels."""
+    chosen = {key: 0.39 for key in ("tau", "threshold") if key in catalog.options(name)}
+    held, shared = holdings(), task()
+    spy = Spy(catalog.make(name, chosen))
+    (played,) = play(spy, simulate(spy, shared, held, confident=0.39), begin(spy, shared), range(1))
+    known = {image.numpy().tobytes(): int(label) for image, label in zip(*held.train, strict=True)}
+    label, hidden, confidence, weight = [], [], [], []
+    client: Local | None = None
+    rows = None
+    for kind, what in spy.seen:
+        if kind == "begin":
+            client = what[2]
+        elif kind == "step":
+            rows = what[2].u_rows
+        elif kind == "notes":
+            assert client is not None
+            hidden += [known[client.u[row].contiguous().numpy().tobytes()] for row in rows]
+            for values, leaf in zip((label, confidence, weight), what.pseudo[0], strict=True):
+                values += leaf.tolist()
+    right, above, used = np.array(label) == hidden, np.array(confidence) >= 0.39, np.array(weight) > 0
+    row = played.report.pseudo
+    assert row is not None
+    assert len(right) == played.report.cost["unlabeled_images"]
+    assert row["accuracy"] == pytest.approx(right.mean(), rel=1e-12)
+    assert row["share_above"] == pytest.approx(above.mean(), rel=1e-12)
+    assert 0 < row["share_above"] < 1
+    assert row["share_used"] > 0
+    assert row["accuracy_above"] == pytest.approx(right[above].mean(), rel=1e-12)
+    assert row["share_used"] == pytest.approx(used.mean(), rel=1e-12)
+    assert row["accuracy_used"] == pytest.approx(right[used].mean(), rel=1e-12)
+    for k, value in enumerate(row["per_class"]):
+        assert value == pytest.approx(right[np.array(hidden) == k].mean(), rel=1e-12)
+
+
+@BOTH
+def test_samples_add_over_steps_and_clients(executor):
+    """The loss of a round is the sum of all steps' losses with its count of steps."""
+    method, shared = Counting(trips=1), task()
+    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    loss = played.report.samples["loss"]
+    assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in played.report.cohort)
+    spy = Spy(method)
+    play(spy, simulate(spy, shared), begin(spy, shared), range(1))
+    losses = [float(notes.loss) for notes in spy.of("notes")]
+    assert float(loss.total) == pytest.approx(sum(losses), rel=1e-9)
+    assert float(loss.squares) == pytest.approx(sum(value * value for value in losses), rel=1e-9)
+
+
+@BOTH
+@pytest.mark.parametrize(("client", "step"), [(2, 4), (3, 1)])
+def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
+    """The run stops with round, client and step (counted from 1 in words), and no memory of that round is kept."""
+    method, shared = Counting(trips=1, doomed=client, when=1, fuse=step), task()
+    simulation = simulate(method, shared, executor=executor, cohort=4)
+    (played,) = play(method, simulation, begin(method, shared), range(1))
+    with pytest.raises(Diverged, match=f"nan in round 2 at client {client}, step {step}:") as caught:
+        play(method, simulation, played.server, range(1, 2))
+    assert (caught.value.round, caught.value.client, caught.value.step) == (1, client, step - 1)
+    assert same(simulation.state(), played.state)
+
+
+@BOTH
+def test_a_frozen_client_cannot_diverge(executor):
+    """A loss that would be NaN after a client's last step, while others still train, is not the client's."""
+    method, shared = Counting(trips=1, doomed=1, fuse=3), task()
+    (played,) = play(method, simulate(method, shared, executor=executor, cohort=4), begin(method, shared), range(1))
+    assert played.server["ups"]["trip0"]["steps"].tolist() == [3, 2, 4, 3]
+
+
+@BOTH
+def test_a_real_divergence_stops(executor):
+    """A learning rate of 1e300 blows up a network for real."""
+    method, shared = FedAvg(), task(optimizer=SGD(1e300))
+    with pytest.raises(Diverged, match="learning rate"):
+        play(method, simulate(method, shared, executor=executor), begin(method, shared), range(2))
+
+
+def test_all_labels_turns_every_row_into_a_labeled_one():
+    """The upper bound trains on all rows of a client, in their order, with their labels; nothing is unlabeled."""
+    held = holdings()
+    every = Holdings(held.train, held.split, all_labels=True)
+    for k, (labeled, unlabeled) in enumerate(SIZES):
+        local, hidden = every.local(k)
+        rows = torch.from_numpy(np.flatnonzero(held.split.client == k))
+        assert torch.equal(local.x, held.train.images[rows])
+        assert torch.equal(local.y, held.train.labels[rows])
+        assert (int(local.labeled), int(local.unlabeled)) == (labeled + unlabeled, 0)
+        assert len(local.u) == len(hidden) == 0
+        assert tuple(vars(every.own(k)).values()) == (labeled + unlabeled, 0)
+        assert tuple(vars(every.given(k)).values()) == (labeled, unlabeled)
+
+
+def test_a_client_holds_its_rows():
+    """Labeled images with labels, unlabeled images without; the labels that are hidden belong to these."""
+    held = holdings()
+    for k, (labeled, unlabeled) in enumerate(SIZES):
+        local, hidden = held.local(k)
+        assert local.x.shape == (labeled, 1, 8, 8)
+        assert local.u.shape == (unlabeled, 1, 8, 8)
+        x, u = (torch.from_numpy(held.split.rows(k, part)) for part in (True, False))
+        assert torch.equal(local.y, held.train.labels[x])
+        assert torch.equal(local.u, held.train.images[u])
+        assert torch.equal(hidden, held.train.labels[u])
+
+
+def test_rounds_do_not_depend_on_the_size_of_a_group():
+    """Under vmap a client's upload is the same alone and in company, to rounding."""
+    shared, method = task(), FedAvg(FixMatch(tau=0.3))
+    held = Holdings(examples(sum(a + b for a, b in SIZES)), holdings().split)
+    server = begin(method, shared)
+    everyone = simulate(method, shared, held, executor="vmap", cohort=4)
+    everyone.open(0)
+    together = everyone.ask("train", server)
+    for k in range(4):
+        alone = simulate(method, shared, held, executor="vmap", cohort=1)
+        alone.open(0)
+        alone.cohort = torch.tensor([k])
+        assert furthest(tree.index(alone.ask("train", server), 0), tree.index(together, k)) < 1e-12
