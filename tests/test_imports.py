@@ -1,0 +1,243 @@
+"""The house rules as tests: imports go down only, names are kept in one table, every public name says what it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import halfmoon
+
+ROOT = Path(halfmoon.__file__).parent
+
+FLOORS = [
+    {"errors"},
+    {"tree", "rng", "models"},
+    {"optim", "augment", "types"},
+    {"data", "objectives", "methods", "evaluate"},
+    {"budget", "catalog", "client", "record", "experiment"},
+    {"sim", "flower", "config", "report"},
+    {"build"},
+    {"cli", "console"},
+]
+"""The modules and packages of each floor, from the ground up."""
+
+NAMING = {"catalog", "build", "cli"}
+"""Who may import a concrete method: the table of names, and what assembles runs."""
+
+LONGEST = 450
+LONGER = {"record.py": 560, "config.py": 470, "cli.py": 465}
+"""Files that are longer than they should be, and how long at most: numbers to take back, not to add to."""
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of the package by module name; a package is its `__init__`."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found[name] = path
+    return found
+
+
+MODULES = modules()
+FACE = ""  # halfmoon/__init__.py names everything that is public and is above all floors
+INSIDE = [name for name in MODULES if name != FACE]
+
+
+def imported(name: str, text: str | None = None) -> set[str]:
+    """Return the full names that a module imports anywhere in it: at its top, in a function, for type checking.
+
+    `from a import b` counts as a.b, and as a itself where b is no module of its own.
+    """
+    is_package = MODULES[name].name == "__init__.py" if text is None else False
+    here = ["halfmoon", *name.split(".")] if name else ["halfmoon"]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text() if text is None else text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + is_package] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                found |= {full} if full.removeprefix("halfmoon.") in MODULES else {source, full}
+    return found
+
+
+def edges(name: str) -> set[str]:
+    """Return the modules of the package that a module imports."""
+    return {target.removeprefix("halfmoon.") for target in imported(name) if target.startswith("halfmoon.")} & set(
+        INSIDE
+    )
+
+
+def home(name: str) -> str:
+    """Return the part of the package that stands on a floor: `data` for `data.draw`."""
+    return name.split(".")[0]
+
+
+def floor(name: str) -> int:
+    """Return the floor of a module."""
+    (number,) = [n for n, members in enumerate(FLOORS) if home(name) in members]
+    return number
+
+
+def test_every_module_has_a_floor():
+    """A new module has to be given its place."""
+    known = set().union(*FLOORS)
+    assert sorted({home(name) for name in INSIDE} - known) == []
+
+
+def test_the_reader_of_imports_sees_all_kinds():
+    """Plain, from, nested, relative and aliased imports are found: the tests below are not blind."""
+    text = """
+import halfmoon.sim as s
+def f():
+    from halfmoon import catalog
+    from ..augment import views, Weak
+from . import sources
+from halfmoon import Config
+"""
+    assert imported("data.draw", text) >= {
+        "halfmoon.sim",
+        "halfmoon.catalog",
+        "halfmoon.augment.views",
+        "halfmoon.augment",
+        "halfmoon.data.sources",
+        "halfmoon",
+    }
+    assert "halfmoon.data" not in imported("data.draw", text)
+    assert "data.draw" in edges("client")
+    assert "catalog" in edges("config")  # inside a function
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_imports_go_down_only(name):
+    """A module imports from lower floors or its own; never the package's public face."""
+    for target in edges(name):
+        assert floor(target) <= floor(name), f"{name} (floor {floor(name)}) imports {target} (floor {floor(target)})"
+    assert "halfmoon" not in imported(name)
+
+
+def test_imports_form_no_circle():
+    """The modules can be put in an order in which each needs earlier ones only."""
+    graph = {name: edges(name) for name in INSIDE}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_homes_of_one_floor_form_no_circle():
+    """Where two parts of one floor know each other, only one of them knows the other."""
+    graph: dict[str, set[str]] = {}
+    for name in INSIDE:
+        graph.setdefault(home(name), set()).update({home(target) for target in edges(name)} - {home(name)})
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_simulation_and_network_never_see_each_other():
+    """The same method code runs behind both, and neither is the other's special case."""
+    for name in INSIDE:
+        if home(name) in ("sim", "flower"):
+            other = "flower" if home(name) == "sim" else "sim"
+            assert other not in {home(target) for target in edges(name)}
+
+
+def test_only_the_table_knows_methods():
+    """A concrete method is imported by the catalog and by what assembles runs; methods do not know one another."""
+    concrete = {name for name in INSIDE if home(name) == "methods"} - {"methods", "methods.averaging"}
+    assert concrete
+    for name in INSIDE:
+        if home(name) not in NAMING:
+            assert edges(name) & concrete == set(), f"{name} knows a method"
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_nothing_is_pickled(name):
+    """No module imports pickle or what wraps it, or calls torch.load and torch.save."""
+    assert {target.split(".")[0] for target in imported(name)} & {
+        "pickle",
+        "cPickle",
+        "cloudpickle",
+        "dill",
+        "shelve",
+        "joblib",
+    } == set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            assert node.attr not in ("load", "save")
+
+
+def reached(name: str) -> set[str]:
+    """Return a module's imports with those of the package that they bring, at the top level or not."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            waiting += edges(one)
+    return seen
+
+
+def test_reports_need_no_torch():
+    """Neither a module of `report` nor anything it imports mentions torch, and importing it does not load it."""
+    reports = [name for name in INSIDE if home(name) == "report"]
+    assert len(reports) > 2
+    for name in reports:
+        for each in reached(name):
+            assert "torch" not in {target.split(".")[0] for target in imported(each)}, f"{name} needs torch by {each}"
+    names = ", ".join(f"halfmoon.{name}" for name in reports)
+    code = f"import {names}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", [name for name in INSIDE if home(name) not in ("cli", "console")])
+def test_only_the_command_line_prints(name):
+    """A library is silent."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "print", f"{name}, line {node.lineno}"
+
+
+def publics(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield the public functions, classes and methods of a module by name."""
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
+            yield f"{prefix}{child.name}", child
+            if isinstance(child, ast.ClassDef):
+                yield from publics(child, f"{child.name}.")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_has_a_docstring(name):
+    """Modules, functions, classes and methods."""
+    parsed = ast.parse(MODULES[name].read_text())
+    assert ast.get_docstring(parsed), f"{name} says nothing of itself"
+    bare = [each for each, node in publics(parsed) if not ast.get_docstring(node)]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_file_is_too_long(name):
+    """Each does one thing; those that are longer may only shrink."""
+    path = MODULES[name]
+    lines = len(path.read_text().splitlines())
+    limit = LONGER.get(path.relative_to(ROOT).as_posix(), LONGEST)
+    assert lines <= limit
+
+
+def test_longer_files_are_still_longer():
+    """A file that has shrunk leaves the list."""
+    for name in LONGER:
+        assert len((ROOT / name).read_text().splitlines()) > LONGEST
