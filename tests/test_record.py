@@ -648,6 +648,9 @@ def test_open_refuses_what_is_no_run(tmp_path: Path, folder: RunFolder) -> None:
     with pytest.raises(UserError, match=r"config\.toml was changed.*another configuration.*a1a1a1a1"):
         RunFolder.open(folder.path)
     config.unlink()
+    with pytest.raises(UserError, match=r"was stopped before its config\.toml was written; start it again"):
+        RunFolder.open(folder.path)
+    folder.log({"round": 1})
     with pytest.raises(UserError, match=r"config\.toml cannot be read"):
         RunFolder.open(folder.path)
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from halfmoon import disk
 from halfmoon.errors import UserError
 from halfmoon.tree import Tree, flatten
 
@@ -33,9 +31,9 @@ KEPT = 2
 
 CONFIG, RUN, METRICS, TIMINGS = "config.toml", "run.json", "metrics.jsonl", "timings.jsonl"
 MODEL, SUMMARY, LOCK = "model.safetensors", "summary.json", ".lock"
+# What a creation leaves that was killed before its config.toml.
+_BEGUN = {LOCK, RUN, f".{RUN}{disk.PARTIAL}", f".{CONFIG}{disk.PARTIAL}"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
-_PARTIAL = ".partial"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class Unwritable(UserError):
@@ -69,19 +67,19 @@ class RunFolder:
         Raise UserError if the folder holds a run or anything else, is in use, or cannot be written.
         """
         folder = cls(path, config, identity)
+        cls.refuse(path, identity)
         try:
-            _refuse_taken(path, identity)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Unwritable(
-                f"{path}: the run folder cannot be made ({_reason(error)}); choose another --run-dir."
+                f"{path}: the run folder cannot be made ({disk.reason(error)}); choose another --run-dir."
             ) from error
         folder._own()
         try:
-            _refuse_taken(path, identity)  # again: another process may have been faster
-            head = {"identity": identity, "config": _hash(config.encode()), **_versions()}
+            cls.refuse(path, identity)  # again: another process may have been faster
+            head = {"identity": identity, "config": disk.digest(config.encode()), **_versions()}
             # The head first: a folder with a config.toml alone may be the user's own.
-            folder._write(RUN, _render(head))
+            folder._write(RUN, disk.render(head))
             folder._write(CONFIG, config.encode())
         except BaseException:
             folder.close()
@@ -89,20 +87,30 @@ class RunFolder:
         return folder
 
     @classmethod
+    def refuse(cls, path: Path, identity: str) -> None:
+        """Raise UserError where a new run cannot have this folder: it holds a run, or anything else."""
+        try:
+            _refuse_taken(path, identity)
+        except OSError as error:
+            raise Unwritable(
+                f"{path}: the run folder cannot be made ({disk.reason(error)}); choose another --run-dir."
+            ) from error
+
+    @classmethod
     def open(cls, path: Path) -> RunFolder:
         """Open the folder of a run that exists; raise UserError if it is none or its configuration was changed."""
-        head = _read_json(path / RUN)
+        head = disk.read_json(path / RUN)
+        if head is not None and {e.name for e in path.iterdir()} <= _BEGUN:
+            raise UserError(f"{path}: the run was stopped before its {CONFIG} was written; start it again.")
         if head is None or not isinstance(head.get("identity"), str):
-            raise UserError(
-                f"{path} is not a run folder (it has no readable {RUN}); give the folder of a run."
-            )
+            raise UserError(f"{path} is not a run folder (it has no readable {RUN}); give the folder of a run.")
         try:
             config = (path / CONFIG).read_bytes()
         except OSError as error:
             raise UserError(
-                f"{path}: {CONFIG} cannot be read ({_reason(error)}); put it back or start a new run."
+                f"{path}: {CONFIG} cannot be read ({disk.reason(error)}); put it back or start a new run."
             ) from error
-        if _hash(config) != head.get("config"):
+        if disk.digest(config) != head.get("config"):
             raise UserError(
                 f"{path}: {CONFIG} was changed, so the folder belongs to another configuration "
                 f"(it was made for {head['identity'][:8]}); undo the change, or start a run in another --run-dir."
@@ -136,11 +144,11 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """Return what `finish` wrote, None before."""
-        return _read_json(self.path / SUMMARY)
+        return disk.read_json(self.path / SUMMARY)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of `metrics.jsonl`; a last line that was cut off is left out."""
-        return read_rows(self.path / METRICS)
+        return disk.read_rows(self.path / METRICS)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot."""
@@ -160,10 +168,10 @@ class RunFolder:
         name = _name(round)
         data, shape = _pack(state)
         with self._writing(name):
-            length = _flushed_length(self.path / METRICS)
+            length = disk.flushed_length(self.path / METRICS)
         note = {
             "round": round,
-            "tensors": _hash(data),
+            "tensors": disk.digest(data),
             "shape": shape,
             "metrics": length,
             "meta": meta,
@@ -171,7 +179,7 @@ class RunFolder:
         }
         sealed = _seal(note)
         if self._saved is not None and round <= self._saved:
-            if round == self._saved and _read(self.path / f"{name}.json") == sealed:
+            if round == self._saved and disk.read(self.path / f"{name}.json") == sealed:
                 return
             raise ValueError(f"round {round} cannot be saved: round {self._saved} is on disk already")
         if self._saved is None and self._rounds():
@@ -209,9 +217,7 @@ class RunFolder:
             for bad, _ in problems:
                 self._remove(bad)
             self._saved = round
-            warnings = [
-                f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems
-            ]
+            warnings = [f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems]
             return Loaded(round, state, note["meta"], warnings + _version_warning(note))
         if len(rounds) > 1 or (rounds and (self.path / f"{_name(rounds[0])}.json").exists()):
             what = "; ".join(f"{_name(bad)}: {why}" for bad, why in problems)
@@ -229,7 +235,7 @@ class RunFolder:
         """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
         self._own()
         self._write(MODEL, _with_metadata(safetensors.torch.save(_plain(model)), meta))
-        self._write(SUMMARY, (json.dumps(_finite(summary), indent=1) + "\n").encode())
+        self._write(SUMMARY, (json.dumps(disk.finite(summary), indent=1) + "\n").encode())
 
     def _own(self) -> None:
         if self._lock is not None:
@@ -238,11 +244,11 @@ class RunFolder:
             handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise Unwritable(
-                f"{self.path}: the folder cannot be written ({_reason(error)}); make it writable "
+                f"{self.path}: the folder cannot be written ({disk.reason(error)}); make it writable "
                 "or choose another --run-dir."
             ) from error
         try:
-            _flock(handle)
+            disk.flock(handle)
         except OSError as error:
             os.close(handle)
             raise UserError(
@@ -268,31 +274,22 @@ class RunFolder:
                 "restore the file, or start the run again in another --run-dir."
             )
         with self._writing(METRICS):
-            _cut(path, length)
+            disk.cut(path, length)
             timings = self.path / TIMINGS
-            _cut(timings, (_read(timings) or b"").rfind(b"\n") + 1)
+            disk.cut(timings, (disk.read(timings) or b"").rfind(b"\n") + 1)
             for entry in list(self.path.iterdir()):
-                if entry.name.endswith(_PARTIAL):
+                if entry.name.endswith(disk.PARTIAL):
                     entry.unlink()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        line = (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
+        line = (json.dumps(disk.finite(row), allow_nan=False) + "\n").encode()
         self._own()
-        with self._writing(name), _opened(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
-            _write_all(handle, line)
+        with self._writing(name):
+            disk.append(self.path / name, line)
 
     def _write(self, name: str, data: bytes) -> None:
-        target, partial = self.path / name, self.path / f".{name}{_PARTIAL}"
         with self._writing(name):
-            try:
-                with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
-                    _write_all(handle, data)
-                    os.fsync(handle)
-                os.replace(partial, target)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
-            _sync_folder(self.path)
+            disk.replace(self.path / name, data)
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -305,21 +302,11 @@ class RunFolder:
                 else f"the checkpoint of round {self._saved} is intact"
             )
             cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+            made = (self.path / CONFIG).exists()
             raise Unwritable(
-                f"{self.path}: {what} cannot be written ({_reason(error)}); {intact}. "
-                f"First {cure}, then: {_resume(self.path)}"
+                f"{self.path}: {what} cannot be written ({disk.reason(error)}); {intact}. "
+                f"First {cure}, then {f'go on with: {_resume(self.path)}' if made else 'start the run again.'}"
             ) from error
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return one dict a line, without a last line that was cut off; raise UserError for a line that is no JSON."""
-    rows = []
-    for number, line in enumerate((_read(path) or b"").split(b"\n")[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
-    return rows
 
 
 class _Damaged(Exception):
@@ -327,19 +314,19 @@ class _Damaged(Exception):
 
 
 def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree]:
-    sealed, data = _read(folder / f"{_name(round)}.json"), _read(folder / f"{_name(round)}.safetensors")
+    sealed, data = disk.read(folder / f"{_name(round)}.json"), disk.read(folder / f"{_name(round)}.safetensors")
     if sealed is None:
         raise _Damaged("it was not completed: the .json is missing")
     if data is None:
         raise _Damaged("its .safetensors is missing")
     note = _unseal(sealed)
-    if _hash(data) != note["tensors"]:
+    if disk.digest(data) != note["tensors"]:
         raise _Damaged("checksum differs")
     return note, _unpack(data, note["shape"])
 
 
 def _seal(note: dict[str, Any]) -> bytes:
-    return _render({**note, "sha256": _hash(_render(note))})
+    return disk.render({**note, "sha256": disk.digest(disk.render(note))})
 
 
 def _unseal(data: bytes) -> dict[str, Any]:
@@ -349,7 +336,7 @@ def _unseal(data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _Damaged("its .json is unreadable") from error
     # The bytes are compared, not the values: a changed blank would parse to the same values.
-    if _hash(_render(note)) != seal or _seal(note) != data:
+    if disk.digest(disk.render(note)) != seal or _seal(note) != data:
         raise _Damaged("checksum of its .json differs")
     return note
 
@@ -391,9 +378,7 @@ def _unpack(data: bytes, shape: dict[str, Any]) -> Tree:
 
     def fill(node: dict[str, Any], prefix: str) -> Tree:
         return {
-            key: fill(value, f"{prefix}{key}/")
-            if isinstance(value, dict)
-            else _laid(flat[f"{prefix}{key}"], value)
+            key: fill(value, f"{prefix}{key}/") if isinstance(value, dict) else _laid(flat[f"{prefix}{key}"], value)
             for key, value in node.items()
         }
 
@@ -409,8 +394,7 @@ def _laid(leaf: Tensor, order: list[int] | None) -> Tensor:
 def _plain(tree: Tree) -> dict[str, Tensor]:
     # A clone a leaf: safetensors refuses tensors that share memory.
     return {
-        path: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for path, leaf in flatten(tree).items()
+        path: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for path, leaf in flatten(tree).items()
     }
 
 
@@ -419,8 +403,8 @@ def _refuse_taken(path: Path, identity: str) -> None:
         return
     if not path.is_dir():
         raise UserError(f"{path} is a file, not a folder; choose another --run-dir.")
-    head = _read_json(path / RUN)
-    others = {e.name for e in path.iterdir()} - {LOCK, RUN, f".{RUN}{_PARTIAL}", f".{CONFIG}{_PARTIAL}"}
+    head = disk.read_json(path / RUN)
+    others = {e.name for e in path.iterdir()} - _BEGUN
     if head is None or not others:
         # Without others: empty, or a creation that was killed before its config.toml.
         if others:
@@ -431,7 +415,7 @@ def _refuse_taken(path: Path, identity: str) -> None:
             f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
             f"{identity[:8]}); choose another --run-dir, or `{_resume(path)}` to go on with that one."
         )
-    state = "an unfinished" if _read_json(path / SUMMARY) is None else "a finished"
+    state = "an unfinished" if disk.read_json(path / SUMMARY) is None else "a finished"
     raise UserError(
         f"{path} holds {state} run of this configuration; `{_resume(path)}` goes on with it, "
         "or choose another --run-dir."
@@ -442,9 +426,7 @@ def _version_warning(note: dict[str, Any]) -> list[str]:
     changed = [f"{name} {note[name]} (now {now})" for name, now in _versions().items() if note[name] != now]
     if not changed:
         return []
-    return [
-        f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."
-    ]
+    return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
 
 
 def _versions() -> dict[str, str]:
@@ -461,94 +443,3 @@ def _resume(path: Path) -> str:
 
 def _name(round: int) -> str:
     return f"checkpoint-{round:06d}"
-
-
-def _hash(data: bytes) -> str:
-    return sha256(data).hexdigest()
-
-
-def _render(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value) + "\n").encode()
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not know by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    handle = os.open(path, flags, 0o666)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
-
-
-def _flushed_length(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with _opened(path, os.O_RDWR) as handle:
-        os.fsync(handle)
-        return os.fstat(handle).st_size
-
-
-def _cut(path: Path, length: int) -> None:
-    if path.exists() and path.stat().st_size > length:
-        with _opened(path, os.O_RDWR) as handle:
-            os.ftruncate(handle, length)
-            os.fsync(handle)
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _flock(handle: int) -> None:
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-
-    def _sync_folder(path: Path) -> None:
-        """Do nothing: Windows has no way to flush a folder."""
-else:
-    import fcntl
-
-    def _flock(handle: int) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:  # a file system without locks still holds runs
-                raise
-
-    def _sync_folder(path: Path) -> None:
-        with _opened(path, os.O_RDONLY) as handle:
-            os.fsync(handle)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon.disk import read_rows
 from halfmoon.errors import UserError
 
 
@@ -26,10 +27,8 @@ class Run:
         try:
             config = (path / "config.toml").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{path} is not a run folder: its config.toml cannot be read ({error})."
-            ) from error
-        return cls(path, config, _rows(path / "metrics.jsonl"), _summary(path / "summary.json"))
+            raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error}).") from error
+        return cls(path, config, read_rows(path / "metrics.jsonl"), _summary(path / "summary.json"))
 
     @property
     def title(self) -> str:
@@ -53,19 +52,6 @@ def find(root: Path) -> list[Run]:
     if not paths:
         raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
     return [Run.read(path) for path in paths]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read one object a line; a run that is going on, or was killed, may end in a cut-off line, which is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
-    return rows
 
 
 def _summary(path: Path) -> dict[str, Any] | None:
