@@ -24,7 +24,8 @@ class Budget:
     """What the visits of one method are measured by.
 
     "none": its own reading of the batch rule. "labeled-steps": as many steps a visit as `reference` takes at the same
-    client. "forwards": as many images through the classifier as `reference`, a backward pass counted as two forward ones.
+    client. "forwards": as many images through the classifier as `reference`, a backward pass counted as two forward
+    ones.
     """
 
     rule: Rule = "none"

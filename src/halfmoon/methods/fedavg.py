@@ -1,7 +1,8 @@
 """FedAvg (McMahan et al. 2017) and FedProx (Li et al. 2020) around any semi-supervised objective.
 
 The clients of a round train the server's model on their own rows, and the server averages what comes back with the
-weights |labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||params - received params||^2 to its loss.
+weights |labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||params - received params||^2 to its
+loss.
 
 server: params, stats.  down: params, stats.  memory: nothing.  up: params, stats, weight.
 """
