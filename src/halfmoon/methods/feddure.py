@@ -3,9 +3,10 @@
 On each client a fine-grained regulator (F-reg, a small MLP f_w) weighs every unlabeled image, and a coarse-grained
 regulator (C-reg, a copy f_d of the network) reports whether learning from the pseudo-labels lowered the labeled loss.
 F-reg is trained through one virtual step of C-reg (bi-level); the textbook way keeps the graph of that step's gradient.
-Here the same derivative is one forward-mode pass: with v the gradient of the labeled loss at the virtual
-parameters, dL/dw = - virtual_lr * d/dw D_v [mean_i H(w; z_i) CE(label_i, z_i)], where z are the strong views' logits and
-D_v needs their tangent along v only. What is left to differentiate in w is the MLP.
+Here the same derivative is one forward-mode pass: with v the gradient of the labeled loss at the virtual parameters,
+dL/dw = - virtual_lr * d/dw D_v [mean_i H(w; z_i) CE(label_i, z_i)], where z are the strong views' logits; D_v needs
+their tangent along v only, which `Network.tangent` takes from the activations of Eq. 4's forward pass. What is left
+to differentiate in w is the MLP.
 
 server: params, stats, round.  down: params, stats, gate.  memory: regulator (its parameters and optimizer state).
 up: params, stats, weight.
@@ -39,8 +40,8 @@ from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task
 class FedDure:
     """FedDure, Algorithm 1; the defaults are the paper's reading wherever it fixes one.
 
-    `coarse` and `fine` switch the regulators (Table 2): without C-reg, f_l takes the place of f_d in Eq. 4 and 5 and the
-    term of Eq. 8 is dropped; without F-reg, the weights are 1[max p >= threshold] and Eq. 2 is unweighted.
+    `coarse` and `fine` switch the regulators (Table 2): without C-reg, f_l takes the place of f_d in Eq. 4 and 5 and
+    the term of Eq. 8 is dropped; without F-reg, the weights are 1[max p >= threshold] and Eq. 2 is unweighted.
     `through_weights`: whether the gradients of Eq. 2 and 4 also pass through H's input ("product") or not ("detached").
     `regulator_bias` is added to F-reg's last bias at the start: below zero it trusts little until it has learned to.
     `virtual_lr`, `coarse_lr` and `regulator_lr` (None: the optimizer's) are the step sizes of Eq. 4, 2 and 5.
@@ -95,9 +96,9 @@ class Student(NamedTuple):
     """The network that the regulators train on: f_d, or f_l without C-reg."""
 
     params: Tree
-    logits: Callable[[Tree], Tensor]  # parameters -> logits of the strong views (b, classes)
-    z: Tensor  # those logits at params
-    pull: Callable[[Tensor], Tree]  # cotangent of z -> gradient in the parameters
+    z: Tensor  # (b, classes) its logits of the strong views
+    pull: Callable[[Tensor, bool], Tree]  # cotangent of z, whether another pull follows -> gradient in the parameters
+    tangent: Callable[[Tree], Tensor]  # direction of the parameters -> tangent of z
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Regulated(Work):
             return F.cross_entropy(labeled, batch.y) + (trust * per_image(strong, label)).mean()
 
         cotangent = grad(loss, argnums=(0, 1))(labeled, strong)
-        (gradient,) = pull(cotangent)
+        (gradient,) = pull(cotangent, retain_graph=False)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = carry["stats"]
         for each in moments:
@@ -170,15 +171,20 @@ class Regulated(Work):
         return up, ({"regulator": carry["regulator"]} if keeps else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of one step: local model, C-reg, tangent, virtual and judging passes."""
+        """Count the images of one step: local model, C-reg, tangent, virtual and judging passes.
+
+        C-reg's tangent works from activations that are there: it counts as one forward pass, though it takes two
+        convolutions a layer. Without C-reg, `jvp` passes the local model once more: two.
+        """
         forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
         shared = self.task.statistics == "joint"
         whole, whole_back = (forward, backward) if shared else (unlabeled, labeled + unlabeled)
+        tangent = 2 * whole
         if self.options.coarse:
-            whole = whole_back = unlabeled
+            tangent = whole_back = unlabeled
             forward, backward = forward + unlabeled + 2 * labeled, backward + unlabeled
         if self.options.fine:
-            forward, backward = forward + 2 * whole + labeled, backward + whole_back + labeled
+            forward, backward = forward + tangent + labeled, backward + whole_back + labeled
         return Passes(forward, backward)
 
     def _judge(
@@ -199,8 +205,8 @@ class Regulated(Work):
         reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
             cotangent = grad(lambda z: self._weighted(regulator, z, label))(student.z)
-            gradient = student.pull(cotangent)  # Eq. 2
-            norms["coarse_gradient"] = tree.squared_norm(gradient).sqrt()
+            gradient = student.pull(cotangent, False)  # Eq. 2
+            norms["coarse_gradient"] = norm(gradient)
             params, optimizer = self._rate("coarse").step(student.params, gradient, carry["coarse"]["optimizer"])
             new["coarse"] = {"params": params, "optimizer": optimizer}
             with torch.no_grad():  # Eq. 3
@@ -211,29 +217,30 @@ class Regulated(Work):
         return Judged(weights, reward, new, norms)
 
     def _teach_fine(self, carry: Tree, batch: Batch, student: Student, label: Tensor) -> tuple[Tree, Tensor]:
-        """Return F-reg after one step on the labeled loss at the virtual parameters (Eq. 4, 5), and the gradient's norm."""
+        """Return F-reg after a step on the labeled loss at the virtual parameters (Eq. 4, 5), and its gradient norm."""
         before = carry["regulator"]
         lr = self._lr("virtual")
         cotangent = grad(lambda z: self._weighted(before["params"], z, label))(student.z)
-        virtual = descend(student.params, student.pull(cotangent), lr)  # Eq. 4
-        v = grad(self._labeled_loss)(virtual, carry["stats"], batch)
-        _, tangent = jvp(student.logits, (student.params,), (v,))
+        virtual = descend(student.params, student.pull(cotangent, True), lr)  # Eq. 4
+        tangent = student.tangent(grad(self._labeled_loss)(virtual, carry["stats"], batch))
 
         def gain(params: Tree) -> Tensor:
             return -lr * jvp(lambda z: self._weighted(params, z, label), (student.z,), (tangent,))[1]
 
         gradient = grad(gain)(before["params"])  # Eq. 5
         params, optimizer = self._rate("regulator").step(before["params"], gradient, before["optimizer"])
-        return {"params": params, "optimizer": optimizer}, tree.squared_norm(gradient).sqrt()
+        return {"params": params, "optimizer": optimizer}, norm(gradient)
 
     def _coarse(self, params: Tree, batch: Batch) -> Student:
         """Return C-reg on the strong views alone."""
-
-        def logits(params: Tree) -> Tensor:
-            return self.task.network.train(params, batch.u["strong"])[0]
-
-        z, pull = vjp(logits, params)
-        return Student(params, logits, z, lambda cotangent: pull(cotangent)[0])
+        network, strong = self.task.network, batch.u["strong"]
+        z, pull, tape = vjp(lambda params: network.linearize(params, strong), params, has_aux=True)
+        return Student(
+            params,
+            z,
+            lambda cotangent, again: pull(cotangent, retain_graph=again)[0],
+            lambda direction: network.tangent(params, strong, tape, direction),
+        )
 
     def _local(
         self, params: Tree, batch: Batch, look: Callable, strong: Tensor, pull: Callable, nothing: Tensor
@@ -245,7 +252,12 @@ class Regulated(Work):
                 return look(params)[0][1]
             return self.task.network.train(params, batch.u["strong"])[0]
 
-        return Student(params, logits, strong, lambda cotangent: pull((nothing, cotangent))[0])
+        return Student(
+            params,
+            strong,
+            lambda cotangent, again: pull((nothing, cotangent))[0],  # another pull always follows: the model's own
+            lambda direction: jvp(logits, (params,), (direction,))[1],
+        )
 
     def _weigh(self, regulator: Tree, z: Tensor) -> Tensor:
         """Return H (b,) in (0, 1) for logits z (b, classes)."""
@@ -281,3 +293,8 @@ class Regulated(Work):
 def per_image(logits: Tensor, label: Tensor) -> Tensor:
     """Return the cross-entropy (b,) of each image."""
     return F.cross_entropy(logits, label, reduction="none")
+
+
+def norm(gradient: Tree) -> Tensor:
+    """Return the Euclidean norm of a tree, reading each leaf once."""
+    return torch.stack([torch.linalg.vector_norm(leaf) for leaf in tree.leaves(gradient)]).norm()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.errors import UserError
-from halfmoon.models.network import Network, Norm, affine, convolution, fresh_stats, linear
+from halfmoon.models.network import Network, Run, affine, convolution, fresh_stats, linear
 from halfmoon.tree import Tree
 
 
@@ -42,21 +41,20 @@ class ResNet9(Network):
         params["head"] = linear(generator, 8 * self.width, self.classes)
         return {"params": params, "stats": {name: fresh_stats(b) for name, (_, b) in self._blocks().items()}}
 
-    def layers(self, params: Tree, x: Tensor, norm: Norm) -> Tensor:
+    def layers(self, x: Tensor, run: Run) -> Tensor:
         """Return logits (B, classes) for x (B, C, H, W)."""
 
         def block(name: str, z: Tensor) -> Tensor:
-            conv = params[name]["conv"]
-            return F.relu(norm(name, F.conv2d(z, conv["weight"], conv["bias"], padding=1)))
+            return run.relu(run.norm(name, run.conv(name, z)))
 
         z = block("prep", x)
-        z = F.max_pool2d(block("layer1", z), 2)
+        z = run.pool(block("layer1", z), 2)
         z = z + block("res1b", block("res1a", z))
-        z = F.max_pool2d(block("layer2", z), 2)
-        z = F.max_pool2d(block("layer3", z), 2)
+        z = run.pool(block("layer2", z), 2)
+        z = run.pool(block("layer3", z), 2)
         z = z + block("res3b", block("res3a", z))
-        z = F.max_pool2d(z, list(z.shape[-2:])).flatten(1)
-        return F.linear(z, params["head"]["weight"], params["head"]["bias"])
+        z = run.pool(z, list(z.shape[-2:])).flatten(1)
+        return run.linear("head", z)
 
     def check(self, shape: tuple[int, int, int]) -> None:
         """Raise `UserError` unless height and width are multiples of 8 of at least 16."""

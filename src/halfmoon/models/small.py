@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.errors import UserError
-from halfmoon.models.network import Network, Norm, affine, convolution, fresh_stats, linear
+from halfmoon.models.network import Network, Run, affine, convolution, fresh_stats, linear
 from halfmoon.tree import Tree
 
 
@@ -31,15 +30,14 @@ class SmallCNN(Network):
         params["head"] = linear(generator, 2 * self.width, self.classes)
         return {"params": params, "stats": {name: fresh_stats(b) for name, (_, b) in self._blocks().items()}}
 
-    def layers(self, params: Tree, x: Tensor, norm: Norm) -> Tensor:
+    def layers(self, x: Tensor, run: Run) -> Tensor:
         """Return logits (B, classes) for x (B, C, H, W)."""
         z = x
         for name in ("conv1", "conv2", "conv3"):
-            conv = params[name]["conv"]
-            z = F.relu(norm(name, F.conv2d(z, conv["weight"], conv["bias"], padding=1)))
+            z = run.relu(run.norm(name, run.conv(name, z)))
             if name != "conv3":
-                z = F.max_pool2d(z, 2)
-        return F.linear(z.mean((-2, -1)), params["head"]["weight"], params["head"]["bias"])
+                z = run.pool(z, 2)
+        return run.linear("head", z.mean((-2, -1)))
 
     def check(self, shape: tuple[int, int, int]) -> None:
         """Raise `UserError` if the two halvings leave nothing."""
