@@ -78,15 +78,16 @@ class Adam:
         """Return (params, state) after one step."""
         gradient = decayed(params, gradient, self.weight_decay)
         steps = state["steps"] + 1
-        rate = self.lr / (1 - self.beta1**steps)
-        root = (1 - self.beta2**steps).sqrt()
+        # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
+        c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
+        scale, shift = c1 / c2, c1 * self.eps
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
-        # lerp, not addcmul_: vmap has no batching rule for the latter
+        # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
         second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
 
         def moved(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-            denominator = v.sqrt().div_(root.to(v.dtype)).add_(self.eps)
-            return p - (m / denominator).mul_(rate.to(m.dtype))
+            denominator = v.sqrt().mul_(scale.to(v.dtype)).add_(shift.to(v.dtype))
+            return torch.addcdiv(p, m, denominator, value=-self.lr)
 
         return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
 
