@@ -167,6 +167,34 @@ def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
     assert distance([(a - b) / 1e6 for a, b in zip(old, now, strict=True)], oracle.hypergradient) < bound
 
 
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        (FedDure(), {}),
+        (FedDure(), {"statistics": "separate"}),
+        (FedDure(coarse=False), {"labeling": "running"}),
+        (FedDure(fine=False, threshold=0.3), {"labeling": "running", "statistics": "separate"}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_textbook_by_equation_equals_the_economical_one(options, rules):
+    """The oracle's two forms, which the benchmark times: three steps in float64, everything trained to 1e-10."""
+    network = SmallCNN(1, 5, 4)
+    _, carry, _, batches, model = scene(network, Adam(1e-2), options, torch.float64, **rules)
+    one, other = (textbook(network, model, carry, options, torch.optim.Adam, 1e-2, **rules) for _ in range(2))
+    other.literal = True
+    for batch in batches:
+        for a, b in zip(*(each.step(batch.x, batch.y, **batch.u).values() for each in (one, other)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(nets(one), nets(other), strict=True):
+        assert distance(a.state_dict().values(), b.state_dict().values()) < 1e-10
+
+
+def nets(book: Textbook) -> list[nn.Module]:
+    """Return the modules that a step trains."""
+    return [book.local, *([book.student] if book.coarse else []), *([book.regulator] if book.regulator else [])]
+
+
 def test_no_second_order_graph_is_built():
     """The step runs without autograd's help from outside: nothing it returns carries a graph."""
     work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
@@ -237,5 +265,5 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
 
 def test_f_reg_has_1537_parameters_at_ten_classes():
     """10 * 128 + 128 + 128 + 1 (methods 3)."""
-    work, carry, _, _, _ = scene(SmallCNN(1, 10, 4), Adam(1e-2), FedDure(), torch.float32)
+    _, carry, _, _, _ = scene(SmallCNN(1, 10, 4), Adam(1e-2), FedDure(), torch.float32)
     assert tree.size(carry["regulator"]["params"]) == 1537

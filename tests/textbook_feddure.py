@@ -16,7 +16,13 @@ from torch.func import functional_call
 
 @dataclass
 class Textbook:
-    """The local model, C-reg and F-reg of one client, each with its optimizer."""
+    """The local model, C-reg and F-reg of one client, each with its optimizer.
+
+    Economical, Eq. 1, 6, 7, 8 and 9 share the local model's forward pass, and Eq. 7 to 9 one backward pass through
+    their sum. With `literal` each equation is written by itself, with its own forward pass of the local model and,
+    where it has a gradient, its own backward pass: the same numbers for more work. Where batch statistics are joint,
+    each of these passes has to hold the labeled, strong and weak images.
+    """
 
     local: nn.Module
     regulator: nn.Module | None
@@ -29,6 +35,7 @@ class Textbook:
     threshold: float = 0.6
     running_labels: bool = False
     running_judge: bool = False
+    literal: bool = False
 
     def __post_init__(self) -> None:
         self.student = copy.deepcopy(self.local)
@@ -80,6 +87,8 @@ class Textbook:
     def step(self, x: Tensor, y: Tensor, weak: Tensor, strong: Tensor) -> dict[str, Tensor]:
         """Take one iteration; return d, the mean of m, and the loss."""
         self.before = {k: v.clone() for k, v in self.local.state_dict().items()}
+        if self.literal:
+            return self._step_by_equation(x, y, weak, strong)
         theta = dict(self.local.named_parameters())
         labeled, guess, loud = self.look(self.local, theta, x, weak, strong)
         confidence, label = guess.softmax(-1).max(-1)
@@ -96,6 +105,50 @@ class Textbook:
         loss.backward()
         self.local_optimizer.step()
         return {"d": d, "m": m.mean(), "loss": loss.detach()}
+
+    def _step_by_equation(self, x: Tensor, y: Tensor, weak: Tensor, strong: Tensor) -> dict[str, Tensor]:
+        views = {"labeled": x, "strong": strong, "weak": weak}
+        with torch.no_grad():
+            guess = self._alone("weak", views, not self.running_labels)  # Eq. 1
+        confidence, label = guess.softmax(-1).max(-1)
+        if self.regulator is not None:
+            self._teach_regulator(x, y, weak, strong, label)  # Eq. 4 and 5
+        d = x.new_zeros(())
+        if self.coarse:
+            d = self._teach_student(x, y, strong, label)  # Eq. 2 and 3
+        m = (confidence >= self.threshold).to(x.dtype)
+        if self.regulator is not None:
+            with torch.no_grad():
+                m = self.weigh(self._alone("strong", views, False))  # Eq. 6
+        theta = list(self.local.parameters())
+        total = x.new_zeros(())
+        self.local_optimizer.zero_grad()
+        gradients = []
+        for equation in (9, 7, 8):  # the order in which the other form tracks its statistics
+            if equation == 9:
+                loss = F.cross_entropy(self._alone("labeled", views, not self.joint or self.running_labels), y)
+            else:
+                z = self._alone("strong", views, equation == 7 and not self.joint)
+                loss = ((m if equation == 7 else d) * F.cross_entropy(z, label, reduction="none")).mean()
+            gradients.append(torch.autograd.grad(loss, theta))
+            total = total + loss.detach()
+        for p, *each in zip(theta, *gradients, strict=True):
+            p.grad = each[0].add_(each[1]).add_(each[2])
+        self.local_optimizer.step()
+        return {"d": d, "m": m.mean(), "loss": total}
+
+    def _alone(self, which: str, views: dict[str, Tensor], tracked: bool) -> Tensor:
+        """Return the local model's logits of one view, from a pass for it alone; a tracked one moves statistics."""
+        state = {k: v if tracked else v.clone() for k, v in self.local.named_buffers()}
+        state |= dict(self.local.named_parameters())
+        if which == "weak" and self.running_labels:
+            self.local.eval()
+            logits = functional_call(self.local, state, (views["weak"],))
+            self.local.train()
+            return logits
+        members = [name for name in views if name != "weak" or not self.running_labels] if self.joint else [which]
+        logits = functional_call(self.local, state, (torch.cat([views[name] for name in members]),))
+        return dict(zip(members, logits.split([len(views[name]) for name in members]), strict=True))[which]
 
     def _teach_regulator(self, x: Tensor, y: Tensor, weak: Tensor, strong: Tensor, label: Tensor) -> None:
         assert self.regulator is not None

@@ -1,0 +1,168 @@
+"""Time FedDure's local iteration on ResNet-9 against double back-propagation and in units of one forward pass.
+
+    python benchmarks/feddure_step.py [--json] [--threads N] [--repeats N] [--width N] [--unlabeled N ...]
+                                      [--rules joint separate] [--clock wall|cpu]
+
+All sides take the same step on the same images, with the same threads and the same allocator settings (`keep_memory`),
+in one process and in turns, so that a noisy machine disturbs all of them; medians are compared. The test suite shows
+that they compute the same numbers. Ours is what `halfmoon` ships, laid out channels-last as its CPU runs are. The
+textbook is `torch.nn` modules, `torch.optim.Adam` and `create_graph=True`, in whichever of the two memory layouts is
+faster for it, and comes in two forms:
+
+    literal      every equation by itself: Eq. 1, 6, 7, 8 and 9 each with a forward pass of the local model, Eq. 7, 8
+                 and 9 each with a backward pass. Under joint batch statistics each of these passes holds all labeled,
+                 strong and weak images, which a careful author would not repeat: most of the distance between the two
+                 forms is this repetition.
+    economical   one forward pass for all of these and one backward pass for the sum of Eq. 7 to 9, as ours. What is
+                 left between it and ours is how Eq. 2, 4 and 5 are computed, the layout and the overheads.
+
+`ratio_10_U` is our time over the literal textbook's with 10 labeled and U unlabeled images, `ratio_10_U_economical`
+that over the economical one's. `forwards_10_U` is our time in forward passes: one training-mode pass of 10 + U images
+without gradients. All three are given under the default rule for batch statistics (joint), and with `_separate` under
+the other one. `--clock cpu` takes the process's CPU time, for a machine that is busy with something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from textbook_feddure import Textbook
+from torch_models import TorchResNet9, twin
+
+from halfmoon import tree
+from halfmoon.augment import Normalize
+from halfmoon.memory import keep_memory
+from halfmoon.methods.feddure import FedDure
+from halfmoon.models import ResNet9
+from halfmoon.optim import Adam
+from halfmoon.types import Batch, Local, Statistics, Task
+
+Calls = dict[str, Callable[[], object]]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+LABELED = 10
+
+
+def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
+    """Return one step of ours, of the textbook in its two forms and layouts ("literal/plain"), and one forward pass."""
+    g = torch.Generator().manual_seed(0)
+    network = ResNet9(3, 10, width)
+    task = Task(network, Adam(5e-4), Normalize((0.5,) * 3, (0.25,) * 3), rule)
+    model = network.init(g)
+    images = [torch.randn(n, 3, 32, 32, generator=g) for n in (LABELED, unlabeled, unlabeled)]
+    x, weak, strong = (each.contiguous(memory_format=torch.channels_last) for each in images)
+    y = torch.randint(0, 10, (LABELED,), generator=g)
+    work = FedDure().works(task)["train"]
+    down = tree.channels_last({**model, "gate": torch.ones(())})
+    nothing = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+    local = Local(nothing, y, nothing, torch.tensor(LABELED), torch.tensor(unlabeled))
+    carry = work.begin(down, work.remember(down, g), local)
+    batch = Batch(x, y, y, {"weak": weak, "strong": strong}, torch.arange(unlabeled))
+    both = torch.cat([x, strong])
+
+    def ours() -> None:
+        with torch.no_grad():
+            work.step(down, carry, batch)
+
+    def forward() -> None:
+        with torch.no_grad():
+            network.train(down["params"], both)
+
+    def textbook(literal: bool, layout: torch.memory_format) -> Callable[[], object]:
+        regulator = nn.Sequential(nn.Linear(10, 128), nn.ReLU(), nn.Linear(128, 1), nn.Sigmoid())
+        module = twin(TorchResNet9(3, 10, width), model).to(memory_format=layout)
+        book = Textbook(module, regulator, torch.optim.Adam, 5e-4, joint=rule == "joint", literal=literal)
+        laid = [each.contiguous(memory_format=layout) for each in images]
+        return lambda: book.step(laid[0], y, laid[1], laid[2])
+
+    layouts = {"channels_last": torch.channels_last, "plain": torch.contiguous_format}
+    books = {
+        f"{form}/{name}": textbook(form == "literal", layout)
+        for form in ("literal", "economical")
+        for name, layout in layouts.items()
+    }
+    return {"forward": forward, "ours": ours, **books}
+
+
+def medians(calls: Calls, repeats: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the median milliseconds of each call, taken in turns after one warm-up of all."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            began = clock()
+            call()
+            if repeat:
+                times[name].append((clock() - began) * 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def compare(
+    unlabeled: int, width: int, rule: Statistics, repeats: int, clock: Callable[[], float]
+) -> dict[str, object]:
+    """Return the figures of one batch size under one rule for batch statistics."""
+    ms = medians(sides(unlabeled, width, rule), repeats, clock)
+    fastest = {
+        form: min(value for name, value in ms.items() if name.startswith(form)) for form in ("literal", "economical")
+    }
+    key, suffix = f"{LABELED}_{unlabeled}", "" if rule == "joint" else f"_{rule}"
+    return {
+        f"ratio_{key}{suffix}": round(ms["ours"] / fastest["literal"], 3),
+        f"ratio_{key}_economical{suffix}": round(ms["ours"] / fastest["economical"], 3),
+        f"forwards_{key}{suffix}": round(ms["ours"] / ms["forward"], 2),
+        f"milliseconds_{key}{suffix}": {name: round(value, 1) for name, value in ms.items()},
+    }
+
+
+def processor() -> str:
+    """Return the name of the processor where the system tells it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--unlabeled", type=int, nargs="+", default=[10, 90])
+    parser.add_argument("--rules", nargs="+", choices=["joint", "separate"], default=["joint", "separate"])
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    figures: dict[str, object] = {
+        "machine": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "keeps_memory": keep_memory(),
+        "clock": given.clock,
+        "threads": given.threads,
+        "width": given.width,
+        "repeats": given.repeats,
+        "ratio": "ours / literal textbook (each equation its own passes); _economical: / textbook that shares passes",
+    }
+    for unlabeled in given.unlabeled:
+        for rule in given.rules:
+            figures |= compare(unlabeled, given.width, rule, given.repeats, CLOCKS[given.clock])
+    if given.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:32} {value}")
+
+
+if __name__ == "__main__":
+    main()
