@@ -54,7 +54,8 @@ class Fake:
         assert chosen.run_dir is not None
         chosen.run_dir.mkdir(parents=True, exist_ok=True)
         self.act(watch)
-        return SimpleNamespace(folder=chosen.run_dir, summaries=[], curves=chosen.run_dir / "curves.png", runs=[])
+        curves = chosen.run_dir / "curves.png"
+        return SimpleNamespace(folder=chosen.run_dir, summaries=[], curves=curves, runs=[], tables=[])
 
 
 @pytest.fixture

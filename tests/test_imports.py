@@ -17,12 +17,12 @@ ROOT = Path(halfmoon.__file__).parent
 
 FLOORS = [
     {"errors"},
-    {"tree", "rng", "models", "disk"},
+    {"tree", "rng", "models", "disk", "toml", "memory"},
     {"optim", "augment", "types"},
     {"data", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment"},
     {"sim", "flower", "config", "report"},
-    {"build"},
+    {"build", "pieces"},
     {"cli", "console"},
 ]
 """The modules and packages of each floor, from the ground up."""

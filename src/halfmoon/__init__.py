@@ -10,21 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfmoon.build import Outcome, Silence, Watch, World, compare, resume, world
+    from halfmoon.build import Outcome, Silence, Watch, compare, resume
     from halfmoon.build import start as run
     from halfmoon.client import Diverged
     from halfmoon.config import Config
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.data import load as load_data
     from halfmoon.errors import UserError
+    from halfmoon.pieces import World, world
     from halfmoon.types import Batch, Federation, Local, Method, Notes, Task, Work
 
 _PLACES = {
     "run": ("halfmoon.build", "start"),
     "compare": ("halfmoon.build", "compare"),
     "resume": ("halfmoon.build", "resume"),
-    "world": ("halfmoon.build", "world"),
-    "World": ("halfmoon.build", "World"),
+    "world": ("halfmoon.pieces", "world"),
+    "World": ("halfmoon.pieces", "World"),
     "Outcome": ("halfmoon.build", "Outcome"),
     "Watch": ("halfmoon.build", "Watch"),
     "Silence": ("halfmoon.build", "Silence"),

@@ -1,37 +1,35 @@
-"""From a configuration to runs on disk: assemble the pieces, play every method, draw and tabulate what came out."""
+"""From a configuration to runs on disk: play every method, go on where one was stopped, draw what came out."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from halfmoon import catalog
-from halfmoon.augment import Labeled, Normalize, Plain, Strong, Weak
+from halfmoon import catalog, disk
 from halfmoon.budget import Budget
-from halfmoon.config import Config, check_methods, identity, method_options, resolve, text
-from halfmoon.data import Images, Scenario, Source, Split, fit, shrink
-from halfmoon.data import load as load_source
-from halfmoon.data.draw import Batching, Views
+from halfmoon.config import Config, check_methods, free_folder, identity, method_options, resolve, text
+from halfmoon.data import Split
 from halfmoon.errors import UserError
-from halfmoon.evaluate import Examples
 from halfmoon.experiment import Experiment, Row, play
-from halfmoon.models import NETWORKS, Network
-from halfmoon.optim import SGD, Adam, Optimizer
-from halfmoon.record import RunFolder
+from halfmoon.pieces import World, device, network_name, world
+from halfmoon.record import CONFIG, TIMINGS, RunFolder
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
+from halfmoon.report.tables import Result, comparison
 from halfmoon.sim import Holdings, Simulation
-from halfmoon.types import Task
 
-SPLIT, CURVES, COMPARISON = "split.parquet", "curves.png", "comparison.json"
+SPLIT, COMPARISON = "split.parquet", "comparison.json"
+CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
 
 
 class Watch(Protocol):
@@ -70,6 +68,9 @@ class Silence:
         """Say nothing."""
 
 
+SILENCE = Silence()
+
+
 @dataclass(frozen=True)
 class Job:
     """One method to play, in a folder below the root."""
@@ -86,37 +87,27 @@ class Outcome:
     summaries: list[Row]
     curves: Path
     runs: list[Path]
+    tables: list[Path]
 
 
-@dataclass(frozen=True)
-class World:
-    """What the methods of a comparison share: data, split, task, views and batch rule."""
-
-    source: Source
-    split: Split
-    train: Examples
-    test: Examples
-    task: Task
-    views: Views
-    batching: Batching
-
-
-def start(config: Config, watch: Watch | None = None) -> Outcome:
+def start(config: Config, watch: Watch = SILENCE) -> Outcome:
     """Play `config.method` and those `beside` it in a new run folder.
 
     Raises `UserError` for a configuration or data that cannot work, before anything is written, and
     `halfmoon.client.Diverged` when a loss is not a number.
     """
     check_methods(config)
-    root = config.run_dir or _free(config)
-    return _play_all(root, _jobs(config), watch or Silence())
+    root = config.run_dir or free_folder(config, config.method)
+    _refuse_taken(root, identity(config, config.method))
+    jobs = _jobs(config)
+    return _play_all(root, jobs, _shared(jobs, None, watch), watch)
 
 
-def compare(config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,), watch: Watch | None = None) -> Outcome:
+def compare(config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,), watch: Watch = SILENCE) -> Outcome:
     """Play several methods, each with every seed, on the same split and cohorts; the first sets the shared budget."""
     for words, names in (("methods", methods), ("seeds", seeds)):
         if not names or len(set(names)) < len(names):
-            raise UserError(f"compare needs one or more different {words}, not {list(names)}.")
+            raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
     jobs = [
         Job(f"{m}-seed{seed}", replace(config, method=m, beside=(), seed=seed, reference=methods[0]))
         for m in methods
@@ -124,69 +115,38 @@ def compare(config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,),
     ]
     for job in jobs:
         check_methods(job.config)
-    root = config.run_dir or _free(replace(config, method="compare"))
-    if root.exists() and any(root.iterdir()):
-        raise UserError(f"{root} is not empty; choose another --run-dir, or go on with: halfmoon resume {root}")
-    watch = watch or Silence()
-    world = _world(jobs[0].config, None)
-    _check(jobs, world, watch)
-    root.mkdir(parents=True, exist_ok=True)
-    plan = {"jobs": [{"folder": job.folder, "config": text(job.config)} for job in jobs]}
-    (root / COMPARISON).write_text(json.dumps(plan, indent=1))
-    return _play_all(root, jobs, watch)
-
-
-def resume(root: Path, watch: Watch | None = None) -> Outcome:
-    """Go on with a run or a comparison where it was left; finished methods are not played again."""
-    watch = watch or Silence()
-    if (root / COMPARISON).exists():
-        plan = json.loads((root / COMPARISON).read_text())
-        return _play_all(root, [Job(each["folder"], _parsed(each["config"], root)) for each in plan["jobs"]], watch)
-    folder = RunFolder.open(root)
-    config = _parsed(folder.config, root)
-    if identity(config, config.method) != folder.identity:
+    root = config.run_dir or free_folder(config, "compare")
+    plan = _render_plan(jobs)
+    _refuse_taken(root, "", plan)
+    shared = _shared(jobs, None, watch)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        disk.replace(root / COMPARISON, plan)
+    except OSError as error:
         raise UserError(
-            f"{root} belongs to another configuration than its {'config.toml'} says now; start a new run instead."
-        )
-    return _play_all(root, _jobs(config), watch)
+            f"{root}: the run folder cannot be made ({disk.reason(error)}); choose another --run-dir."
+        ) from error
+    return _play_all(root, jobs, shared, watch)
 
 
-def world(config: Config, split: Split | None = None) -> World:
-    """Return data, split, task, views and batch rule of a configuration; raises `UserError` where they do not fit."""
-    return _world(config, split)
-
-
-def source(config: Config) -> Source:
-    """Return the images of a configuration, shrunk and padded as it says and as its network needs."""
-    found = load_source(config.data, config.data_dir, cache=config.cache)
-    found = shrink(found, config.shrink)
-    size = config.image_size
-    _, height, width, _ = found.train.images.shape
-    if size is None and _network_name(config) == "resnet9":
-        size = max(16, -(-max(height, width) // 8) * 8)
-    return fit(found, size) if size is not None and (height, width) != (size, size) else found
-
-
-def scenario(config: Config) -> Scenario:
-    """Return the rule of the split."""
-    return Scenario(
-        setting=config.setting,
-        clients=config.clients,
-        gamma=config.gamma,
-        labels_per_class=config.labels_per_class,
-        label_ratio=config.label_ratio,
-        min_size=config.min_size,
-        seed=config.split_seed,
-    )
-
-
-def split_of(config: Config, data: Source) -> Split:
-    """Return the split of a configuration: the saved one it names, or a new one."""
-    if config.split is not None:
-        split = Split.load(config.split)
-        split.check(data)
-        return split
-    return scenario(config).split(data.train.labels, data.classes, data.name)
+def resume(root: Path, watch: Watch = SILENCE) -> Outcome:
+    """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again."""
+    plan = disk.read(root / COMPARISON)
+    if plan is not None:
+        jobs = _parse_plan(plan, root)
+    else:
+        with RunFolder.open(root) as folder:
+            config = _parsed(folder.config, root)
+            if identity(config, config.method) != folder.identity:
+                raise UserError(
+                    f"{root} was made by another version of halfmoon, which read its {CONFIG} differently; "
+                    "start a new run instead."
+                )
+        jobs = _jobs(config)
+    if all(_finished(root / job.folder, job.config) for job in jobs):
+        return _play_all(root, jobs, None, watch)
+    kept = root / jobs[0].folder / SPLIT
+    return _play_all(root, jobs, _shared(jobs, Split.load(kept) if kept.exists() else None, watch), watch)
 
 
 def _jobs(config: Config) -> list[Job]:
@@ -197,21 +157,44 @@ def _jobs(config: Config) -> list[Job]:
     return jobs
 
 
-def _play_all(root: Path, jobs: Sequence[Job], watch: Watch) -> Outcome:
-    """Play what is not finished, job by job, and draw the curves of all."""
-    if jobs[0].config.threads:
-        torch.set_num_threads(jobs[0].config.threads)
-    kept = root / jobs[0].folder / SPLIT
-    shared = _world(jobs[0].config, Split.load(kept) if kept.exists() else None)
+def _shared(jobs: Sequence[Job], split: Split | None, watch: Watch) -> World:
+    """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
+    shared = world(jobs[0].config, split)
     _check(jobs, shared, watch)
-    summaries = [_play(root / job.folder, job, shared, watch) for job in jobs]
+    return shared
+
+
+def _play_all(root: Path, jobs: Sequence[Job], shared: World | None, watch: Watch) -> Outcome:
+    """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
+    with _threads(jobs[0].config):
+        summaries = [_play(root / job.folder, job, shared, watch) for job in jobs]
     paths = [root / job.folder for job in jobs]
-    picture = root / CURVES
-    curves([Run.read(path) for path in paths], picture)
-    return Outcome(root, summaries, picture, paths)
+    outcome = Outcome(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
+    if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
+        _show(outcome)
+    return outcome
 
 
-def _play(path: Path, job: Job, shared: World, watch: Watch) -> Row:
+def _show(outcome: Outcome) -> None:
+    """Write the picture and the tables of what came out; each is there whole or not at all."""
+    table = comparison([Result.of(summary) for summary in outcome.summaries])
+    draft = outcome.curves.with_name(f".{CURVES}{disk.PARTIAL}")
+    try:
+        for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown()), strict=True):
+            disk.replace(path, words.encode())
+        curves([Run.read(path) for path in outcome.runs], draft)
+        draft.replace(outcome.curves)
+    except OSError as error:
+        raise UserError(
+            f"{outcome.folder}: tables and curves cannot be written ({disk.reason(error)}); "
+            f"the runs are finished: first mend that, then: {_resuming(outcome.folder)}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
     """Play one job to its end, from its newest checkpoint if it has one."""
     config = job.config
     entry = catalog.entry(config.method)
@@ -219,12 +202,13 @@ def _play(path: Path, job: Job, shared: World, watch: Watch) -> Row:
         done = folder.summary()
         if done is not None:
             return done
-        if not (path / SPLIT).exists():
-            shared.split.save(path / SPLIT)
-        experiment = _experiment(config, shared)
+        assert shared is not None, "an unfinished job needs its data"
         loaded = folder.load()
         for warning in loaded.warnings if loaded else []:
             watch.say(warning)
+        if not (path / SPLIT).exists():
+            shared.split.save(path / SPLIT)
+        experiment = _experiment(config, shared)
         watch.begin(entry.title, config.rounds, loaded.round if loaded else 0)
         played = play(experiment, folder, loaded, watch.round)
         summary = _summary(config, folder, played)
@@ -233,11 +217,44 @@ def _play(path: Path, job: Job, shared: World, watch: Watch) -> Row:
     return summary
 
 
+def _finished(path: Path, config: Config) -> bool:
+    if not RunFolder.made(path):
+        return False
+    with _folder(path, config) as folder:
+        return folder.finished
+
+
+@contextmanager
+def _threads(config: Config) -> Iterator[None]:
+    """Compute with as many processor threads as the configuration says, and leave PyTorch as it was."""
+    before, wanted = torch.get_num_threads(), config.threads
+    if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
+        wanted = 1  # its convolutions are smaller than the cost of waking a second thread
+    # More threads than processors only cost, and thousands crash the process.
+    torch.set_num_threads(min(wanted, os.cpu_count() or 1) if wanted else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
+    """Raise `UserError` where `root` holds a comparison, a run, or anything else."""
+    there = disk.read(root / COMPARISON) if root.is_dir() else None
+    if there is not None:
+        of = "this" if there == plan else "another"
+        raise UserError(
+            f"{root} holds a comparison of {of} configuration; `{_resuming(root)}` goes on with it, "
+            "or choose another --run-dir."
+        )
+    RunFolder.refuse(root, mark)
+
+
 @contextmanager
 def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
     """Open the folder of a run, or make it."""
     mark = identity(config, config.method)
-    if (path / "run.json").exists():
+    if RunFolder.made(path):
         folder = RunFolder.open(path)
         if folder.identity != mark:
             raise UserError(
@@ -248,28 +265,6 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
         folder = RunFolder.create(path, text(config), mark)
     with folder:
         yield folder
-
-
-def _world(config: Config, split: Split | None) -> World:
-    data = source(config)
-    if split is None:
-        split = split_of(config, data)
-    else:
-        split.check(data)
-    device = _device(config)
-    task = Task(
-        network=_network(config, data),
-        optimizer=_optimizer(config),
-        normalize=Normalize(data.mean, data.std),
-        statistics=config.statistics,
-        labeling=config.labeling,
-        rounds=config.rounds,
-    )
-    flip = data.mirror if config.flip is None else config.flip
-    labeled = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
-    views = Views(labeled, {"plain": Plain(), "weak": Weak(flip=flip), "strong": Strong(flip=flip)})
-    batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
-    return World(data, split, _examples(data.train, device), _examples(data.test, device), task, views, batching)
 
 
 def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
@@ -283,14 +278,14 @@ def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
     if needing and len(empty):
         raise UserError(
             f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {needing[0]} needs "
-            "some at every client; give more labels_per_class or a larger min_size."
+            "some at every client; ask for more labels or a larger min_size."
         )
     bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
     looking = [m for m in needing if catalog.make(m).works(shared.task)["train"].views]
     if looking and bare:
         raise UserError(
             f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "
-            "some at every client; give fewer labels_per_class or a larger min_size."
+            "some at every client; ask for fewer labels or a larger min_size."
         )
     few = int((counts < config.labeled_batch).sum())
     if needing and few:
@@ -322,7 +317,7 @@ def _experiment(config: Config, shared: World) -> Experiment:
 
 
 def _summary(config: Config, folder: RunFolder, played: Row) -> Row:
-    seconds = sum(row.get("seconds", 0.0) for row in _timings(folder.path))
+    seconds = sum(row.get("seconds", 0.0) for row in disk.read_rows(folder.path / TIMINGS))
     return {
         "method": config.method,
         "title": catalog.entry(config.method).title,
@@ -345,68 +340,39 @@ def _model_card(config: Config, shared: World) -> dict[str, str]:
         "image": json.dumps(list(shared.train.images.shape[1:])),
         "mean": json.dumps(shared.source.mean),
         "std": json.dumps(shared.source.std),
-        "network": json.dumps({"name": _network_name(config), **asdict(network)}),
+        "network": json.dumps({"name": network_name(config), **asdict(network)}),
         "method": config.method,
         "config": text(config),
     }
 
 
-def _timings(path: Path) -> list[dict[str, Any]]:
-    lines = (path / "timings.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def _examples(images: Images, device: torch.device) -> Examples:
-    pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2).contiguous()
-    return Examples(pixels.to(device), torch.from_numpy(images.labels).to(device))
-
-
-def _network_name(config: Config) -> str:
-    if config.network != "auto":
-        return config.network
-    return "small" if config.data == "digits" else "resnet9"
-
-
-def _network(config: Config, data: Source) -> Network:
-    _, height, width, channels = data.train.images.shape
-    make = partial(NETWORKS[_network_name(config)], channels=channels, classes=len(data.classes))
-    network = make() if config.width is None else make(width=config.width)
-    network.check((channels, height, width))
-    return network
-
-
-def _optimizer(config: Config) -> Optimizer:
-    if config.optimizer == "adam":
-        return Adam(config.lr, weight_decay=config.weight_decay)
-    return SGD(config.lr, config.momentum, config.weight_decay)
-
-
-def _device(config: Config) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
 def _executor(config: Config) -> Any:
     if config.executor != "auto":
         return config.executor
-    return "vmap" if _device(config).type == "cuda" else "loop"
+    return "vmap" if device(config).type == "cuda" else "loop"
+
+
+def _resuming(root: Path) -> str:
+    return shlex.join(["halfmoon", "resume", str(root)])
 
 
 def _parsed(words: str, root: Path) -> Config:
     """Return the configuration that a run folder holds."""
-    import tomllib
-
-    return resolve(tomllib.loads(words), {"run_dir": str(root)}, root / "config.toml")
+    return resolve(tomllib.loads(words), {"run_dir": str(root)}, root / CONFIG)
 
 
-def _free(config: Config) -> Path:
-    """Return the next free runs/<data>-<method>-seed<seed>-<n>."""
-    name = Path(config.data).name
-    for number in range(1, 10**6):
-        path = Path("runs") / f"{name}-{config.method}-seed{config.seed}-{number}"
-        if not path.exists():
-            return path
-    raise UserError("the folder runs/ is full of runs; choose a --run-dir.")
+def _render_plan(jobs: Sequence[Job]) -> bytes:
+    """Return what `comparison.json` says of the jobs."""
+    plan = {"jobs": [{"folder": job.folder, "config": text(job.config)} for job in jobs]}
+    return (json.dumps(plan, indent=1) + "\n").encode()
+
+
+def _parse_plan(plan: bytes, root: Path) -> list[Job]:
+    """Return the jobs of a `comparison.json`."""
+    try:
+        return [Job(each["folder"], _parsed(each["config"], root)) for each in json.loads(plan)["jobs"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{root / COMPARISON} was changed or damaged ({error}); restore it, or start the comparison again in "
+            "another --run-dir."
+        ) from error

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfmoon import config as settings
+from halfmoon import toml
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
 
@@ -323,15 +324,12 @@ def _print_outcome(outcome: Outcome, as_json: bool) -> None:
     from halfmoon.report import tables
 
     table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
-    saved = {"csv": outcome.folder / "table.csv", "md": outcome.folder / "table.md"}
-    saved["csv"].write_text(table.as_csv(), encoding="utf-8")
-    saved["md"].write_text(table.as_markdown(), encoding="utf-8")
     if as_json:
         _print_json(
             {
                 "folder": str(outcome.folder),
                 "curves": str(outcome.curves),
-                "tables": [str(path) for path in saved.values()],
+                "tables": [str(path) for path in outcome.tables],
                 "comparison": table.as_json(),
                 "runs": [
                     {**summary, "folder": str(path)}
@@ -359,7 +357,7 @@ def _methods(given: argparse.Namespace) -> int:
     rows = [[each.name, each.title, each.labels, each.paper] for each in entries]
     show(console, ["name", "title", "labels needed", "paper"], rows)
     for each in entries:
-        options = [f"{name} = {settings.shown(option.default)}" for name, option in catalog.options(each.name).items()]
+        options = [f"{name} = {toml.shown(option.default)}" for name, option in catalog.options(each.name).items()]
         say(console, f"\n{each.name}: {each.about}\n  {', '.join(options)}")
     return 0
 
@@ -413,11 +411,11 @@ def _of_split(config: Config, path: Path) -> Config:
 
 def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
     """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
-    from halfmoon import build
     from halfmoon.data import load, summary
+    from halfmoon.pieces import split_of
 
     source = load(config.data, config.data_dir, cache=config.cache)
-    split = build.split_of(config, source)
+    split = split_of(config, source)
     facts = summary(split, source.train.labels, source.classes)
     if given.png:
         from halfmoon.report.bubbles import bubbles

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache as remembered
 from importlib import metadata
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import TypeAdapter, ValidationError
 
+from halfmoon import toml
 from halfmoon.errors import UserError, nearest
 
 Scalar = bool | int | float | str
@@ -103,7 +104,7 @@ class Config:
 
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     executor: Annotated[Literal["auto", "loop", "vmap"], "clients one by one, or batched; auto: vmap on a GPU"] = "auto"
-    threads: Annotated[int | None, "processor threads; none: all"] = None
+    threads: Annotated[int | None, "processor threads; none: 1 for the small network, else all"] = None
     evaluate_every: Annotated[int, "rounds between evaluations on the test images"] = 1
     checkpoint_every: Annotated[int, "rounds between checkpoints"] = 1
     run_dir: Annotated[Path | None, "the run's folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None
@@ -221,16 +222,19 @@ def method_options(config: Config, method: str) -> dict[str, Any]:
 
 
 def text(config: Config) -> str:
-    """Return the whole configuration as TOML that `load` and `resolve` turn into an equal one."""
+    """Return the configuration as TOML that `load` and `resolve` turn into an equal one, without its `run_dir`.
+
+    Equal runs in different folders save the same bytes.
+    """
     lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
     for name in kinds():
         value = getattr(config, name)
-        if value is not None and not (config.split is not None and name in SCENARIO):
-            lines.append(f"{name} = {_toml(value)}")
-    tables = {f"options.{_key(method)}": table for method, table in _tables(config).items()}
+        if value is not None and name not in _unsaid(config):
+            lines.append(f"{name} = {toml.value(value)}")
+    tables = {f"options.{toml.key(method)}": table for method, table in _tables(config).items()}
     for header, table in {"options": _bare(config), **tables}.items():
         if table or header != "options":
-            lines += ["", f"[{header}]", *(f"{_key(name)} = {_toml(value)}" for name, value in table.items())]
+            lines += ["", f"[{header}]", *(f"{toml.key(name)} = {toml.value(value)}" for name, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -242,12 +246,18 @@ def identity(config: Config, method: str) -> str:
     """
     from halfmoon import catalog  # slow to import: it brings torch
 
-    facts = {name: getattr(config, name) for name in kinds() if name not in PLACE | {"method", "beside", "reference"}}
+    without = PLACE | {"method", "beside", "reference"} | _unsaid(config)
+    facts = {name: getattr(config, name) for name in kinds() if name not in without}
     defaults = {name: option.default for name, option in catalog.options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
     if config.budget != "none":
         facts["reference"] = config.reference or config.method
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _unsaid(config: Config) -> set[str]:
+    """Return the options that a run's file leaves out: where it lies, and what a saved split decides."""
+    return {"run_dir", *(SCENARIO if config.split is not None else ())}
 
 
 def free_folder(config: Config, word: str) -> Path:
@@ -266,7 +276,7 @@ def template() -> str:
         elif defaults[name] is None:
             entry = f"# {name} = {expected(kinds()[name])}"
         else:
-            entry = f"{name} = {_toml(defaults[name])}"
+            entry = f"{name} = {toml.value(defaults[name])}"
         lines += [f"# {about}", entry, ""]
     return "\n".join(lines)
 
@@ -326,21 +336,13 @@ def _refuse(said: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in _members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in _members(kind):
         raise UserError(f"{said} is {value!r}: {nearest(value, choices)}")
-    raise UserError(f"{said} is {shown(value)}: it must be {expected(kind)}.")
-
-
-def shown(value: Any) -> str:
-    """Return a value as a TOML file has it, or as Python has it where TOML cannot."""
-    try:
-        return _toml(value)
-    except TypeError:
-        return repr(value)
+    raise UserError(f"{said} is {toml.shown(value)}: it must be {expected(kind)}.")
 
 
 def _joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
     """Return two tables of method options as one; the new ones win, one by one."""
     if not isinstance(new, Mapping):
-        raise UserError(f"{said} is {shown(new)}: it must be a table of the method's options.")
+        raise UserError(f"{said} is {toml.shown(new)}: it must be a table of the method's options.")
     result = dict(old)
     for name, value in new.items():
         if isinstance(value, Mapping):
@@ -365,7 +367,7 @@ def _tables(config: Config) -> dict[str, Mapping[str, Scalar]]:
 
 def _check_scalar(said: str, value: Any) -> None:
     if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{said} is {shown(value)}: it must be a number, text, true or false.")
+        raise UserError(f"{said} is {toml.shown(value)}: it must be a number, text, true or false.")
 
 
 def _flag(name: str) -> str:
@@ -397,17 +399,17 @@ def _check(c: Config) -> None:
     for name, bound in least.items():
         value = getattr(c, name)
         if isinstance(value, int | float) and not (value >= bound and math.isfinite(value)):
-            raise UserError(f"{name} is {shown(value)}: it must be at least {bound}.")
+            raise UserError(f"{name} is {toml.shown(value)}: it must be at least {bound}.")
     for name in ("gamma", "labels_per_class", "lr"):
         value = getattr(c, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {shown(value)}: it must be a number above 0.")
+            raise UserError(f"{name} is {toml.shown(value)}: it must be a number above 0.")
     if c.label_ratio is not None and not 0 < c.label_ratio <= 1:
-        raise UserError(f"label_ratio is {shown(c.label_ratio)}: it must be above 0 and at most 1.")
+        raise UserError(f"label_ratio is {toml.shown(c.label_ratio)}: it must be above 0 and at most 1.")
     if not 0 <= c.confident <= 1:
-        raise UserError(f"confident is {shown(c.confident)}: it must be from 0 to 1.")
+        raise UserError(f"confident is {toml.shown(c.confident)}: it must be from 0 to 1.")
     if c.momentum >= 1:
-        raise UserError(f"momentum is {shown(c.momentum)}: it must be below 1.")
+        raise UserError(f"momentum is {toml.shown(c.momentum)}: it must be below 1.")
     _check_together(c)
 
 
@@ -415,7 +417,7 @@ def _check_together(c: Config) -> None:
     if c.labels_per_class is not None and c.label_ratio is not None:
         raise UserError("labels_per_class and label_ratio exclude each other: give one of them.")
     if c.split is None and c.cohort > c.clients:
-        raise UserError(f"cohort is {c.cohort}, but there are {c.clients} clients: it must be at most {c.clients}.")
+        raise UserError(f"cohort is {c.cohort}, but clients is {c.clients}: it must be at most {c.clients}.")
     for name, size in (("labeled_batch", c.labeled_batch), ("unlabeled_batch", c.unlabeled_batch)):
         if size == 1 and (name == "labeled_batch" or c.statistics == "separate"):
             raise UserError(f"{name} is 1: a batch of one image has no variance to normalize by: use at least 2.")
@@ -428,7 +430,7 @@ def _check_together(c: Config) -> None:
         other = "epochs" if c.epochs != 1 else "epoch"
         raise UserError(f"steps and {other} exclude each other: both say how long a client trains.")
     if c.momentum and c.optimizer != "sgd":
-        raise UserError(f"momentum is {shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
+        raise UserError(f"momentum is {toml.shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
     methods = (c.method, *c.beside)
     twice = [name for name in methods if methods.count(name) > 1]
     if twice:
@@ -448,22 +450,3 @@ def _is_folder(data: str, folder: Path, values: Mapping[str, Any]) -> bool:
     from halfmoon.data import sources  # not needed for the embedded digits
 
     return data not in sources.names()
-
-
-def _key(name: str) -> str:
-    bare = name and all(letter.isascii() and (letter.isalnum() or letter in "-_") for letter in name)
-    return name if bare else _toml(name)
-
-
-def _toml(value: Any) -> str:
-    """Return a TOML value; raise TypeError for what TOML cannot say."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | Path):
-        # JSON escapes what TOML's basic strings must escape, except DEL.
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Sequence):
-        return f"[{', '.join(_toml(each) for each in value)}]"
-    raise TypeError(f"no TOML for {value!r}")
