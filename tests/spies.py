@@ -141,6 +141,40 @@ class Counting:
         return server
 
 
+@dataclass(frozen=True)
+class EchoWork(Work):
+    """Send back all that the client holds."""
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        return {"nothing": down["nothing"]}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        return carry, Notes(batch.x.sum(), {}, ())
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        return data._asdict(), {}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        return Passes(0, 0)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A method whose clients send back all that they hold."""
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        return {"echo": EchoWork(task)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        return {}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        return federation.ask("echo", {"nothing": torch.zeros(())})
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        return server
+
+
 def tensors(what: Any) -> list[Tensor]:
     """Return all tensors in nested tuples, lists and dicts."""
     if isinstance(what, Tensor):

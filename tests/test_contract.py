@@ -36,9 +36,9 @@ def scene(name: str, rule: str, executor: str = "loop") -> tuple[Method, Task, S
 
 
 @cache
-def straight(name: str, rule: str) -> list[Played]:
-    """Return the rounds of a run in a loop, shared by the tests below."""
-    method, shared, simulation = scene(name, rule)
+def straight(name: str, rule: str, executor: str = "loop") -> list[Played]:
+    """Return the rounds of a run, shared by the tests below."""
+    method, shared, simulation = scene(name, rule, executor)
     return play(method, simulation, begin(method, shared), range(ROUNDS))
 
 
@@ -62,9 +62,7 @@ def test_loop_equals_vmap(name, rule):
 
     Under 4 + 4 with joint statistics, and under 2 + the rest with separate ones and labels by running statistics.
     """
-    method, shared, simulation = scene(name, rule, "vmap")
-    lifted = play(method, simulation, begin(method, shared), range(ROUNDS))
-    for one, many in zip(straight(name, rule), lifted, strict=True):
+    for one, many in zip(straight(name, rule), straight(name, rule, "vmap"), strict=True):
         assert furthest(many.server, one.server) < 1e-9
         assert furthest(many.state, one.state) < 1e-9
         assert many.report.cohort == one.report.cohort
@@ -113,10 +111,10 @@ def test_a_run_repeats_itself(name, rule):
 
 
 @EVERY
-def test_a_restored_run_goes_on_bit_by_bit(name, tmp_path: Path):
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
     """State and restore after round 2, in memory and through a run folder: round 3 equals that of the straight run."""
-    played = straight(name, "both")
-    _, halfway, whole = played
+    _, halfway, whole = straight(name, "both", executor)
     cost = halfway.report.cost
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
         folder.save(2, {"server": halfway.server, "memory": halfway.state}, {"cost": cost})
@@ -126,7 +124,7 @@ def test_a_restored_run_goes_on_bit_by_bit(name, tmp_path: Path):
     assert loaded.round == 2
     stored = (loaded.state["server"], loaded.state.get("memory", {}), loaded.meta["cost"])
     for server, memories, used in ((halfway.server, halfway.state, cost), stored):
-        method, _, simulation = scene(name, "both")
+        method, _, simulation = scene(name, "both", executor)
         simulation.restore(memories, used)
         (third,) = play(method, simulation, server, range(2, ROUNDS))
         assert same(third.server, whole.server)

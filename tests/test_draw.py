@@ -79,6 +79,13 @@ def test_labeled_batches_do_not_depend_on_the_views(seed):
     assert not torch.equal(both.u_drawn["weak"]["top"], both.u_drawn["strong"]["top"])
 
 
+def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
+    """A client with as many labeled as unlabeled rows does not see them in the same order, nor with the same crops."""
+    made = visit(local(20, 20), Amount(5, 4, 4))
+    assert not torch.equal(made.x_rows, made.u_rows)
+    assert not torch.equal(made.x_drawn["top"], made.u_drawn["weak"]["top"])
+
+
 def test_a_path_of_its_own_draws_its_own():
     """Another seed, round, trip or client gives other rows and other views."""
     client = local(30, 90)

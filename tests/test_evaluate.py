@@ -10,14 +10,20 @@ from torch_models import TorchSmall, twin
 
 from halfmoon import rng, tree
 from halfmoon.evaluate import Examples, Quality, scores
+from halfmoon.models import track
 from halfmoon.types import Pseudo
 
 
 def model():
-    """Return a random model with statistics that are not the fresh ones."""
-    g = rng.generator(4, "evaluate")
-    made = tree.to(task().network.init(g), dtype=torch.float64)
-    return tree.map(lambda leaf: leaf + 0.5 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), made)
+    """Return a random model with the statistics of the images and logits around zero: it says all classes of them."""
+    shared = task()
+    made = tree.to(shared.network.init(rng.generator(4, "evaluate")), dtype=torch.float64)
+    images = shared.normalize(examples(50, seed=8).images)
+    for _ in range(40):
+        _, moments = shared.network.train(made["params"], images)
+        made["stats"] = track(made["stats"], moments)
+    made["params"]["head"]["bias"] -= shared.network.predict(made["params"], made["stats"], images).mean(0)
+    return made
 
 
 @pytest.mark.parametrize("batch", [1, 7, 50, 1000])
@@ -35,6 +41,7 @@ def test_scores_equal_a_count(batch):
     assert made["accuracy"] == right.mean()
     assert made["loss"] == pytest.approx(-np.log(chance[np.arange(50), labels]).mean(), rel=1e-10)
     assert made["per_class"] == [round(right[labels == k].mean(), 6) for k in range(CLASSES)]
+    assert len(set(logits.argmax(1))) == CLASSES
     assert 0 < made["accuracy"] < 1
 
 

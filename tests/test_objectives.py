@@ -17,6 +17,7 @@ from torch.func import grad_and_value
 
 from halfmoon.augment import Normalize
 from halfmoon.models import Network
+from halfmoon.models.network import Run
 from halfmoon.objectives import UDA, FixMatch, Objective, Supervised
 from halfmoon.optim import SGD
 from halfmoon.tree import Tree
@@ -36,19 +37,22 @@ class Line(Network):
         params = {"w": torch.tensor(W, dtype=torch.float64)}
         return {"params": params, "stats": {"in": {"mean": torch.tensor(1.0, dtype=torch.float64)}}}
 
-    def layers(self, params: Tree, x: Tensor, norm) -> Tensor:
-        z = params["w"] * norm("in", x).flatten()
-        return torch.stack([z, torch.zeros_like(z)], -1)
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        raise AssertionError("no layer of a linear network needs a run")
 
     def check(self, shape: tuple[int, int, int]) -> None:
         """Take anything."""
 
     def train(self, params: Tree, x: Tensor) -> tuple[Tensor, Tree]:
         mean = x.mean()
-        return self.layers(params, x, lambda _, z: z - mean * self.centered), {"in": {"mean": mean}}
+        return self._logits(params, x - mean * self.centered), {"in": {"mean": mean}}
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        return self.layers(params, x, lambda _, z: z - stats["in"]["mean"] * self.centered)
+        return self._logits(params, x - stats["in"]["mean"] * self.centered)
+
+    def _logits(self, params: Tree, x: Tensor) -> Tensor:
+        z = params["w"] * x.flatten()
+        return torch.stack([z, torch.zeros_like(z)], -1)
 
 
 def batch(x: list[float], y: list[int], weak: list[float] = (), strong: list[float] = ()) -> Batch:

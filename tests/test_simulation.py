@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scenes import CLASSES, NETWORK, SIZES, begin, examples, furthest, holdings, play, same, simulate, task
-from spies import Counting, Spy, tensors
+from spies import Counting, Echo, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon import catalog, tree
@@ -95,7 +95,7 @@ def test_memories_belong_to_their_clients(executor):
 
 
 def test_the_regulator_of_each_client_goes_on_where_it_stopped():
-    """FedDure's F-reg has taken as many Adam steps as its client has; every client starts from the same F-reg."""
+    """F-reg has taken as many Adam steps as its client; all clients of a seed start from the same one."""
     method, shared = FedDure(), task()
     simulation = simulate(method, shared, cohort=2)
     steps = dict.fromkeys(range(4), 0)
@@ -104,11 +104,15 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
             steps[client] += -(-SIZES[client][1] // 4)
         counted = {int(k): float(m["regulator"]["optimizer"]["steps"]) for k, m in played.state.items()}
         assert counted == {k: n for k, n in steps.items() if n}
-    spy = Spy(method)
-    play(spy, simulate(spy, shared, cohort=4), begin(spy, shared), range(1))
-    first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
-    assert len(first) == 4
-    assert all(same(first[0], other) for other in first)
+    firsts = []
+    for seed in (0, 1):
+        spy = Spy(method)
+        play(spy, simulate(spy, shared, cohort=4, seed=seed), begin(spy, shared), range(1))
+        first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
+        assert len(first) == 4
+        assert all(same(first[0], other) for other in first)
+        firsts.append(first[0])
+    assert not same(*firsts)
 
 
 @BOTH
@@ -197,9 +201,9 @@ def test_private_downloads_are_counted_once(executor):
 class Passing(TorchDispatchMode):
     """Count the images that go through the first and back through the last convolution of a network.
 
-    Below torch.func every pass is a call of `aten.convolution` in the first layer: one for a plain pass, and one more,
-    of the images with the tangent of the weights, for its tangent. (A third, of the images' own tangent, is all zero:
-    images have none. It is not counted.) A backward pass is one `aten.convolution_backward` in the last layer,
+    Below torch.func every pass is a call of `aten.convolution` in the first layer: one for a plain pass, and one, of
+    the images with the tangent of the weights, for a tangent. (`jvp` adds one of the images' own tangent, which is all
+    zero, as images have none: it is not counted.) A backward pass is one `aten.convolution_backward` in the last layer,
     whichever of its derivatives are wanted. Layers are known by the shapes of their weights.
     """
 
@@ -267,7 +271,7 @@ def test_hidden_labels_change_nothing(name):
         assert same(a.state, b.state)
         assert a.report.samples == b.report.samples
         if a.report.pseudo is not None:
-            assert a.report.pseudo["accuracy"] != b.report.pseudo["accuracy"]
+            assert a.report.pseudo != b.report.pseudo
             assert a.report.pseudo["share_used"] == b.report.pseudo["share_used"]
 
 
@@ -402,6 +406,23 @@ def test_a_client_holds_its_rows():
         assert torch.equal(local.y, held.train.labels[x])
         assert torch.equal(local.u, held.train.images[u])
         assert torch.equal(hidden, held.train.labels[u])
+
+
+def test_clients_lifted_together_are_wrapped_around():
+    """Under vmap the rows beyond a client's own repeat them from the start; a client without any shows zeros."""
+    sizes = ((5, 0), (3, 7), (6, 4))
+    held, shared = holdings(sizes), task()
+    simulation = simulate(Echo(), shared, held, executor="vmap", batching=Batching(2, steps=1))
+    simulation.open(0)
+    up = simulation.ask("echo", {"nothing": torch.zeros(())})
+    for k, (labeled, unlabeled) in enumerate(sizes):
+        local, _ = held.local(k)
+        assert torch.equal(up["x"][k], local.x[torch.arange(6) % labeled])
+        assert torch.equal(up["y"][k], local.y[torch.arange(6) % labeled])
+        assert torch.equal(
+            up["u"][k], local.u[torch.arange(7) % unlabeled] if unlabeled else torch.zeros_like(up["u"][k])
+        )
+        assert (int(up["labeled"][k]), int(up["unlabeled"][k])) == (labeled, unlabeled)
 
 
 def test_rounds_do_not_depend_on_the_size_of_a_group():
