@@ -1,0 +1,297 @@
+"""The pages are true: their Python runs, their commands are understood, their tables are those of the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import tomllib
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+from packaging.requirements import Requirement
+from PIL import Image
+
+import halfmoon
+from halfmoon import build, catalog, cli
+from halfmoon.report import tables
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def load_generator() -> ModuleType:
+    """Return docs/generate.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load_generator()
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return (language, content) of the fenced blocks of a page, in order."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in an empty folder, on a terminal of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+# What the code knows
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_generated_tables_are_those_of_the_code(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert generate.renew(text) == text, "run: python docs/generate.py"
+
+
+def test_a_stale_table_is_seen() -> None:
+    stale = "<!-- defaults: fedprox-sl -->\n| `prox` | `0.5` | text | mu of Li et al. |\n<!-- /defaults -->\n"
+    assert "| `prox` | `0.01` | a number | mu of Li et al. |" in generate.renew(stale)
+    with pytest.raises(ValueError, match="has no row for prox"):
+        generate.renew("<!-- defaults: fedavg -->\n<!-- /defaults -->\n")
+    with pytest.raises(ValueError, match="no option tau"):
+        generate.renew("<!-- defaults: fedavg -->\n| `tau` | | | |\n<!-- /defaults -->\n")
+    table = "<!-- generated: methods -->\n| nothing |\n<!-- /generated -->"
+    assert all(f"| `{name}` |" in generate.renew(table) for name in catalog.names())
+
+
+def test_passes_are_written_as_sums() -> None:
+    """3 labeled and 1 unlabeled image a pair: 3B + b; nothing of a kind leaves no term."""
+    assert generate._terms(3, 1) == "3B + b"
+    assert generate._terms(1, 0) == "B"
+
+
+@pytest.mark.parametrize("command", generate.COMMANDS)
+def test_every_flag_of_a_command_is_on_the_page(command: str) -> None:
+    """In the command's own section, in the list of common flags, or in a row of the table that names the command."""
+    page = read("docs/cli.md")
+    own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
+    shown = generate.flags(command)
+    assert len(shown) > 2
+    for flag in shown:
+        row = re.search(rf"^\| `{flag}`.*\|$", page, re.MULTILINE)
+        listed = row is not None and command in row[0].split(" | ")[3].split(", ")
+        assert listed or re.search(rf"`{flag}\b", own), f"{flag} of halfmoon {command}"
+
+
+def test_the_main_job_is_described() -> None:
+    section = read("docs/cli.md").split("## halfmoon run\n")[1].split("\n## ")[0]
+    assert all(f"`{name}`" in section for name in cli.MAIN_JOB)
+
+
+def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
+    """Every file, and every key of a row, of a real run stands on a page."""
+    outcome = halfmoon.run(halfmoon.Config(rounds=1, beside=("fedavg",), threads=1, run_dir=tmp_path / "run"))
+    page = read("docs/runs.md")
+    for path in outcome.folder.iterdir():
+        name = re.sub(r"checkpoint-\d{6}\.json", ".json", re.sub(r"\d{6}\.s", "NNNNNN.s", path.name))
+        assert f"`{name}" in page, path.name
+    (row,) = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    described = {"round": page, "cohort": page, "test": page}
+    described |= {"train": read("docs/methods.md"), "pseudo": read("docs/methods.md"), "cost": read("docs/budgets.md")}
+    assert row.keys() == described.keys()
+    for part, text in described.items():
+        assert f"| `{part}` |" in page
+        for key in row[part] if isinstance(row[part], dict) and part != "test" else []:
+            assert f"`{key.removesuffix('_spread')}`" in text, key
+
+
+# Python on the pages
+
+
+def form(printed: str) -> list[str]:
+    """Return printed lines without what differs between machines: the numbers, and the width of columns."""
+    masked = re.sub(r"\d[\d,.]*(e-?\d+)?", "#", printed.strip())
+    return [re.sub(r"[ -]+", " ", line).strip() for line in masked.splitlines()]
+
+
+def test_the_form_of_a_text_keeps_its_words() -> None:
+    assert form("a: 12.50 ± 3.1   b\n-----  --\n") == form("a:  9 ± 0.25 b\n---  ---")
+    assert form("a: 1") != form("b: 1")
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "quickstart.md", ROOT / "README.md"], ids=name_of)
+def test_python_on_a_page_runs_and_prints_what_stands_below_it(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    printed = io.StringIO()
+    ran = 0
+    for language, content in blocks(page):
+        if language == "python":
+            printed = io.StringIO()
+            with redirect_stdout(printed):
+                # A page's blocks do not inherit this file's __future__ import.
+                exec(compile(content, page.name, "exec", dont_inherit=True), names)
+            ran += 1
+        elif language == "text":
+            assert form(printed.getvalue()) == form(content)
+    assert ran >= (8 if page.stem == "quickstart" else 1)
+
+
+# Commands on the pages
+
+
+class Command(NamedTuple):
+    """A command of a page with what it prints there."""
+
+    words: list[str]
+    printed: str
+
+    @property
+    def real(self) -> bool:
+        """Whether the test lets it run to its end: it needs no data but the digits and trains nothing."""
+        quick = self.words[0] in ("methods", "--help") or self.words[:2] in (["data", "digits"], ["data", "--split"])
+        return quick or self.printed.startswith("halfmoon: ")
+
+
+class Understood(Exception):
+    """The command line has understood a command, and would now begin to load or to train."""
+
+
+def commands(page: Path) -> list[Command | str]:
+    """Return the commands of a page in order, and its TOML files."""
+    found: list[Command | str] = []
+    for language, content in blocks(page):
+        if language == "toml":
+            found.append(content)
+        if language == "console":
+            for part in re.split(r"^\$ ", content, flags=re.MULTILINE)[1:]:
+                line, _, printed = part.partition("\n")
+                words = shlex.split(line)
+                assert words[0] == "halfmoon", line
+                found.append(Command(words[1:], printed))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise Understood
+
+    for each in commands(page):
+        if isinstance(each, str):
+            name = re.match(r"# (\S+\.toml)\n", each)
+            assert name, "a TOML block begins with its file's name"
+            Path(name[1]).write_text(each, encoding="utf-8")
+            continue
+        capsys.readouterr()
+        if each.real:
+            code = cli.main(each.words)
+            out, complaint = capsys.readouterr()
+            if each.printed.startswith("halfmoon: "):
+                assert (code, complaint) == (2, each.printed)
+            else:
+                assert code == 0, complaint
+                assert matches(out, each.printed), out
+            continue
+        with monkeypatch.context() as patch:
+            for place in ("start", "compare", "resume"):
+                patch.setattr(build, place, stop)
+            patch.setattr("halfmoon.data.load", stop)
+            with pytest.raises(Understood):
+                cli.main(each.words)
+        heading = re.match(r"method .*", each.printed)
+        assert not heading or heading[0].split() == " ".join(tables.comparison([]).headings).split()
+
+
+def matches(printed: str, wanted: str) -> bool:
+    """Say whether `printed` is what a page shows, where a line `...` stands for any lines, and nothing for anything."""
+    if not wanted.strip():
+        return True
+    lines = [r"(?:.*\n)*?" if line == "..." else re.escape(line.rstrip()) + r"[ ]*\n" for line in wanted.splitlines()]
+    return re.fullmatch("".join(lines), printed if printed.endswith("\n") else printed + "\n") is not None
+
+
+def test_dots_on_a_page_stand_for_whole_lines() -> None:
+    assert matches("a\nb\nc\n", "a\n...\nc\n")
+    assert matches("a\nc\n", "a\n...\nc\n")
+    assert not matches("a\nb\nd\n", "a\n...\nc\n")
+    assert not matches("a\nb\n", "a\n")
+
+
+# The house
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if not target.startswith("https://"):
+            path, _, anchor = target.partition("#")
+            place = page.parent / path if path else page
+            assert place.exists(), target
+            assert not anchor or anchor in anchors(place), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_name_no_machine(page: Path) -> None:
+    assert not re.search(r"/(?:work|opt|tmp|home|root)/", page.read_text(encoding="utf-8"))
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "docs" / "images").iterdir())
+    assert pictures
+    for path in pictures:
+        assert path.stat().st_size < 150_000
+        with Image.open(path) as picture:
+            assert picture.format == "PNG"
+
+
+def test_readme_has_two_commands_and_the_check_takes_the_second() -> None:
+    """.ci/run holds README's test command to the letter; in parentheses, as `set -e` overlooks a failing `a && b`."""
+    both = [content.strip() for language, content in blocks(ROOT / "README.md") if language == "bash"]
+    assert both == [
+        "pip install -c constraints.txt . && halfmoon run",
+        "pip install -c constraints.txt -e '.[dev]' && python -m pytest",
+    ]
+    check = ROOT / ".ci" / "run"
+    assert f"(\n  {both[1]}\n)\n" in check.read_text()
+    assert "set -euo pipefail" in check.read_text()
+    assert os.access(check, os.X_OK)
+
+
+def test_readme_names_the_pin_and_the_least_python() -> None:
+    (pin,) = [line for line in read("constraints.txt").splitlines() if line and not line.startswith("#")]
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    readme = read("README.md")
+    assert f"`{pin}`" in readme
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in readme
+    (torch,) = [one for one in map(Requirement, project["dependencies"]) if one.name == "torch"]
+    assert torch.specifier.contains(pin.removeprefix("torch=="))
+
+
+def test_the_newest_change_is_this_version() -> None:
+    versions = re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)
+    assert versions[0] == tomllib.loads(read("pyproject.toml"))["project"]["version"]
