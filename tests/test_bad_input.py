@@ -50,7 +50,7 @@ SENTENCES = {
         "labels or a larger min_size."
     ),
     "run --label-ratio 0.0001": "label_ratio 0.0001 leaves class 0 without a label; ask for more labels.",
-    "run --min-size 40": (
+    "run --labels-per-class 1 --min-size 40": (
         "20 clients with at least 40 labeled images each need 800, but there are 200; ask for fewer clients, a "
         "smaller min_size or another share of labels."
     ),
