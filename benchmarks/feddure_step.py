@@ -63,7 +63,7 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
     images = [torch.randn(n, 3, 32, 32, generator=g) for n in (LABELED, unlabeled, unlabeled)]
     x, weak, strong = (each.contiguous(memory_format=torch.channels_last) for each in images)
     y = torch.randint(0, 10, (LABELED,), generator=g)
-    work = FedDure().works(task)["train"]
+    work = FedDure(through_weights="product").works(task)["train"]  # Eq. 2 and 4 as printed, on all sides
     down = tree.channels_last({**model, "gate": torch.ones(())})
     nothing = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
     local = Local(nothing, y, nothing, torch.tensor(LABELED), torch.tensor(unlabeled))
@@ -82,7 +82,7 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
     def textbook(literal: bool, layout: torch.memory_format) -> Callable[[], object]:
         regulator = nn.Sequential(nn.Linear(10, 128), nn.ReLU(), nn.Linear(128, 1), nn.Sigmoid())
         module = twin(TorchResNet9(3, 10, width), model).to(memory_format=layout)
-        book = Textbook(module, regulator, torch.optim.Adam, 5e-4, joint=rule == "joint", literal=literal)
+        book = Textbook(module, regulator, torch.optim.Adam, 5e-4, joint=rule == "joint", product=True, literal=literal)
         laid = [each.contiguous(memory_format=layout) for each in images]
         return lambda: book.step(laid[0], y, laid[1], laid[2])
 
