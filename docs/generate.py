@@ -120,15 +120,16 @@ def _with_defaults(method: str, block: str) -> str:
     known = catalog.options(method)
     lines, seen = block.splitlines(), []
     for number, line in enumerate(lines):
-        name = re.match(r"\| `(\w+)` \|", line)
-        if name:
-            cells = line.strip("|").split(" | ")
-            option = known.get(name[1])
-            if option is None:
-                raise ValueError(f"{method} has no option {name[1]}")
-            cells[1:3] = [_default(option.default), _values(option)]
-            lines[number] = f"|{' | '.join(cells)}|"
-            seen.append(name[1])
+        if not re.match(r"\| *`", line):
+            continue
+        name, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+        option = known.get(name.strip("`"))
+        if option is None:
+            raise ValueError(f"{method} has no option {name}")
+        if len(cells) != 3 or not cells[2]:
+            raise ValueError(f"the row of {name} in the table of {method} needs a default, values and a meaning")
+        lines[number] = f"| {name} | {_default(option.default)} | {_values(option)} | {cells[2]} |"
+        seen.append(name.strip("`"))
     missing = [name for name in known if name not in seen]
     if missing:
         raise ValueError(f"the table of {method} has no row for {', '.join(missing)}")

@@ -70,12 +70,20 @@ def test_generated_tables_are_those_of_the_code(page: Path) -> None:
 
 
 def test_a_stale_table_is_seen() -> None:
-    stale = "<!-- defaults: fedprox-sl -->\n| `prox` | `0.5` | text | mu of Li et al. |\n<!-- /defaults -->\n"
-    assert "| `prox` | `0.01` | a number | mu of Li et al. |" in generate.renew(stale)
-    with pytest.raises(ValueError, match="has no row for prox"):
-        generate.renew("<!-- defaults: fedavg -->\n<!-- /defaults -->\n")
-    with pytest.raises(ValueError, match="no option tau"):
-        generate.renew("<!-- defaults: fedavg -->\n| `tau` | | | |\n<!-- /defaults -->\n")
+    def defaults(method: str, row: str) -> str:
+        return generate.renew(f"<!-- defaults: {method} -->\n{row}\n<!-- /defaults -->")
+
+    fresh = defaults("fedprox-sl", "| `prox` | `0.01` | a number | mu of 1 \\| 2 |")
+    assert fresh.splitlines()[1] == "| `prox` | `0.01` | a number | mu of 1 \\| 2 |"
+    assert defaults("fedprox-sl", "| `prox` | `0.5` | text | mu of 1 \\| 2 |") == fresh
+    assert defaults("fedprox-sl", "| `prox` | | | mu of 1 \\| 2 |") == fresh
+    for method, row, why in (
+        ("fedavg", "", "has no row for prox"),
+        ("fedavg", "| `tau` | | | a |", "no option `tau`"),
+        ("fedavg", "| `prox` | | |", "needs a default, values and a meaning"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            defaults(method, row)
     table = "<!-- generated: methods -->\n| nothing |\n<!-- /generated -->"
     assert all(f"| `{name}` |" in generate.renew(table) for name in catalog.names())
 
