@@ -146,3 +146,16 @@ def test_costs_add_up_by_hand():
         "bytes_down": 0,
         "bytes_up": 0,
     }
+
+
+def test_an_all_labels_reference_counts_all_its_rows():
+    """5 + 45 rows, all labeled, 10 a step: 5 steps for the reference itself and for everybody measured by it."""
+    shared = task()
+    ceiling = catalog.make("fedavg-sl").works(shared)["train"]
+    fixmatch = catalog.make("fedavg-fixmatch").works(shared)["train"]
+    budget = Budget("labeled-steps", ceiling, all_labels=True)
+    given, batching = Holding(5, 45), Batching(10, 10)
+    assert budget.amount(batching, ceiling, Holding(50, 0), given).steps == 5
+    assert budget.amount(batching, fixmatch, given, given).steps == 5
+    forwards = Budget("forwards", ceiling, all_labels=True)
+    assert forwards.amount(batching, ceiling, Holding(50, 0), given).steps == 5

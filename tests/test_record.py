@@ -115,9 +115,7 @@ def test_views_without_contiguous_memory_keep_their_values(folder: RunFolder) ->
     ).filter(lambda tree: isinstance(tree, dict)),
     st.randoms(use_true_random=False),
 )
-def test_any_tree_round_trips(
-    tmp_path_factory: pytest.TempPathFactory, drawn: Any, chance: random.Random
-) -> None:
+def test_any_tree_round_trips(tmp_path_factory: pytest.TempPathFactory, drawn: Any, chance: random.Random) -> None:
     def grow(node: Any) -> Any:
         if isinstance(node, dict):
             return {key: grow(value) for key, value in node.items()}
@@ -250,8 +248,7 @@ def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
     folder.save(0, state, {})
     folder.save(1, state, {"list": list(range(200))})
     pair = {
-        name: (folder.path / name).read_bytes()
-        for name in ("checkpoint-000001.json", "checkpoint-000001.safetensors")
+        name: (folder.path / name).read_bytes() for name in ("checkpoint-000001.json", "checkpoint-000001.safetensors")
     }
     target = f"checkpoint-000001.{suffix}"
     tried = 0
@@ -355,9 +352,7 @@ def dying(at: int, when: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("when", ["before", "amid", "after"])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_a_kill_at_any_call_of_save_leaves_the_old_or_the_new_state(
-    tmp_path: Path, when: str, first: int
-) -> None:
+def test_a_kill_at_any_call_of_save_leaves_the_old_or_the_new_state(tmp_path: Path, when: str, first: int) -> None:
     seen: set[int | None] = set()
     for at in range(100):
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
@@ -381,9 +376,7 @@ def test_a_kill_at_any_call_of_save_leaves_the_old_or_the_new_state(
         # The run goes on from there and ends with the same two checkpoints and nothing else.
         play(again, range(last + 1, first + 3))
         again.close()
-        names = sorted(
-            e.name for e in again.path.iterdir() if e.name not in (".lock", "run.json", "config.toml")
-        )
+        names = sorted(e.name for e in again.path.iterdir() if e.name not in (".lock", "run.json", "config.toml"))
         assert names == sorted(
             [f"checkpoint-{r:06d}.{s}" for r in (first + 1, first + 2) for s in ("json", "safetensors")]
             + ["metrics.jsonl"]
@@ -420,9 +413,7 @@ def test_a_kill_at_any_call_of_create_can_be_started_again(tmp_path: Path, when:
 
 
 @pytest.mark.parametrize("when", ["before", "amid", "after"])
-def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(
-    tmp_path: Path, when: str
-) -> None:
+def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(tmp_path: Path, when: str) -> None:
     for at in range(100):
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
         play(folder, range(2))
@@ -570,9 +561,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True, capture_output=True
-        )
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs the right to mount a small tmpfs")
     try:

@@ -24,9 +24,7 @@ from halfmoon.report.reading import Run, find
 from halfmoon.report.tables import Result, comparison, spread
 
 
-def summary(
-    method: str, seed: int, last: float | None, best: float | None, steps: int = 1200
-) -> dict[str, Any]:
+def summary(method: str, seed: int, last: float | None, best: float | None, steps: int = 1200) -> dict[str, Any]:
     cost = {"labeled_steps": steps, "labeled_images": 12000, "unlabeled_images": 36000}
     cost |= {"forward": 1_234_567, "backward": 48_000, "bytes_down": 1_500_000, "bytes_up": 1_000_000}
     return {
@@ -229,9 +227,7 @@ def test_a_curve_is_the_mean_over_the_rounds_that_all_seeds_have() -> None:
 @pytest.mark.parametrize(
     ("methods", "seeds", "pseudo"), [(1, 1, False), (2, 1, True), (3, 3, True), (2, 2, False), (11, 1, True)]
 )
-def test_curves_draw_every_method_in_its_color(
-    tmp_path: Path, methods: int, seeds: int, pseudo: bool
-) -> None:
+def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, seeds: int, pseudo: bool) -> None:
     runs = [
         run_of(f"Method {m}", s, {r: (m + 1) * r / 100 + s / 50 for r in range(1, 8)}, pseudo)
         for m in range(methods)

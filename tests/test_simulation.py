@@ -438,3 +438,21 @@ def test_rounds_do_not_depend_on_the_size_of_a_group():
         alone.open(0)
         alone.cohort = torch.tensor([k])
         assert furthest(tree.index(alone.ask("train", server), 0), tree.index(together, k)) < 1e-12
+
+
+@BOTH
+def test_a_spoiled_upload_is_named(executor):
+    """The only step has a finite loss and leaves infinite weights: nothing of it reaches the average."""
+    method, shared = FedAvg(), task(optimizer=SGD(1e3, weight_decay=1e308))
+    batching = Batching(4, 4, steps=1)
+    with pytest.raises(Diverged, match=r"upload 'params/.*' became .* in round 1 at client \d, step 1:"):
+        play(method, simulate(method, shared, executor=executor, batching=batching), begin(method, shared), range(1))
+
+
+def test_a_remembered_client_does_not_hold_its_group():
+    """Under vmap, memories are slices of stacked tensors; each client keeps a copy of its own."""
+    method, shared = FedDure(), task()
+    simulation = simulate(method, shared, executor="vmap", cohort=4)
+    play(method, simulation, begin(method, shared), range(1))
+    for leaf in tree.leaves(simulation.memories[0]):
+        assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()

@@ -25,18 +25,20 @@ class Budget:
 
     "none": its own reading of the batch rule. "labeled-steps": as many steps a visit as `reference` takes at the same
     client. "forwards": as many images through the classifier as `reference`, a backward pass counted as two forward
-    ones.
+    ones. `all_labels` says that the reference trains on all rows as labeled ones.
     """
 
     rule: Rule = "none"
     reference: Work | None = None
+    all_labels: bool = False
 
     def amount(self, batching: Batching, work: Work, own: Holding, given: Holding) -> Amount:
         """Return the amount of a visit of `work` to a client that trains on `own` rows of the `given` split."""
         amount = natural(batching, work, own)
         if self.rule == "none" or self.reference is None:
             return amount
-        wanted = natural(batching, self.reference, given)
+        holding = Holding(given.labeled + given.unlabeled, 0) if self.all_labels else given
+        wanted = natural(batching, self.reference, holding)
         if self.rule == "labeled-steps":
             return amount._replace(steps=wanted.steps)
         steps = wanted.steps * cost(self.reference, wanted) / cost(work, amount)

@@ -21,6 +21,7 @@ from halfmoon.config import Config, check_methods, free_folder, identity, method
 from halfmoon.data import Split
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
+from halfmoon.memory import keep_memory
 from halfmoon.pieces import World, device, network_name, world
 from halfmoon.record import CONFIG, TIMINGS, RunFolder
 from halfmoon.report.curves import curves
@@ -166,6 +167,8 @@ def _shared(jobs: Sequence[Job], split: Split | None, watch: Watch) -> World:
 
 def _play_all(root: Path, jobs: Sequence[Job], shared: World | None, watch: Watch) -> Outcome:
     """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
+    if shared is not None and device(jobs[0].config).type == "cpu":
+        keep_memory()
     with _threads(jobs[0].config):
         summaries = [_play(root / job.folder, job, shared, watch) for job in jobs]
     paths = [root / job.folder for job in jobs]
@@ -305,7 +308,7 @@ def _experiment(config: Config, shared: World) -> Experiment:
         Holdings(shared.train, shared.split, entry.all_labels),
         views=shared.views,
         batching=shared.batching,
-        budget=Budget(config.budget, reference),
+        budget=Budget(config.budget, reference, catalog.entry(config.reference or config.method).all_labels),
         seed=config.seed,
         cohort=config.cohort,
         executor=_executor(config),

@@ -20,11 +20,11 @@ Observer = Callable[[int, Batch, Notes], None]
 
 
 class Diverged(RuntimeError):
-    """A loss that is not a number: training has to stop."""
+    """A loss, or a weight, that is not a finite number: training has to stop."""
 
-    def __init__(self, round: int, client: int, step: int, value: float) -> None:
+    def __init__(self, round: int, client: int, step: int, value: float, what: str = "loss") -> None:
         super().__init__(
-            f"The loss became {value} in round {round + 1} at client {client}, step {step + 1}: training stopped. "
+            f"The {what} became {value} in round {round + 1} at client {client}, step {step + 1}: training stopped. "
             "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
         )
         self.round, self.client, self.step = round, client, step
@@ -74,6 +74,7 @@ def visit_one(
         log.add(notes)
     log.check(errand, client)
     up, memory = work.finish(down, carry, data)
+    _check_upload(errand, client, up, visit.amount.steps)
     return Outcome(tree.contiguous(up), tree.contiguous(memory), log.samples, visit.amount)
 
 
@@ -124,7 +125,14 @@ def visit_many(
     for log, client in zip(logs, clients, strict=True):
         log.check(errand, client)
     up, memory = vmap(lifted(work.finish))(each, carry, padded)
-    return [Outcome(tree.index(up, k), tree.index(memory, k), logs[k].samples, visits[k].amount) for k in range(n)]
+    outcomes: list[Outcome] = []
+    for k, client in enumerate(clients):
+        mine = tree.index(up, k)
+        _check_upload(errand, client, mine, visits[k].amount.steps)
+        # A clone: a slice would keep the memories of the whole group alive.
+        kept = tree.map(torch.clone, tree.index(memory, k))
+        outcomes.append(Outcome(mine, kept, logs[k].samples, visits[k].amount))
+    return outcomes
 
 
 def first_memory(work: Work, down: Tree, seed: int) -> Tree:
@@ -154,6 +162,14 @@ class _Log:
         if len(bad):
             step = int(bad[0])
             raise Diverged(errand.round, client, step, float(losses[step]))
+
+
+def _check_upload(errand: Errand, client: int, up: Tree, steps: int) -> None:
+    """Refuse an upload that the last step has spoiled: its loss was still finite."""
+    for name, leaf in tree.flatten(up).items():
+        if not bool(leaf.isfinite().all()):
+            worst = float(leaf[~leaf.isfinite()].flatten()[0])
+            raise Diverged(errand.round, client, max(0, steps - 1), worst, f"upload '{name}'")
 
 
 def add(old: Sample | None, new: Sample) -> Sample:

@@ -29,7 +29,7 @@ Options = Mapping[str, Scalar | Mapping[str, Scalar]]
 # What does not change a run's numbers, or is said by `method` and its own options.
 PLACE = {"run_dir", "data_dir", "cache", "device", "executor", "threads", "checkpoint_every"}
 # Labeled images of each class and client where nothing says how many.
-LABELS = 1.0
+LABELS = 0.5
 # What a saved split decides in place of the options.
 SCENARIO = ("clients", "setting", "gamma", "labels_per_class", "label_ratio", "min_size", "split_seed")
 
@@ -57,7 +57,7 @@ class Config:
     ] = "dir-dir"
     gamma: Annotated[float, "concentration of the Dirichlet draws; smaller is more uneven"] = 0.5
     labels_per_class: Annotated[
-        float | None, "labeled images of each class, a client on average; none: 1 without label_ratio"
+        float | None, "labeled images of each class, a client on average; none: 0.5 without label_ratio"
     ] = None
     label_ratio: Annotated[float | None, "instead of labels_per_class: the share of images that is labeled"] = None
     min_size: Annotated[int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean"] = None
@@ -84,7 +84,7 @@ class Config:
     labeling: Annotated[Literal["batch", "running"], "which statistics normalize pseudo-labeled views"] = "batch"
     budget: Annotated[
         Literal["none", "labeled-steps", "forwards"], "what all methods of a comparison get the same amount of"
-    ] = "none"
+    ] = "labeled-steps"
     reference: Annotated[str | None, "the method that sets the shared budget; none: the main one"] = None
 
     network: Annotated[Literal["auto", "resnet9", "small"], "the network; auto: small for digits, else resnet9"] = (
@@ -92,7 +92,7 @@ class Config:
     )
     width: Annotated[int | None, "width of the network; none: its own default"] = None
     optimizer: Annotated[Literal["adam", "sgd"], "the clients' optimizer"] = "adam"
-    lr: Annotated[float, "the clients' learning rate"] = 5e-4
+    lr: Annotated[float, "the clients' learning rate"] = 1e-3
     momentum: Annotated[float, "momentum of sgd"] = 0.0
     weight_decay: Annotated[float, "weight decay of the clients' optimizer"] = 0.0
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfmoon import tree
+from halfmoon.errors import UserError
 from halfmoon.tree import Tree
 
 
@@ -37,6 +38,10 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise UserError("SGD with nesterov needs a momentum above 0; set one, or leave nesterov out.")
 
     def init(self, params: Tree) -> Tree:
         """Return zero momentum buffers (none without momentum)."""

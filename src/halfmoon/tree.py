@@ -113,9 +113,7 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
 
 def channels_last(tree: Tree) -> Tree:
     """Lay out the 4-dimensional leaves channels-last: a CPU convolves a third faster."""
-    return map(
-        lambda leaf: leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf, tree
-    )
+    return map(lambda leaf: leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf, tree)
 
 
 def contiguous(tree: Tree) -> Tree:

@@ -2,7 +2,7 @@
 
 All of it is decided here from (seed, round, trip, client), outside every method, so that a loop, a batched cohort and a
 real network see the same images. Labeled and unlabeled rows have generators of their own: methods that look at
-labeled images only see the same labeled batches as the others.
+labeled images only see, with as many steps, the same labeled batches as the others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Batching:
         return self.steps or self.epochs * max(1, round(labeled / self.labeled))
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
-        """Return the steps of a visit that trains on both sets; 0 without unlabeled rows to count."""
+        """Return the steps of a visit that trains on both sets, at least 1; `draw` needs unlabeled rows."""
         by_labels = self.epoch == "labeled" or (self.epoch == "auto" and self.unlabeled == "rest")
         if self.steps or by_labels or self.unlabeled == "rest":
             return self.steps_labeled(labeled)

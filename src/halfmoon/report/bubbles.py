@@ -47,13 +47,9 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
     # Many classes lie closer than a bubble needs to be seen; theirs may overlap.
     largest = (0.95 * _POINTS * min(width, max(height, 0.09))) ** 2
     for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
-        counts = np.array([summary["each"][k][f"{kind}_classes"] for k in shown]).reshape(
-            len(shown), len(classes)
-        )
+        counts = np.array([summary["each"][k][f"{kind}_classes"] for k in shown]).reshape(len(shown), len(classes))
         _panel(axes, counts, largest, look(number).color)
-        axes.set_title(
-            f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold"
-        )
+        axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold")
         _mark(axes.yaxis, [str(name) for name in classes], height)
     _mark(panels[1].xaxis, [str(k) for k in shown], width / 2.2)
     what = "client" if clients <= SHOWN else f"client ({SHOWN} of {clients} shown, evenly chosen)"
@@ -74,9 +70,7 @@ def _panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
     samples = _round_numbers(int(counts.max(initial=0)))
     sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
     handles = [
-        Line2D(
-            [], [], linestyle="", marker="o", color=color, markersize=size, markeredgewidth=0, label=f"{n:,}"
-        )
+        Line2D([], [], linestyle="", marker="o", color=color, markersize=size, markeredgewidth=0, label=f"{n:,}")
         for n, size in zip(samples, sizes, strict=True)
     ]
     axes.legend(

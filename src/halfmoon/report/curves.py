@@ -43,9 +43,7 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     for run in runs:
         groups.setdefault(run.title, []).append(run)
     looks = {title: look(number) for number, title in enumerate(groups)}
-    pseudo = {
-        title: group for title, group in groups.items() if len(curve(group, "pseudo", "accuracy").rounds)
-    }
+    pseudo = {title: group for title, group in groups.items() if len(curve(group, "pseudo", "accuracy").rounds)}
     beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
     made = figure((6.0 if pseudo else 4.0) + beside, 3.3)
     if pseudo:
@@ -64,9 +62,7 @@ def curves(runs: Sequence[Run], path: Path) -> None:
         _name_ends(main, ends, looks)
     else:
         handles, names = main.get_legend_handles_labels()
-        made.legend(
-            handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8, handlelength=3.5
-        )
+        made.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8, handlelength=3.5)
     note = _note(groups)
     if note:
         made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
@@ -114,9 +110,7 @@ def _draw(
             label=title,
         )
         if len(group) > 1:
-            axes.fill_between(
-                line.rounds, 100 * line.low, 100 * line.high, color=style.color, alpha=0.18, linewidth=0
-            )
+            axes.fill_between(line.rounds, 100 * line.low, 100 * line.high, color=style.color, alpha=0.18, linewidth=0)
         ends[title] = (float(line.rounds[-1]), float(100 * line.mean[-1]))
     axes.set_xlabel("round", fontsize=8.5)
     axes.set_title(label, fontsize=8.5, loc="left")

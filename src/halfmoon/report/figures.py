@@ -38,9 +38,7 @@ class Look(NamedTuple):
 
 def look(number: int) -> Look:
     """Return the look of the line `number`; 315 different ones."""
-    return Look(
-        _COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
-    )
+    return Look(_COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
 
 
 def figure(width: float, height: float) -> Figure:
