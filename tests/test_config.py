@@ -283,7 +283,7 @@ def test_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_identity_follows_the_numbers_only() -> None:
-    base = Config(beside=("fedavg",))
+    base = Config(beside=("fedavg",), budget="none")
     same = dataclasses.replace(base, device="cpu", executor="loop", threads=1, run_dir=Path("x"), beside=())
     assert config.identity(same, "feddure") == config.identity(base, "feddure")
     written_out = dataclasses.replace(
@@ -307,3 +307,8 @@ def test_identity_follows_the_numbers_only() -> None:
     assert hashes[4] == hashes[5]
     assert len(set(hashes)) == len(hashes) - 1
     assert config.identity(base, "fedavg") != config.identity(base, "feddure")
+
+
+def test_a_tilde_before_no_users_name_is_a_plain_path() -> None:
+    """Found by a drawn configuration: `~0` is nobody's home."""
+    assert Config(data="~0").data == str(Path("~0").absolute())

@@ -10,6 +10,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache as remembered
 from importlib import metadata
@@ -65,7 +66,7 @@ class Config:
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None
 
     cohort: Annotated[int, "clients that train in a round"] = 5
-    rounds: Annotated[int, "rounds to play"] = 60
+    rounds: Annotated[int, "rounds to play"] = 50
     seed: Annotated[int, "seed of the first model, the cohorts, batches and views"] = 0
 
     labeled_batch: Annotated[int, "labeled images in a step"] = 10
@@ -438,7 +439,9 @@ def _check_together(c: Config) -> None:
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:
-    return (folder / Path(path).expanduser()).absolute()
+    with suppress(RuntimeError):  # a tilde before no user's name stays what it is
+        path = Path(path).expanduser()
+    return (folder / path).absolute()
 
 
 def _is_folder(data: str, folder: Path, values: Mapping[str, Any]) -> bool:
