@@ -1,9 +1,10 @@
 """Tabulate finished runs: `python results/collect.py NAME RUN...` writes NAME.csv, NAME.md and NAME.png beside itself.
 
-Each RUN is a finished run's folder. NAME.csv has one row an evaluation (method, seed, round, accuracy). NAME.md has the last
-and the best round and the mean of the last ten evaluations, as mean and standard deviation (ddof = 1) over seeds, with the
-number of seeds and what each method used. The methods of one seed share their cohorts, so that `difference`, the mean over
-seeds of a method's last ten evaluations minus the first method's, is less noisy than either.
+Each RUN is a finished run's folder. NAME.csv has one row an evaluation (method, seed, round, accuracy). NAME.md has
+the last and the best round and the mean of the last ten evaluations, as mean and standard deviation (ddof = 1) over
+seeds, with the number of seeds and what each method used. The methods of one seed share their cohorts, so that
+`difference`, the mean over seeds of a method's last ten evaluations minus the first method's, is less noisy than
+either.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ def good() -> bytes:
     ("images", "labels", "options", "message"),
     [
         ([good(), good()[:60]], [0, 1], {}, r"train.parquet, row 1: not a readable image"),
-        ([good(), b"nothing"], [0, 1], {}, r"train.parquet, row 1: not a readable image"),
+        ([good(), b"nothing"], [0, 1], {}, r"train.parquet, row 1: not a readable image \(no known format\)"),
         ([good(), None], [0, 1], {}, r"train.parquet, row 1: the image has no bytes"),
         ([good(), None], [0, 1], {"binary": True}, r"train.parquet, row 1: the image has no bytes"),
         ([good(), encode_mode("P")], [0, 1], {}, r"row 1: the image has mode P;"),

@@ -110,7 +110,9 @@ def compare(config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,),
         if not names or len(set(names)) < len(names):
             raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
     jobs = [
-        Job(f"{m}-seed{seed}", replace(config, method=m, beside=(), seed=seed, reference=methods[0]))
+        Job(
+            f"{m}-seed{seed}", replace(config, method=m, beside=(), seed=seed, reference=config.reference or methods[0])
+        )
         for m in methods
         for seed in seeds
     ]

@@ -19,7 +19,7 @@ def value(held: Any) -> str:
     if isinstance(held, bool):
         return "true" if held else "false"
     if isinstance(held, int | float):
-        return repr(held)
+        return "none" if held is None else repr(held)
     if isinstance(held, str | Path):
         # JSON escapes what TOML's basic strings must escape, except DEL.
         return json.dumps(str(held), ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -29,8 +29,8 @@ def value(held: Any) -> str:
 
 
 def shown(held: Any) -> str:
-    """Return a value as a TOML file has it, or as Python has it where TOML cannot."""
+    """Return a value as a TOML file has it, "none" for None, or as Python has it."""
     try:
         return value(held)
     except TypeError:
-        return repr(held)
+        return "none" if held is None else repr(held)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from halfmoon.errors import UserError
 
@@ -28,6 +28,8 @@ def decode(data: bytes, place: str) -> np.ndarray:
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
+    except UnidentifiedImageError as error:  # its own words name an object in memory
+        raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
         raise UserError(f"{place}: not a readable image ({error}); replace or remove it.") from error
     if image.mode not in MODES:
