@@ -66,7 +66,7 @@ class Config:
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None
 
     cohort: Annotated[int, "clients that train in a round"] = 5
-    rounds: Annotated[int, "rounds to play"] = 50
+    rounds: Annotated[int, "rounds to play"] = 40
     seed: Annotated[int, "seed of the first model, the cohorts, batches and views"] = 0
 
     labeled_batch: Annotated[int, "labeled images in a step"] = 10
