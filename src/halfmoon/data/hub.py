@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def read(repository: str, test: str) -> tuple[Images, Images, tuple[str, ...] | 
     Raise UserError where the library is not installed, the set cannot be fetched, or a row cannot be read.
     """
     try:
-        import datasets  # an extra, needed here only
+        datasets = import_module("datasets")  # an extra, needed here only; by name, as a type checker may lack it
     except ImportError as error:
         raise UserError(
             f"{repository} lies on the Hugging Face hub; install halfmoon[hub] to fetch it, {LAYOUT}."
