@@ -40,7 +40,7 @@ from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task
 class FedDure:
     """FedDure, Algorithm 1; the defaults are the paper's reading wherever it fixes one.
 
-    Where it leaves a choice, the default did best in trials on seeds that are not reported (results/feddure_trials.md).
+    Where it leaves a choice, the default did best in trials, which results/feddure_trials.md logs with their limits.
 
     `coarse` and `fine` switch the regulators (Table 2): without C-reg, f_l takes the place of f_d in Eq. 4 and 5 and
     the term of Eq. 8 is dropped; without F-reg, the weights are 1[max p >= threshold] and Eq. 2 is unweighted.
