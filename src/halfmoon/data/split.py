@@ -16,7 +16,11 @@ from halfmoon.data.files import replacing
 from halfmoon.data.images import Source
 from halfmoon.errors import UserError
 
+SERVER = -2
+"""The holder of rows that the server itself has; they are labeled. (-1 is nobody.)"""
+
 SCHEMA = pa.schema([("row", pa.int64()), ("client", pa.int64()), ("labeled", pa.bool_())])
+STAGED = SCHEMA.append(pa.field("stage", pa.int64()))
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,20 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Hold the `client` of each row, int64 (N,), -1 for nobody, and whether it is `labeled`, bool (N,).
+    """Hold the `client` of each row, int64 (N,), and whether it is `labeled`, bool (N,).
 
-    Raise UserError where the two disagree in length or type, or a client is not in -1..clients-1.
+    A client is 0..clients-1, SERVER for a labeled row of the server, -1 for nobody. `stage`, int64 (N,), says when a
+    row can be seen where data arrive as a stream (FedMatch, ICLR 2021): an unlabeled row in its stage only, a labeled
+    one, which is of stage 0, always. Without it nothing streams.
+
+    Raise UserError where the arrays disagree in length or type, or a row has a holder or a stage it cannot have.
     """
 
     client: np.ndarray
     labeled: np.ndarray
     clients: int
     origin: Origin = field(default_factory=Origin)
+    stage: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.client.dtype != np.int64 or self.labeled.dtype != np.bool_ or self.client.ndim != 1:
@@ -46,19 +55,38 @@ class Split:
         if self.client.shape != self.labeled.shape:
             sizes = f"{self.client.size} and {self.labeled.size}"
             raise UserError(f"a split needs one client and one mark per row, but has {sizes}.")
-        wrong = np.flatnonzero((self.client < -1) | (self.client >= self.clients))
+        wrong = np.flatnonzero((self.client < SERVER) | (self.client >= self.clients))
         if wrong.size:
             raise UserError(
                 f"row {wrong[0]} of the split belongs to client {self.client[wrong[0]]}, but there are "
-                f"{self.clients} clients, numbered from 0 (-1 is nobody)."
+                f"{self.clients} clients, numbered from 0 (-1 is nobody, {SERVER} the server)."
             )
+        wrong = np.flatnonzero((self.client == SERVER) & ~self.labeled)
+        if wrong.size:
+            raise UserError(
+                f"row {wrong[0]} of the split is the server's and unlabeled, but a server holds labeled rows only; "
+                "give the row to a client or to nobody (-1)."
+            )
+        if self.stage is not None:
+            _check_stage(self.stage, self.labeled)
 
     def __len__(self) -> int:
         return len(self.client)
 
-    def rows(self, k: int, labeled: bool) -> np.ndarray:
-        """Return the rows of client `k` that are labeled (or not), int64, sorted."""
-        return np.flatnonzero((self.client == k) & (self.labeled == labeled))
+    @property
+    def stages(self) -> int:
+        """Return how many stages there are; 1 where nothing streams."""
+        return 1 if self.stage is None else int(self.stage.max(initial=0)) + 1
+
+    def rows(self, k: int, labeled: bool, stage: int | None = None) -> np.ndarray:
+        """Return the rows of client `k`, or of SERVER, that are labeled (or not), int64, sorted.
+
+        With a `stage`, unlabeled rows are those to be seen in it: in a split without stages, all of them.
+        """
+        mine = (self.client == k) & (self.labeled == labeled)
+        if stage is not None and self.stage is not None and not labeled:
+            mine &= self.stage == stage
+        return np.flatnonzero(mine)
 
     def check(self, source: Source) -> None:
         """Raise UserError where this split was made for other training rows than those of `source`."""
@@ -73,16 +101,17 @@ class Split:
             )
 
     def save(self, path: Path) -> None:
-        """Write the split as parquet: row, client, labeled, with its origin in the schema's metadata.
+        """Write the split as parquet: row, client, labeled, and stage where it has stages; its origin is metadata.
 
         Raise UserError where the file cannot be written.
         """
         facts = asdict(self.origin) | {"images": len(self), "clients": self.clients}
         facts["seed"] = self.origin.scenario.get("seed")
-        table = pa.table(
-            [np.arange(len(self)), self.client, self.labeled],
-            schema=SCHEMA.with_metadata({"halfmoon": json.dumps(facts, sort_keys=True)}),
-        )
+        columns = [np.arange(len(self)), self.client, self.labeled]
+        schema = SCHEMA
+        if self.stage is not None:
+            columns, schema = [*columns, self.stage], STAGED
+        table = pa.table(columns, schema=schema.with_metadata({"halfmoon": json.dumps(facts, sort_keys=True)}))
         try:
             with replacing(path) as file:
                 pq.write_table(table, file)
@@ -102,16 +131,29 @@ class Split:
             clients, images = int(facts["clients"]), int(facts["images"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: it does not say what it splits; only files saved by halfmoon do.") from error
-        if not table.schema.equals(SCHEMA):
+        if not (table.schema.equals(SCHEMA) or table.schema.equals(STAGED)):
             held = ", ".join(f"{part.name} {part.type}" for part in table.schema)
-            raise UserError(f"{path}: columns must be row int64, client int64, labeled bool, but are {held}.")
-        columns = [table.column(name) for name in SCHEMA.names]
-        if any(part.null_count for part in columns):
+            raise UserError(
+                f"{path}: columns must be row int64, client int64, labeled bool (and stage int64 where rows come in "
+                f"stages), but are {held}."
+            )
+        if any(part.null_count for part in table.columns):
             raise UserError(f"{path}: a value is missing; make a new split.")
-        row, client, labeled = (part.to_numpy() for part in columns)
+        row, client, labeled, *stage = (part.to_numpy() for part in table.columns)
         if not np.array_equal(row, np.arange(images)):
             raise UserError(f"{path}: its rows are not 0 to {images - 1} in order; make a new split.")
-        return cls(client, labeled, clients, origin)
+        return cls(client, labeled, clients, origin, stage[0] if stage else None)
+
+
+def _check_stage(stage: np.ndarray, labeled: np.ndarray) -> None:
+    if stage.dtype != np.int64 or stage.shape != labeled.shape:
+        raise UserError(f"a split of {labeled.size} rows needs stage as int64 ({labeled.size},); convert it first.")
+    wrong = np.flatnonzero((stage < 0) | (labeled & (stage != 0)))
+    if wrong.size:
+        raise UserError(
+            f"row {wrong[0]} of the split has stage {stage[wrong[0]]}; number the stages of unlabeled rows from 0 and "
+            "give labeled rows stage 0, as they stay."
+        )
 
 
 def hash_labels(labels: np.ndarray) -> str:
