@@ -17,7 +17,7 @@ ROOT = Path(halfmoon.__file__).parent
 
 FLOORS = [
     {"errors"},
-    {"tree", "rng", "models", "disk", "toml", "memory"},
+    {"tree", "rng", "models", "disk", "toml", "memory", "packing", "manifest", "store"},
     {"optim", "augment", "types"},
     {"data", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment"},

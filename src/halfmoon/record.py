@@ -1,7 +1,8 @@
 """The run folder: everything one run leaves on disk, in an order that survives being killed at any instant.
 
 A file is written under a temporary name, flushed to the disk and renamed, so that a name that exists is whole. Of
-a checkpoint's two files the JSON comes last and carries the checksum of the other; it commits the checkpoint.
+a checkpoint's two files the JSON comes last and carries the checksum of the other; it commits the checkpoint. What
+the clients keep lies in a folder of its own, of which a checkpoint writes what has changed (`halfmoon.store`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from torch import Tensor
 
 from halfmoon import disk
 from halfmoon.errors import UserError
-from halfmoon.tree import Tree, flatten
+from halfmoon.manifest import START, Contents, Damaged, Mark, sweep, verify
+from halfmoon.packing import pack, unpack, with_metadata
+from halfmoon.store import Store
+from halfmoon.tree import Tree
 
 KEPT = 2
 """How many checkpoints stay: the newest and the one to fall back on."""
 
 CONFIG, RUN, METRICS, TIMINGS = "config.toml", "run.json", "metrics.jsonl", "timings.jsonl"
 MODEL, SUMMARY, LOCK = "model.safetensors", "summary.json", ".lock"
+CLIENTS = "clients"
 # What a creation leaves that was killed before its config.toml.
 _BEGUN = {LOCK, RUN, f".{RUN}{disk.PARTIAL}", f".{CONFIG}{disk.PARTIAL}"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
@@ -47,6 +50,7 @@ class Loaded(NamedTuple):
     state: Tree
     meta: dict[str, Any]
     warnings: list[str]  # one sentence each: what was damaged and skipped
+    clients: Contents  # for `Store.restore`
 
 
 class RunFolder:
@@ -163,32 +167,34 @@ class RunFolder:
         """Add a row to `timings.jsonl`, which a resumed run need not repeat. Raise UserError if it cannot."""
         self._append(TIMINGS, row)
 
-    def save(self, round: int, state: Tree, meta: dict[str, Any]) -> None:
+    def save(self, round: int, state: Tree, meta: dict[str, Any], clients: Store | None = None) -> None:
         """Write the checkpoint of a round and remove all but the last two.
 
-        `meta` is anything JSON can hold. Raise UserError if the disk refuses; the checkpoints before are intact.
+        `meta` is anything JSON can hold. Of `clients`, which keeps its files in this folder from now on, what has
+        changed since the last save is written. Raise UserError if the disk refuses; the checkpoints before are intact.
         A round may be saved again only with the same content (ValueError), as no older file is ever put at risk.
         """
         self._own()
         name = _name(round)
-        data, shape = _pack(state)
+        self._refuse_old(round, clients is not None and clients.changed)
+        data, shape = pack(state)
         with self._writing(name):
             length = disk.flushed_length(self.path / METRICS)
+        mark = self._committed(clients, round)
         note = {
             "round": round,
             "tensors": disk.digest(data),
             "shape": shape,
             "metrics": length,
+            "clients": mark._asdict(),
             "meta": meta,
             **_versions(),
         }
         sealed = _seal(note)
-        if self._saved is not None and round <= self._saved:
-            if round == self._saved and disk.read(self.path / f"{name}.json") == sealed:
+        if round == self._saved:
+            if disk.read(self.path / f"{name}.json") == sealed:
                 return
-            raise ValueError(f"round {round} cannot be saved: round {self._saved} is on disk already")
-        if self._saved is None and self._rounds():
-            raise ValueError(f"{self.path} holds checkpoints: load the newest before saving another")
+            raise ValueError(f"round {round} cannot be saved: round {round} is on disk already")
         try:
             self._write(f"{name}.safetensors", data)
             self._write(f"{name}.json", sealed)
@@ -198,13 +204,17 @@ class RunFolder:
             raise
         self._saved = round
         with self._writing("the folder"):
-            for old in self._rounds()[:-KEPT]:
+            rounds = self._rounds()
+            for old in rounds[:-KEPT]:
                 self._remove(old)
+            if clients is not None:
+                clients.prune(rounds[-KEPT:][0])
 
     def load(self) -> Loaded | None:
         """Return the newest checkpoint that is whole and cut `metrics.jsonl` back to it; None if none was written.
 
-        Damaged checkpoints are skipped, removed and said in `warnings`. Raise UserError if the run is finished, all
+        Damaged checkpoints are skipped, removed and said in `warnings`; all that the clients keep is read once, as
+        there is no checkpoint to fall back on later. Raise UserError if the run is finished, all
         checkpoints are damaged, or `metrics.jsonl` lost rows.
         """
         if self.finished:
@@ -214,16 +224,19 @@ class RunFolder:
         problems: list[tuple[int, str]] = []
         for round in reversed(rounds):
             try:
-                note, state = _read_checkpoint(self.path, round)
-            except _Damaged as damage:
+                note, state, clients = _read_checkpoint(self.path, round)
+            except Damaged as damage:
                 problems.append((round, str(damage)))
                 continue
             self._rewind(note["metrics"])
             for bad, _ in problems:
                 self._remove(bad)
             self._saved = round
+            older = [each for each in rounds if each < round]
+            with self._writing(CLIENTS):
+                clients = sweep(clients, older[-1] if older else round)
             warnings = [f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems]
-            return Loaded(round, state, note["meta"], warnings + _version_warning(note))
+            return Loaded(round, state, note["meta"], warnings + _version_warning(note), clients)
         if len(rounds) > 1 or (rounds and (self.path / f"{_name(rounds[0])}.json").exists()):
             what = "; ".join(f"{_name(bad)}: {why}" for bad, why in problems)
             raise UserError(
@@ -234,12 +247,14 @@ class RunFolder:
         self._rewind(0)
         for round in rounds:
             self._remove(round)
+        with self._writing(CLIENTS):
+            sweep(Contents(self.path / CLIENTS, START, -1, {}, []), 0)
         return None
 
     def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
         """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
         self._own()
-        self._write(MODEL, _with_metadata(safetensors.torch.save(_plain(model)), meta))
+        self._write(MODEL, with_metadata(pack(model)[0], meta))
         self._write(SUMMARY, (json.dumps(disk.finite(summary), indent=1) + "\n").encode())
 
     def _own(self) -> None:
@@ -260,6 +275,21 @@ class RunFolder:
                 f"another process is running in {self.path}; wait for it, or choose another --run-dir."
             ) from error
         self._lock = handle
+
+    def _refuse_old(self, round: int, changed: bool) -> None:
+        """Raise ValueError for a round that is not after the newest on disk, or equal to it as far as can be known."""
+        if self._saved is None:
+            if self._rounds():
+                raise ValueError(f"{self.path} holds checkpoints: load the newest before saving another")
+        elif round < self._saved or (round == self._saved and changed):
+            raise ValueError(f"round {round} cannot be saved: round {self._saved} is on disk already")
+
+    def _committed(self, clients: Store | None, round: int) -> Mark:
+        if clients is None:
+            return START
+        with self._writing(CLIENTS):
+            clients.settle(self.path / CLIENTS)
+            return clients.commit(round)
 
     def _rounds(self) -> list[int]:
         found = (_CHECKPOINT.fullmatch(entry.name) for entry in self.path.iterdir())
@@ -314,20 +344,18 @@ class RunFolder:
             ) from error
 
 
-class _Damaged(Exception):
-    """Why a checkpoint cannot be used."""
-
-
-def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree]:
+def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
     sealed, data = disk.read(folder / f"{_name(round)}.json"), disk.read(folder / f"{_name(round)}.safetensors")
     if sealed is None:
-        raise _Damaged("it was not completed: the .json is missing")
+        raise Damaged("it was not completed: the .json is missing")
     if data is None:
-        raise _Damaged("its .safetensors is missing")
+        raise Damaged("its .safetensors is missing")
     note = _unseal(sealed)
     if disk.digest(data) != note["tensors"]:
-        raise _Damaged("checksum differs")
-    return note, _unpack(data, note["shape"])
+        raise Damaged("checksum differs")
+    if "clients" not in note:
+        raise Damaged("an older halfmoon wrote it, which kept the clients elsewhere")
+    return note, unpack(data, note["shape"]), verify(folder / CLIENTS, Mark(**note["clients"]))
 
 
 def _seal(note: dict[str, Any]) -> bytes:
@@ -339,68 +367,11 @@ def _unseal(data: bytes) -> dict[str, Any]:
         note = json.loads(data)
         seal = note.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _Damaged("its .json is unreadable") from error
+        raise Damaged("its .json is unreadable") from error
     # The bytes are compared, not the values: a changed blank would parse to the same values.
     if disk.digest(disk.render(note)) != seal or _seal(note) != data:
-        raise _Damaged("checksum of its .json differs")
+        raise Damaged("checksum of its .json differs")
     return note
-
-
-def _pack(state: Tree) -> tuple[bytes, dict[str, Any]]:
-    """Return the bytes of the tensors and the tree's shape, which safetensors does not keep.
-
-    The shape is the tree with None at its leaves, or the order of dimensions in memory where a leaf lies permuted
-    (channels last). The order of keys and of memory are part of the state: sums are taken in it, so a run that
-    goes on without them would differ in the last digits.
-    """
-    return safetensors.torch.save(_plain(state)), _shape(state)
-
-
-def _with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
-    """Put metadata into the header of a safetensors file.
-
-    The library's own writer orders metadata by a hash that differs from process to process, and so would the file.
-    """
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.dumps({"__metadata__": meta, **json.loads(data[8:end])}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[end:]
-
-
-def _shape(state: Tree) -> dict[str, Any]:
-    return {key: _shape(value) if isinstance(value, dict) else _order(value) for key, value in state.items()}
-
-
-def _order(leaf: Tensor) -> list[int] | None:
-    if leaf.is_contiguous():
-        return None
-    order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
-    return order if leaf.permute(order).is_contiguous() else None
-
-
-def _unpack(data: bytes, shape: dict[str, Any]) -> Tree:
-    flat = safetensors.torch.load(data)
-
-    def fill(node: dict[str, Any], prefix: str) -> Tree:
-        return {
-            key: fill(value, f"{prefix}{key}/") if isinstance(value, dict) else _laid(flat[f"{prefix}{key}"], value)
-            for key, value in node.items()
-        }
-
-    return fill(shape, "")
-
-
-def _laid(leaf: Tensor, order: list[int] | None) -> Tensor:
-    if order is None:
-        return leaf
-    return leaf.permute(order).contiguous().permute([order.index(d) for d in range(leaf.dim())])
-
-
-def _plain(tree: Tree) -> dict[str, Tensor]:
-    # A clone a leaf: safetensors refuses tensors that share memory.
-    return {
-        path: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for path, leaf in flatten(tree).items()
-    }
 
 
 def _refuse_taken(path: Path, identity: str) -> None:
