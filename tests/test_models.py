@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad
-from torch_models import TorchResNet9, TorchSmall, twin
+from torch_models import module_of, twin
 
 from halfmoon import rng, tree
 from halfmoon.errors import UserError
-from halfmoon.models import NETWORKS, ResNet9, SmallCNN, forward, track
+from halfmoon.models import NETWORKS, ResNet9, SmallCNN, WideResNet, forward, track
 
-CASES = [
-    (ResNet9(3, 10, 4), TorchResNet9, 16),
-    (ResNet9(1, 5, 3), TorchResNet9, 32),
-    (SmallCNN(1, 10, 5), TorchSmall, 8),
-    (SmallCNN(3, 4, 4), TorchSmall, 13),
+CASES = [  # 40 channels are 20 groups of 2, 80 are 20 groups of 4, 64 are 32 groups of 2
+    (ResNet9(3, 10, 4), 16),
+    (ResNet9(1, 5, 3), 32),
+    (ResNet9(1, 5, 10, "group"), 16),
+    (ResNet9(3, 10, 3, "none"), 16),
+    (SmallCNN(1, 10, 5), 8),
+    (SmallCNN(3, 4, 4), 13),
+    (SmallCNN(1, 4, 20, "group"), 9),
+    (SmallCNN(3, 4, 4, "none"), 8),
+    (WideResNet(3, 10, 2, depth=10), 8),
+    (WideResNet(1, 4, 1, depth=16), 12),
+    (WideResNet(1, 4, 2, "group", 10), 8),
+    (WideResNet(3, 5, 1, "none", 10), 8),
 ]
-EVERY = pytest.mark.parametrize(("network", "module", "side"), CASES, ids=lambda value: str(value)[:30])
+EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: str(value))
 
 
-def scene(network, module, side, rows=6):
+def scene(network, side, rows=6):
     """Return a model whose statistics and affine parameters are not the fresh ones, its twin, images and labels."""
     g = rng.generator(1, "models")
     model = tree.to(network.init(g), dtype=torch.float64)
     model = tree.map(lambda leaf: leaf + 0.2 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), model)
     x = torch.randn(rows, network.channels, side, side, generator=g, dtype=torch.float64)
-    return model, twin(module(network.channels, network.classes, network.width), model), x, torch.arange(rows) % 4
+    return model, twin(module_of(network), model), x, torch.arange(rows) % 4
 
 
 def close(ours, theirs) -> None:
@@ -37,9 +47,9 @@ def close(ours, theirs) -> None:
 
 
 @EVERY
-def test_training_equals_the_module(network, module, side):
+def test_training_equals_the_module(network, side):
     """Logits under batch statistics, and the gradients of a loss in every parameter."""
-    model, oracle, x, y = scene(network, module, side)
+    model, oracle, x, y = scene(network, side)
     logits, _ = network.train(model["params"], x)
     close(logits, oracle(x))
     F.cross_entropy(oracle(x), y).backward()
@@ -51,15 +61,20 @@ def test_training_equals_the_module(network, module, side):
 
 
 @EVERY
-def test_tracking_equals_the_module(network, module, side):
-    """Running means and unbiased variances after three passes over different images, then the logits in eval mode."""
-    model, oracle, x, _ = scene(network, module, side)
+def test_tracking_equals_the_module(network, side):
+    """Running means and unbiased variances after three passes over different images, then the logits in eval mode.
+
+    Where nothing is tracked, statistics and moments are {} and stay so.
+    """
+    model, oracle, x, _ = scene(network, side)
     stats = model["stats"]
     for factor in (1.0, 0.5, 2.0):
         _, moments = network.train(model["params"], x * factor + factor)
         stats = track(stats, moments)
         oracle(x * factor + factor)
     buffers = dict(oracle.named_buffers())
+    assert len(stats) == sum(name.endswith("running_var") for name in buffers)
+    assert bool(stats) == (network.norm == "batch")
     for layer, each in stats.items():
         close(each["mean"], buffers[f"{layer}.norm.running_mean"])
         close(each["var"], buffers[f"{layer}.norm.running_var"])
@@ -67,9 +82,9 @@ def test_tracking_equals_the_module(network, module, side):
 
 
 @EVERY
-def test_prediction_equals_the_module_and_goes_image_by_image(network, module, side):
+def test_prediction_equals_the_module_and_goes_image_by_image(network, side):
     """Under tracked statistics an image's logits do not depend on its neighbors; the gradient is the module's."""
-    model, oracle, x, y = scene(network, module, side)
+    model, oracle, x, y = scene(network, side)
     oracle.eval()
     logits = network.predict(model["params"], model["stats"], x)
     close(logits, oracle(x))
@@ -81,9 +96,9 @@ def test_prediction_equals_the_module_and_goes_image_by_image(network, module, s
 
 
 @EVERY
-def test_networks_have_no_side_effect(network, module, side):
+def test_networks_have_no_side_effect(network, side):
     """Neither parameters nor statistics are written into, and tracking returns new ones."""
-    model, _, x, _ = scene(network, module, side)
+    model, _, x, _ = scene(network, side)
     copy = tree.map(torch.clone, model)
     _, moments = network.train(model["params"], x)
     network.predict(model["params"], model["stats"], x)
@@ -104,29 +119,46 @@ def test_resnet9_has_the_papers_size():
         assert len(model["stats"]) == 8
         assert tree.size(model["stats"]) == 2 * 2240
         assert tree.size(model["stats"]) + len(model["stats"]) == 4488
-    module = TorchResNet9(3, 10, 64)
+    module = module_of(ResNet9(3, 10))
     assert sum(p.numel() for p in module.parameters()) == 6_575_370
     assert sum(b.numel() for b in module.buffers()) == 4488
 
 
-@pytest.mark.parametrize(("network", "module"), [(ResNet9(3, 10, 8), TorchResNet9), (SmallCNN(1, 10, 16), TorchSmall)])
-def test_parameters_have_the_modules_names_and_shapes(network, module):
+def test_resnet9_without_normalization_has_fedmatchs_size():
+    """6,568,640 weights: 6,563,520 in the convolutions, 512 * 10 in the head, and no bias.
+
+    Convolutions: 9 * (3 * 64 + 64 * 128 + 2 * 128^2 + 128 * 256 + 256 * 512 + 2 * 512^2) = 9 * 729,280. GroupNorm
+    (FedRGD) has the parameters of batch normalization, and no statistics.
+    """
+    model = ResNet9(norm="none").init(torch.Generator())
+    head = model["params"]["head"]
+    assert tree.size(model["params"]) == 9 * 729_280 + 5_120 == 6_568_640
+    assert tree.size(head) == 5_120
+    assert not any(path.endswith("bias") for path in tree.flatten(model["params"]))
+    assert model["stats"] == {}
+    grouped = ResNet9(norm="group").init(torch.Generator())
+    assert tree.size(grouped["params"]) == 6_575_370
+    assert grouped["stats"] == {}
+
+
+@pytest.mark.parametrize("network", [network for network, _ in CASES], ids=str)
+def test_parameters_have_the_modules_names_and_shapes(network):
     """One leaf for each parameter of the twin, in its order."""
-    oracle = module(network.channels, network.classes, network.width)
     ours = {
         path.replace("/", "."): leaf.shape
         for path, leaf in tree.flatten(network.init(torch.Generator())["params"]).items()
     }
-    assert list(ours.items()) == [(name, p.shape) for name, p in oracle.named_parameters()]
+    assert list(ours.items()) == [(name, p.shape) for name, p in module_of(network).named_parameters()]
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("network", [ResNet9(3, 10, 16), SmallCNN(1, 10, 16)], ids=["resnet9", "small"])
-def test_initialization_is_pytorchs(network):
+def test_initialization_is_pytorchs(network, norm):
     """Weights and biases are U(-b, b) with b = 1 / sqrt(fan in), the bound of `nn.Conv2d` and `nn.Linear`.
 
     The standard deviation of that is b / sqrt(3). Normalizations start at weight 1, bias 0, mean 0, variance 1.
     """
-    model = network.init(rng.generator(0, "init"))
+    model = replace(network, norm=norm).init(rng.generator(0, "init"))
     for path, leaf in tree.flatten(model["params"]).items():
         layer, *_, kind = path.split("/")
         if "/norm/" in path:
@@ -142,6 +174,22 @@ def test_initialization_is_pytorchs(network):
     for stats in model["stats"].values():
         assert not stats["mean"].any()
         assert (stats["var"] == 1).all()
+
+
+def test_initialization_without_normalization_is_fedmatchs():
+    """Variance 1 / fan in, normal, cut at two deviations of the uncut normal: std / 0.8796 * 2 = 2.2737 std.
+
+    0.8796 is the deviation of the standard normal cut at 2: sqrt(1 - 4 phi(2) / (2 Phi(2) - 1)) with phi(2) =
+    0.0539910 and 2 Phi(2) - 1 = 0.9544997, so sqrt(1 - 0.2262588) = 0.8796257.
+    """
+    params = ResNet9(3, 10, 32, "none").init(rng.generator(0, "init"))["params"]
+    for leaf in tree.leaves(params):
+        std = leaf[0].numel() ** -0.5
+        assert float(leaf.abs().max()) <= std * 2 / 0.8796256
+        if leaf.numel() > 5000:
+            assert float(leaf.abs().max()) > std * 2.26
+            assert float(leaf.std()) == pytest.approx(std, rel=0.02)
+            assert abs(float(leaf.mean())) < 0.02 * std
 
 
 def test_initialization_draws_what_kaiming_uniform_draws():
@@ -165,6 +213,7 @@ def test_initialization_follows_the_generator():
     [
         ("resnet9", [(16, 16), (32, 32), (24, 40)], [(8, 8), (28, 28), (32, 30), (0, 16)]),
         ("small", [(4, 4), (8, 8), (28, 31)], [(3, 8), (8, 3)]),
+        ("wrn", [(8, 8), (12, 28), (32, 32)], [(4, 4), (8, 4), (30, 32), (32, 31), (0, 8)]),
     ],
 )
 def test_check_refuses_images_that_do_not_fit(name, good, bad):

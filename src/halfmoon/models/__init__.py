@@ -2,8 +2,10 @@
 
 from halfmoon.models.network import Network, forward, track
 from halfmoon.models.resnet9 import ResNet9
+from halfmoon.models.run import Norm
 from halfmoon.models.small import SmallCNN
+from halfmoon.models.wide import WideResNet
 
-NETWORKS = {"resnet9": ResNet9, "small": SmallCNN}
+NETWORKS = {"resnet9": ResNet9, "small": SmallCNN, "wrn": WideResNet}
 
-__all__ = ["NETWORKS", "Network", "ResNet9", "SmallCNN", "forward", "track"]
+__all__ = ["NETWORKS", "Network", "Norm", "ResNet9", "SmallCNN", "WideResNet", "forward", "track"]

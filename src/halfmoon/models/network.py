@@ -3,157 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon import tree
+from halfmoon.errors import UserError, nearest
+from halfmoon.models.run import MOMENTUM, Batched, Norm, Recorded, Run, Settled, Tangent
 from halfmoon.tree import Tree
 
-EPS = 1e-5
-MOMENTUM = 0.1
-
-
-@dataclass
-class Run(ABC):
-    """One pass through a network: what its layers do, on given parameters; `Network.layers` says in which order.
-
-    z is activations (B, C, H, W); whatever a network does besides (adding, averaging, flattening) has to be linear.
-    """
-
-    params: Tree
-
-    def conv(self, name: str, z: Tensor) -> Tensor:
-        """Convolve 3x3, with bias; height and width stay."""
-        p = self.params[name]["conv"]
-        return F.conv2d(z, p["weight"], p["bias"], padding=1)
-
-    @abstractmethod
-    def norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize each channel, with weight and bias."""
-
-    def relu(self, z: Tensor) -> Tensor:
-        """Return max(z, 0)."""
-        return F.relu(z)
-
-    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
-        """Take the maximum of each tile of `size`."""
-        return F.max_pool2d(z, size)
-
-    def linear(self, name: str, z: Tensor) -> Tensor:
-        """Map features (B, inputs) to (B, outputs)."""
-        return F.linear(z, self.params[name]["weight"], self.params[name]["bias"])
-
-
-@dataclass
-class Settled(Run):
-    """A pass under the tracked statistics."""
-
-    stats: Tree
-
-    def norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize with the tracked mean and variance."""
-        p, s = self.params[name]["norm"], self.stats[name]
-        return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
-
-
-@dataclass
-class Batched(Run):
-    """A pass under batch statistics, which it leaves in `moments`."""
-
-    moments: Tree = field(default_factory=dict)
-
-    def norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize with the batch's own mean and variance."""
-        return self.normalized(name, z)[0]
-
-    def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the normalized activations, the batch's mean and its inverse standard deviation (C,)."""
-        p = self.params[name]["norm"]
-        out, mean, inverse = torch.native_batch_norm(z, p["weight"], p["bias"], None, None, True, MOMENTUM, EPS)
-        count = z.numel() // z.shape[-3]
-        var = (inverse.detach().pow(-2) - EPS) * (count / max(count - 1, 1))
-        self.moments[name] = {"mean": mean.detach(), "var": var}
-        return out, mean, inverse
-
-
-@dataclass
-class Recorded(Batched):
-    """A pass under batch statistics that keeps, in order, what its tangents will need: what autograd saves anyway."""
-
-    tape: list[Tensor] = field(default_factory=list)
-
-    def conv(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input."""
-        self.tape.append(z)
-        return super().conv(name, z)
-
-    def norm(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input and its statistics."""
-        out, mean, inverse = self.normalized(name, z)
-        self.tape += [z, mean, inverse]
-        return out
-
-    def relu(self, z: Tensor) -> Tensor:
-        """Keep the output."""
-        self.tape.append(F.relu(z))
-        return self.tape[-1]
-
-    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
-        """Keep where the maxima were."""
-        out, where = F.max_pool2d(z, size, return_indices=True)
-        self.tape.append(where)
-        return out
-
-    def linear(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input."""
-        self.tape.append(z)
-        return super().linear(name, z)
-
-
-@dataclass
-class Tangent(Run):
-    """A pass of tangents over a recorded one: z is how the activations move as the parameters move along `direction`.
-
-    It computes no activation again: a layer with weights costs its two derivatives, so the pass two convolutions a
-    layer (one in the first, whose images stand still).
-    """
-
-    direction: Tree
-    images: Tensor
-    tape: Iterator[Tensor]
-
-    def conv(self, name: str, z: Tensor) -> Tensor:
-        """d(w * x) = dw * x + w * dx."""
-        x, w, d = next(self.tape), self.params[name]["conv"]["weight"], self.direction[name]["conv"]
-        moved = F.conv2d(x, d["weight"], d["bias"], padding=1)
-        return moved if z is self.images else moved.add_(F.conv2d(z, w, padding=1))
-
-    def norm(self, name: str, z: Tensor) -> Tensor:
-        """In weight and bias normalization is affine; in its input its derivative is symmetric: its own backward."""
-        w, d = self.params[name]["norm"]["weight"], self.direction[name]["norm"]
-        x, mean, inverse = next(self.tape), next(self.tape), next(self.tape)
-        moved = torch.native_batch_norm(x, d["weight"], d["bias"], None, None, True, MOMENTUM, EPS)[0]
-        only_input = [True, False, False]
-        backward = torch.ops.aten.native_batch_norm_backward
-        return moved.add_(backward(z, x, w, None, None, mean, inverse, True, EPS, only_input)[0])
-
-    def relu(self, z: Tensor) -> Tensor:
-        """Where the output is 0, nothing moves."""
-        return torch.ops.aten.threshold_backward(z, next(self.tape), 0)
-
-    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
-        """The maxima move as the activations that they are."""
-        where = next(self.tape)
-        return z.flatten(-2).gather(-1, where.flatten(-2)).unflatten(-1, where.shape[-2:])
-
-    def linear(self, name: str, z: Tensor) -> Tensor:
-        """d(w x) = dw x + w dx."""
-        d = self.direction[name]
-        return F.linear(next(self.tape), d["weight"], d["bias"]) + F.linear(z, self.params[name]["weight"])
+CUT_NORMAL_STD = 0.87962566103423978
+"""The standard deviation of a standard normal variable cut at -2 and 2."""
 
 
 @dataclass(frozen=True)
@@ -161,20 +23,29 @@ class Network(ABC):
     """A classifier as a pure function.
 
     A model is the tree {"params": ..., "stats": ...}; "stats" holds the tracked mean and variance of each batch
-    normalization and travels with the parameters.
+    normalization and travels with the parameters. Under `norm` "group" and "none" there is nothing to track: stats and
+    moments are {}. "none" is FedMatch's: no normalization, and no bias anywhere.
+
+    Passes read sizes from the parameters, so the leading part of every leaf is a network as well (HeteroFL).
+    Raises `UserError` for an unknown `norm`.
     """
 
     channels: int = 3
     classes: int = 10
     width: int = 64
+    norm: Norm = "batch"
+
+    def __post_init__(self) -> None:
+        if self.norm not in get_args(Norm):
+            raise UserError(f"norm is {self.norm!r}: {nearest(str(self.norm), get_args(Norm))}")
 
     @abstractmethod
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"} with PyTorch's default initialization, drawn from `generator`."""
+        """Return {"params", "stats"}, drawn from `generator`."""
 
     @abstractmethod
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return what x (B, C, H, W) comes to, (B, classes), when `run` does what each layer does."""
+        """Return what x (B, C, H, W) comes to, (B, classes), when `run` does what each layer does; "head" is last."""
 
     @abstractmethod
     def check(self, shape: tuple[int, int, int]) -> None:
@@ -185,12 +56,20 @@ class Network(ABC):
 
         "var" is the unbiased variance, which is what running statistics track (as in PyTorch).
         """
-        run = Batched(params)
+        run = Batched(params, self.norm)
         return self.layers(x, run), run.moments
+
+    def embed(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor, Tree]:
+        """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given.
+
+        A second head can stand on the same pass, such as ReMixMatch's for rotations.
+        """
+        run = Batched(params, self.norm)
+        return self.layers(x, run), run.inputs["head"], run.moments
 
     def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
-        run = Recorded(params)
+        run = Recorded(params, self.norm)
         return self.layers(x, run), run.tape
 
     def tangent(self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree) -> Tensor:
@@ -198,11 +77,11 @@ class Network(ABC):
 
         What `torch.func.jvp` gives; but the activations come from the tape, where that computes them a second time.
         """
-        return self.layers(x, Tangent(params, direction, x, iter(tape)))
+        return self.layers(x, Tangent(params, self.norm, direction, x, iter(tape)))
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        """Return logits (B, classes) under the tracked statistics."""
-        return self.layers(x, Settled(params, stats))
+        """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
+        return self.layers(x, Settled(params, self.norm, stats))
 
 
 def track(stats: Tree, moments: Tree) -> Tree:
@@ -233,20 +112,49 @@ def forward(
             passes.append(moments)
     loud: list[Tensor] = []
     for group in taught:
+        if not len(group):  # a client without labels
+            loud.append(group.new_zeros(0, network.classes))
+            continue
         logits, moments = network.train(params, group)
         loud.append(logits)
         passes.append(moments)
     return loud, quiet, passes
 
 
-def convolution(generator: torch.Generator, inputs: int, outputs: int, kernel: int = 3) -> Tree:
-    """Return weight and bias of a convolution, drawn as PyTorch draws them."""
-    return _uniform(generator, (outputs, inputs, kernel, kernel), inputs * kernel * kernel)
+def chain(network: Network, generator: torch.Generator, blocks: dict[str, tuple[int, int]]) -> Tree:
+    """Return {"params", "stats"} of normalized 3x3 convolutions {name: (inputs, outputs)} and a head on the last.
+
+    Drawn as PyTorch draws them; under "none", without bias and as FedMatch's code draws them (`unbiased`).
+    """
+    params: Tree = {}
+    last = network.channels
+    for name, (inputs, last) in blocks.items():
+        if network.norm == "none":
+            params[name] = {"conv": unbiased(generator, (last, inputs, 3, 3))}
+        else:
+            params[name] = {"conv": convolution(generator, inputs, last), "norm": affine(last)}
+    shape = (network.classes, last)
+    params["head"] = unbiased(generator, shape) if network.norm == "none" else linear(generator, last, network.classes)
+    tracked = {name: fresh_stats(outputs) for name, (_, outputs) in blocks.items()}
+    return {"params": params, "stats": tracked if network.norm == "batch" else {}}
+
+
+def convolution(generator: torch.Generator, inputs: int, outputs: int) -> Tree:
+    """Return weight and bias of a 3x3 convolution, drawn as PyTorch draws them."""
+    return _uniform(generator, (outputs, inputs, 3, 3), inputs * 9)
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int) -> Tree:
     """Return weight and bias of a linear layer, drawn as PyTorch draws them."""
     return _uniform(generator, (outputs, inputs), inputs)
+
+
+def unbiased(generator: torch.Generator, shape: tuple[int, ...]) -> Tree:
+    """Return a weight alone: variance 1 / fan in, normal, cut at two deviations (Keras' VarianceScaling, FedMatch)."""
+    weight = torch.empty(shape)
+    std = weight[0].numel() ** -0.5 / CUT_NORMAL_STD
+    torch.nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator=generator)
+    return {"weight": weight}
 
 
 def affine(channels: int) -> Tree:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from halfmoon.errors import UserError
-from halfmoon.models.network import Network, Run, affine, convolution, fresh_stats, linear
+from halfmoon.models.network import Network, chain
+from halfmoon.models.run import Run
 from halfmoon.tree import Tree
 
 
 @dataclass(frozen=True)
 class SmallCNN(Network):
-    """Three 3x3 convolutions (width, 2 width, 2 width) with batch normalization, two halvings, global mean."""
+    """Three 3x3 convolutions (width, 2 width, 2 width) with normalization, two halvings, global mean."""
 
     width: int = 16
 
@@ -23,12 +24,8 @@ class SmallCNN(Network):
         return {"conv1": (self.channels, w), "conv2": (w, 2 * w), "conv3": (2 * w, 2 * w)}
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"}."""
-        params: Tree = {
-            name: {"conv": convolution(generator, a, b), "norm": affine(b)} for name, (a, b) in self._blocks().items()
-        }
-        params["head"] = linear(generator, 2 * self.width, self.classes)
-        return {"params": params, "stats": {name: fresh_stats(b) for name, (_, b) in self._blocks().items()}}
+        """Return {"params", "stats"} with PyTorch's default initialization, or FedMatch's without normalization."""
+        return chain(self, generator, self._blocks())
 
     def layers(self, x: Tensor, run: Run) -> Tensor:
         """Return logits (B, classes) for x (B, C, H, W)."""
