@@ -201,7 +201,10 @@ def test_the_cap_can_be_lifted() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"setting": "dir-iid"}, "setting 'dir-iid' is unknown; choose iid-iid, iid-dir or dir-dir"),
+        (
+            {"setting": "dir-iid"},
+            "setting 'dir-iid' is unknown; choose iid-iid, iid-dir, dir-dir, .* or fedmatch-stream",
+        ),
         ({"clients": 0}, "clients is 0; there must be at least one"),
         ({"gamma": 0.0}, "gamma is 0.0; it must be above 0"),
         ({"gamma": -1.0}, "gamma is -1.0"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.data.split import Split
+from halfmoon.data.split import SERVER, Split
 
 
 def counts(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +45,10 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
     """Return the split in numbers, ready for JSON; a distance to an empty side is None and left out of means.
 
-    counts: images, labeled, unlabeled, nobody (rows without a client), clients, classes;
+    counts: images, labeled (the server's too), unlabeled, nobody (rows that no one holds), clients, classes;
+    server: None, or the server's labeled rows (labeled, labeled_classes) with tv and js between their class mix and
+    that of the unlabeled rows of all clients;
+    stages: unlabeled rows to be seen in each stage, one number where nothing streams;
     each: for every client labeled, unlabeled, class counts labeled_classes and unlabeled_classes, tv and js;
     sizes: min, median, max of the clients' labeled and unlabeled rows;
     present: mean number of classes a client has among its labeled and its unlabeled rows;
@@ -56,15 +59,18 @@ def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[st
     tv = total_variation(mix(labeled), mix(unlabeled))
     js = jensen_shannon(mix(labeled), mix(unlabeled))
     parts = {"labeled": labeled, "unlabeled": unlabeled}
+    server = _server(split, labels, unlabeled.sum(0))
     return {
         "counts": {
             "images": len(split),
-            "labeled": int(labeled.sum()),
+            "labeled": int(labeled.sum()) + (server["labeled"] if server else 0),
             "unlabeled": int(unlabeled.sum()),
-            "nobody": int((split.client < 0).sum()),
+            "nobody": int((split.client == -1).sum()),
             "clients": split.clients,
             "classes": list(classes),
         },
+        "server": server,
+        "stages": _stages(split),
         "each": [
             {
                 "labeled": int(labeled[k].sum()),
@@ -84,6 +90,27 @@ def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[st
     }
 
 
+def _server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str, Any] | None:
+    """Return the server's part of the summary; `unlabeled` (classes,) are the counts of all clients."""
+    rows = split.rows(SERVER, True)
+    if not rows.size:
+        return None
+    held = np.bincount(labels[rows], minlength=len(unlabeled))
+    return {
+        "labeled": len(rows),
+        "labeled_classes": held.tolist(),
+        "tv": _number(total_variation(mix(held), mix(unlabeled))),
+        "js": _number(jensen_shannon(mix(held), mix(unlabeled))),
+    }
+
+
+def _stages(split: Split) -> list[int]:
+    held = (split.client >= 0) & ~split.labeled
+    if split.stage is None:
+        return [int(held.sum())]
+    return np.bincount(split.stage[held], minlength=split.stages).tolist()
+
+
 def _entropy(p: np.ndarray) -> np.ndarray:
     # 0 log 0 is 0; NaN stays NaN.
     return -(p * np.log2(np.where(p > 0, p, 1.0))).sum(-1)
@@ -100,5 +127,5 @@ def _range(values: np.ndarray) -> dict[str, float | None]:
     return {"mean": float(known.mean()), "min": float(known.min()), "max": float(known.max())}
 
 
-def _number(value: np.floating) -> float | None:
+def _number(value: np.ndarray | np.floating) -> float | None:
     return None if np.isnan(value) else float(value)
