@@ -21,6 +21,32 @@ class SpyWork(Work):
     inner: Any = None
     seen: list[tuple[str, Any]] = field(default_factory=list, compare=False)
 
+    @property
+    def trains(self) -> bool:
+        return self.inner.trains
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        return self.inner.sweep
+
+    @property
+    def whole(self) -> bool:
+        return self.inner.whole
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return self.inner.others
+
+    @property
+    def mixup(self) -> float | None:
+        return self.inner.mixup
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        return self.inner.swept(labeled, unlabeled)
+
+    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+        return self.inner.traffic(down, up)
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         return self.inner.remember(down, generator)
 

@@ -40,9 +40,9 @@ def holding(name: str, given_: Holding) -> Holding:
         # after C-reg's step 2 * 10. Backward: local 30, Eq. 4 10, the labeled loss 10, Eq. 2 10
         ("feddure", {}, 80, 60),
         # local 30, C-reg 10, its labeled losses 20; backward local 30, Eq. 2 10
-        ("feddure-no-fine", {}, 60, 40),
+        ("feddure-without-freg", {}, 60, 40),
         # local 30, again with its tangent 2 * 30, the labeled loss 10; backward local 30, Eq. 4 30, the labeled loss 10
-        ("feddure-no-coarse", {}, 100, 70),
+        ("feddure-without-creg", {}, 100, 70),
     ],
 )
 def test_passes_of_a_step_by_hand(name, rules, forward, backward):
@@ -74,7 +74,7 @@ def test_no_budget_is_the_batch_rule():
     """With "none", or without a reference, every method goes by the rule."""
     for budget in (Budget(), Budget("none", work("feddure")), Budget("forwards"), Budget("labeled-steps")):
         assert budget.amount(TEN, work("fedavg"), CLIENT, CLIENT) == Amount(5, 10, 0)
-        assert budget.amount(TEN, work("fedavg-uda"), CLIENT, CLIENT) == Amount(45, 10, 10)
+        assert budget.amount(TEN, work("fedavg-uda"), CLIENT, CLIENT) == Amount(45, 10, 10, epochs=1)
 
 
 BATCHINGS = st.builds(Batching, st.integers(1, 12), st.integers(1, 12) | st.just("rest"), st.integers(1, 3))
@@ -89,7 +89,7 @@ def test_labeled_steps_are_those_of_the_reference(batching, client, name, refere
     budget = Budget("labeled-steps", work(reference))
     made = budget.amount(batching, work(name), holding(name, client), holding(reference, client))
     assert made.steps == wanted.steps
-    assert made[1:] == natural(batching, work(name), holding(name, client))[1:]
+    assert made[1:3] == natural(batching, work(name), holding(name, client))[1:3]
 
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
@@ -111,7 +111,7 @@ def test_the_reference_keeps_its_own_rule(batching, client, name):
         assert Budget(rule, work(name)).amount(batching, work(name), client, client) == own
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavg-sl", "fedprox-fixmatch", "feddure-no-fine"])
+@pytest.mark.parametrize("name", ["fedavg", "fedavg-sl", "fedprox-fixmatch", "feddure-without-freg"])
 def test_played_rounds_keep_to_the_budget(name):
     """What the runs count: the labeled steps of FedDure at "labeled-steps", its images within half a step a client."""
 
@@ -145,6 +145,8 @@ def test_costs_add_up_by_hand():
         "backward": 35,
         "bytes_down": 0,
         "bytes_up": 0,
+        "stored_client": 0,
+        "stored_server": 0,
     }
 
 

@@ -222,7 +222,9 @@ def test_warmup_trains_on_labels_alone():
     work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, statistics="separate")
     new, _ = work.step({**down, "gate": torch.zeros(())}, carry, batches[0])
     labels = catalog.make("fedavg").works(work.task)["train"]
-    alone, _ = labels.step(down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}}, batches[0])
+    alone, _ = labels.step(
+        down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}, batches[0]
+    )
     assert distance(list(tree.leaves(new["params"])), list(tree.leaves(alone["params"]))) < 1e-12
 
 

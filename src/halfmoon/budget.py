@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Literal
 
 from halfmoon.data.draw import Amount, Batching
@@ -35,33 +35,45 @@ class Budget:
     def amount(self, batching: Batching, work: Work, own: Holding, given: Holding) -> Amount:
         """Return the amount of a visit of `work` to a client that trains on `own` rows of the `given` split."""
         amount = natural(batching, work, own)
-        if self.rule == "none" or self.reference is None:
+        if self.rule == "none" or self.reference is None or not work.trains or not amount.steps:
             return amount
         holding = Holding(given.labeled + given.unlabeled, 0) if self.all_labels else given
+        if work == self.reference and own == holding:
+            return amount
         wanted = natural(batching, self.reference, holding)
         if self.rule == "labeled-steps":
-            return amount._replace(steps=wanted.steps)
-        steps = wanted.steps * cost(self.reference, wanted) / cost(work, amount)
-        return amount._replace(steps=max(1, round(steps)))
+            return amount._replace(steps=wanted.steps, epochs=0)
+        images = wanted.steps * cost(self.reference, wanted) + self.reference.swept(*astuple(holding))
+        steps = (images - work.swept(*astuple(own))) / cost(work, amount)
+        return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
 def natural(batching: Batching, work: Work, own: Holding) -> Amount:
     """Return what the batch rule alone says."""
+    if not work.trains:
+        return Amount(0, 0, 0)
+    labeled = batching.labeled_size(own.labeled)
     if not work.views:
-        return Amount(batching.steps_labeled(own.labeled), batching.labeled, 0)
+        return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
     size = batching.unlabeled_size(own.labeled, own.unlabeled)
-    return Amount(batching.steps_both(own.labeled, own.unlabeled), batching.labeled, size)
+    by_unlabeled = batching.unlabeled != "rest" and batching.epoch != "labeled" and not batching.steps
+    epochs = batching.epochs if by_unlabeled else 0
+    return Amount(batching.steps_both(own.labeled, own.unlabeled), labeled, size, epochs)
 
 
 def cost(work: Work, amount: Amount) -> int:
-    """Return the images of one step in forward passes, a backward pass counted as two."""
+    """Return the images of one step in forward passes, a backward pass counted as two; at least 1."""
     passes = work.passes(amount.labeled, amount.unlabeled)
-    return passes.forward + 2 * passes.backward
+    return max(1, passes.forward + 2 * passes.backward)
 
 
 @dataclass
 class Cost:
-    """What a run has used so far; every field only grows."""
+    """What a run has used so far; every field only grows.
+
+    `stored_client` is the largest memory that a client keeps between its rounds, `stored_server` the most that the
+    server has kept between rounds, in bytes.
+    """
 
     labeled_steps: int = 0
     labeled_images: int = 0
@@ -70,13 +82,15 @@ class Cost:
     backward: int = 0
     bytes_down: int = 0
     bytes_up: int = 0
+    stored_client: int = 0
+    stored_server: int = 0
 
-    def visit(self, amount: Amount, passes: Passes) -> None:
-        """Count one client's visit."""
+    def visit(self, amount: Amount, passes: Passes, swept: int = 0) -> None:
+        """Count one client's visit; `swept` images went through the network outside its steps."""
         self.labeled_steps += amount.steps
         self.labeled_images += amount.steps * amount.labeled
         self.unlabeled_images += amount.steps * amount.unlabeled
-        self.forward += amount.steps * passes.forward
+        self.forward += amount.steps * passes.forward + swept
         self.backward += amount.steps * passes.backward
 
     def row(self) -> dict[str, int]:

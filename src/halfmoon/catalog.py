@@ -46,14 +46,14 @@ _FEDDURE = "FedDure, AAAI 2024"
 _ENTRIES = (
     Entry("feddure", "FedDure", _FEDDURE, "dual regulators weigh each client's pseudo-labels", FedDure()),
     Entry(
-        "feddure-no-coarse",
+        "feddure-without-creg",
         "FedDure without C-reg",
         f"{_FEDDURE}, Table 2",
         "the fine-grained regulator alone, trained through the local model",
         FedDure(coarse=False),
     ),
     Entry(
-        "feddure-no-fine",
+        "feddure-without-freg",
         "FedDure without F-reg",
         f"{_FEDDURE}, Table 2",
         "the coarse-grained regulator alone, with a fixed threshold",

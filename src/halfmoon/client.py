@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from halfmoon import rng, tree
-from halfmoon.data.draw import Amount, Views, Visit, batches, draw
+from halfmoon.data.draw import Amount, Views, Visit, Wanted, batches, draw, sweep
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Local, Notes, Pseudo, Sample, Work
 
@@ -41,6 +41,10 @@ class Errand:
     trip: int
     rows: int = 512  # images whose views are made in one call
 
+    def path(self, client: int) -> tuple[str, int, int, int]:
+        """Return where the random numbers of a visit come from, with the seed."""
+        return ("visit", self.round, self.trip, client)
+
 
 class Outcome(NamedTuple):
     """What one client's visit leaves: its upload, its memory, and what was counted."""
@@ -49,6 +53,7 @@ class Outcome(NamedTuple):
     memory: Tree
     samples: dict[str, Sample]
     amount: Amount
+    traffic: tuple[int, int]  # bytes down and up
 
 
 def visit_one(
@@ -63,6 +68,7 @@ def visit_one(
     laid = data.x.device.type == "cpu"
     if laid:
         down, memory = tree.channels_last(down), tree.channels_last(memory)
+    data = _swept(errand, client, data)
     carry = work.begin(down, memory, data)
     visit = _drawn(errand, client, data, amount, work.keep(carry, data))
     log = _Log()
@@ -75,7 +81,8 @@ def visit_one(
     log.check(errand, client)
     up, memory = work.finish(down, carry, data)
     _check_upload(errand, client, up, visit.amount.steps)
-    return Outcome(tree.contiguous(up), tree.contiguous(memory), log.samples, visit.amount)
+    traffic = work.traffic(down, up)
+    return Outcome(tree.contiguous(up), tree.contiguous(memory), log.samples, visit.amount, traffic)
 
 
 def visit_many(
@@ -90,9 +97,11 @@ def visit_many(
 ) -> list[Outcome]:
     """Run K visits with equal images a step as one program; `downs` is shared, `each` differs (leaves (K, ...)).
 
-    Clients with fewer steps are frozen when theirs are over.
+    Clients with fewer steps are frozen when theirs are over. The clients of a work that looks at `whole` clients have
+    to be of one size.
     """
     work, n = errand.work, len(clients)
+    datas = [_swept(errand, client, data) for client, data in zip(clients, datas, strict=True)]
     padded = _padded(datas)
     memory = tree.stack(list(memories)) if memories[0] else {}
 
@@ -131,7 +140,8 @@ def visit_many(
         _check_upload(errand, client, mine, visits[k].amount.steps)
         # A clone: a slice would keep the memories of the whole group alive.
         kept = tree.map(torch.clone, tree.index(memory, k))
-        outcomes.append(Outcome(mine, kept, logs[k].samples, visits[k].amount))
+        traffic = work.traffic({**downs, **tree.index(each, k)}, mine)
+        outcomes.append(Outcome(mine, kept, logs[k].samples, visits[k].amount, traffic))
     return outcomes
 
 
@@ -180,18 +190,23 @@ def add(old: Sample | None, new: Sample) -> Sample:
 
 
 def _drawn(errand: Errand, client: int, data: Local, amount: Amount, keep: Tensor | None) -> Visit:
-    path = ("visit", errand.round, errand.trip, client)
-    return draw(amount, data, errand.views, errand.work.views, keep, errand.seed, *path)
+    wanted = Wanted(errand.work.views, errand.work.others, errand.work.mixup)
+    return draw(amount, data, errand.views, wanted, keep, errand.seed, *errand.path(client))
+
+
+def _swept(errand: Errand, client: int, data: Local) -> Local:
+    normalize = errand.work.task.normalize
+    return sweep(data, errand.views, errand.work.sweep, normalize, errand.seed, *errand.path(client))
 
 
 def _one(batch: Batch, k: int) -> Batch:
-    u = {name: view[k] for name, view in batch.u.items()}
-    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k])
+    u, others, drawn = ({name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.drawn))
+    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k], others, drawn)
 
 
 def _laid(batch: Batch) -> Batch:
-    u = tree.channels_last(batch.u)
-    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u)
+    u, others = tree.channels_last(batch.u), tree.channels_last(batch.others)
+    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others)
 
 
 def _note(notes: Notes, k: int) -> Notes:
@@ -201,7 +216,8 @@ def _note(notes: Notes, k: int) -> Notes:
 
 
 def _kept(work: Work, carry: Tree, padded: Local, k: int) -> Tensor | None:
-    return work.keep(tree.index(carry, k), Local(*(leaf[k] for leaf in padded)))
+    views = tree.index(padded.views, k)
+    return work.keep(tree.index(carry, k), Local(*(leaf[k] for leaf in padded[:5]), views=views))
 
 
 def _padded(datas: Sequence[Local]) -> Local:
@@ -219,4 +235,5 @@ def _padded(datas: Sequence[Local]) -> Local:
         torch.stack([wrap(d.u, longest_u) for d in datas]),
         torch.stack([d.labeled for d in datas]),
         torch.stack([d.unlabeled for d in datas]),
+        {name: torch.stack([d.views[name] for d in datas]) for name in datas[0].views},
     )

@@ -36,6 +36,10 @@ class Runtime(Federation, Protocol):
         """Begin a round: draw its cohort."""
         ...
 
+    def stored(self, server: int) -> None:
+        """Take note of the bytes of the server's tree."""
+        ...
+
     def close(self) -> Report:
         """End a round: what it measured."""
         ...
@@ -79,7 +83,8 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     for number in range(first, task.rounds):
         began = time.perf_counter()
         runtime.open(number)
-        server = method.round(task, server, runtime)
+        server = method.round(task.at(number), server, runtime)
+        runtime.stored(tree.nbytes(server))
         row = _row(number, runtime.close())
         if (number + 1) % experiment.evaluate_every == 0 or number + 1 == task.rounds:
             model = method.solution(task, server)

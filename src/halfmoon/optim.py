@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,6 +20,10 @@ class Optimizer(Protocol):
     @property
     def lr(self) -> float:
         """Return the learning rate."""
+        ...
+
+    def with_lr(self, lr: float) -> Optimizer:
+        """Return the same optimizer with another learning rate; states are interchangeable."""
         ...
 
     def init(self, params: Tree) -> Tree:
@@ -42,6 +47,10 @@ class SGD:
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
             raise UserError("SGD with nesterov needs a momentum above 0; set one, or leave nesterov out.")
+
+    def with_lr(self, lr: float) -> SGD:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, lr=lr)
 
     def init(self, params: Tree) -> Tree:
         """Return zero momentum buffers (none without momentum)."""
@@ -70,6 +79,10 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def with_lr(self, lr: float) -> Adam:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, lr=lr)
+
     def init(self, params: Tree) -> Tree:
         """Return zero moments and the count of steps taken."""
         device = next(tree.leaves(params)).device
@@ -95,6 +108,81 @@ class Adam:
             return torch.addcdiv(p, m, denominator, value=-self.lr)
 
         return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Clip the gradient, then step: `value` bounds every entry, `norm` the Euclidean norm of the whole tree.
+
+    As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` before the optimizer's step (weight decay comes after).
+    """
+
+    optimizer: Optimizer
+    norm: float | None = None
+    value: float | None = None
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate."""
+        return self.optimizer.lr
+
+    def with_lr(self, lr: float) -> Clipped:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, optimizer=self.optimizer.with_lr(lr))
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state of the optimizer inside."""
+        return self.optimizer.init(params)
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step on the clipped gradient."""
+        if self.value is not None:
+            bound = self.value
+            gradient = tree.map(lambda g: g.clamp(-bound, bound), gradient)
+        if self.norm is not None:
+            scale = (self.norm / (tree.squared_norm(gradient).sqrt() + 1e-6)).clamp_max(1.0)
+            gradient = tree.map(lambda g: g * scale, gradient)
+        return self.optimizer.step(params, gradient, state)
+
+
+class Schedule(Protocol):
+    """How the learning rate moves over the rounds; all steps of a round share it."""
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return the factor of the learning rate in `round` (from 0) of `rounds`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The learning rate stays."""
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from 1 to `floor` over the run (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
+
+    floor: float = 0.0
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return floor + (1 - floor) * (1 + cos(pi * round / rounds)) / 2."""
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round / rounds)) / 2
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Multiply by `gamma` whenever one of the shares `at` (of the run) is passed."""
+
+    at: tuple[float, ...] = (0.5, 0.75)
+    gamma: float = 0.1
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return gamma to the number of shares at or before round / rounds."""
+        return self.gamma ** sum(round >= share * rounds for share in self.at)
 
 
 def descend(params: Tree, gradient: Tree, lr: float) -> Tree:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from halfmoon import tree
 from halfmoon.augment import Normalize
 from halfmoon.models import Network
-from halfmoon.optim import Optimizer
+from halfmoon.optim import Constant, Optimizer, Schedule
 from halfmoon.tree import Tree
 
 Statistics = Literal["joint", "separate"]
@@ -27,7 +28,7 @@ class Task:
 
     `statistics` says which views share a forward pass, `labeling` whether pseudo-labels come from the network under
     batch statistics (the paper's released code) or under its tracked ones. `rounds` is the length of the whole run,
-    for schedules and ramps.
+    for schedules and ramps; `at` gives the task of one round.
     """
 
     network: Network
@@ -36,6 +37,15 @@ class Task:
     statistics: Statistics = "joint"
     labeling: Labeling = "batch"
     rounds: int = 200
+    schedule: Schedule = field(default_factory=Constant)
+    round: int = 0
+    rate: float = 1.0  # the schedule's factor, which `optimizer` has already taken in
+
+    def at(self, round: int) -> Task:
+        """Return the task of `round` (from 0): with that round's learning rate."""
+        rate = self.schedule.factor(round, self.rounds)
+        lr = self.optimizer.lr / self.rate * rate
+        return replace(self, optimizer=self.optimizer.with_lr(lr), round=round, rate=rate)
 
 
 class Local(NamedTuple):
@@ -46,6 +56,7 @@ class Local(NamedTuple):
     u: Tensor  # (U, C, H, W) uint8, unlabeled images
     labeled: Tensor  # () how many of L are the client's
     unlabeled: Tensor  # () how many of U are the client's
+    views: dict[str, Tensor] = {}  # view name -> (U, C, H, W), one view of every unlabeled row, where a work sweeps
 
 
 class Batch(NamedTuple):
@@ -56,6 +67,8 @@ class Batch(NamedTuple):
     x_rows: Tensor  # (B,) int64, where each labeled image stands in Local.x
     u: dict[str, Tensor]  # view name -> (b, C, H, W), the views that the work asks for
     u_rows: Tensor  # (b,) int64, where each unlabeled image stands in Local.u
+    others: dict[str, Tensor] = {}  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
+    drawn: dict[str, Tensor] = {}  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
 
 
 class Sample(NamedTuple):
@@ -101,11 +114,40 @@ class Work:
 
     A work draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
     (no boolean indexing, no `.item()`, no `if` on a tensor). `views` are the unlabeled views it wants in a batch;
-    none means that it trains on labeled images alone.
+    none means that it trains on labeled images alone. A digit at a view's end asks for one more draw of the same
+    recipe: ("weak", "weak2").
     """
 
     task: Task
     views: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Return whether a visit takes steps; one that only looks at its rows goes from `begin` to `finish`."""
+        return True
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views of ALL unlabeled rows that `begin` finds in `data.views`."""
+        return ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together: such a client is batched only with clients of its size."""
+        return bool(self.sweep)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the views of a second minibatch, drawn with replacement from all unlabeled rows, kept or not."""
+        return ()
+
+    @property
+    def mixup(self) -> float | None:
+        """Return a of the Beta(a, a) from which `batch.drawn` gets "mix" (), and with it "order" and "turn".
+
+        "order" permutes the B + len(views) * b images of a step, "turn" (b,) counts quarter turns from 0 to 3.
+        """
+        return None
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """First meeting: return the client's memory; `generator` is the same for every client of a run."""
@@ -131,17 +173,49 @@ class Work:
         """Count the images that a step on `labeled` + `unlabeled` images sends through the classifier."""
         raise NotImplementedError
 
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count the images that `begin` and `finish` send through it, of a client with so many rows."""
+        return unlabeled if self.sweep else 0
+
+    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+        """Return the bytes that a visit brings to the client and takes back; less than all where a method is sparse."""
+        return tree.nbytes(down), tree.nbytes(up)
+
+
+class Shelf(Protocol):
+    """Trees kept at the server by name, on disk where memory is short."""
+
+    def get(self, key: str) -> Tree | None:
+        """Return a tree, or None where there is none."""
+        ...
+
+    def put(self, key: str, tree: Tree) -> None:
+        """Keep a tree in place of the one that was there."""
+        ...
+
+    def keys(self) -> list[str]:
+        """Return the names, sorted."""
+        ...
+
 
 class Federation(Protocol):
     """All that a method knows of the outside."""
 
-    cohort: Tensor  # (K,) int64, the clients of this round; after ask(): those who answered, in a fixed order
+    clients: int  # how many are registered, numbered from 0
+    cohort: Tensor  # (K,) int64, the clients of this round; those who fail to answer leave it
+    answered: Tensor  # (k,) int64, who answered the last question: the order of its uploads
+    shelf: Shelf  # the server's own store of trees, for what would not fit its tree
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None) -> Tree:
-        """Send `down` to every client of the cohort and return their uploads, every leaf (K, ...).
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
 
-        `each` (leaves (K, ...)) is merged into `down`, a different slice for each client.
+        `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `to` (K,) asks other clients
+        than the cohort: some of it, or all that are registered.
         """
+        ...
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        """Do a work at the server itself, on its own labeled images, and return what a client would send."""
         ...
 
 
@@ -149,7 +223,7 @@ class Method(Protocol):
     """A federated method: its fields are its hyper-parameters; it holds no state."""
 
     def works(self, task: Task) -> Mapping[str, Work]:
-        """Return the client half, by the name under which `Federation.ask` calls it."""
+        """Return the client half, by the name under which `Federation.ask` calls it; the first one trains."""
         ...
 
     def start(self, task: Task, model: Tree) -> Tree:

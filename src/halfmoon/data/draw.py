@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,26 +20,30 @@ from halfmoon.augment import Drawn, Labeled, Normalize, Plain, Strong, View, Wea
 from halfmoon.errors import UserError
 from halfmoon.types import Batch, Local
 
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class Batching:
     """The batch rule that all methods of a comparison share.
 
     `labeled` and `unlabeled` are images a step; "rest" spreads the unlabeled rows over the steps (FedDure's released
-    code: N_u // steps). One epoch is one pass over the labeled rows, round(N_l / labeled) steps, or one over the
+    code: N_u // steps); labeled "all" puts all labeled rows into every step. One epoch is one pass over the labeled rows, round(N_l / labeled) steps, or one over the
     unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which; the other set is cycled. "auto" is unlabeled where
     `unlabeled` is a number and labeled where it is "rest". `steps` fixes the number of steps instead. A set smaller
     than its batch is cycled, never padded.
     """
 
-    labeled: int = 10
+    labeled: int | Literal["all"] = 10
     unlabeled: int | Literal["rest"] = "rest"
     epochs: int = 1
     epoch: Literal["auto", "labeled", "unlabeled"] = "auto"
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"labeled": self.labeled, "epochs": self.epochs, "steps": 1 if self.steps is None else self.steps}
+        sizes = {"epochs": self.epochs, "steps": 1 if self.steps is None else self.steps}
+        if self.labeled != "all":
+            sizes["labeled"] = self.labeled
         if self.unlabeled != "rest":
             sizes["unlabeled"] = self.unlabeled
         for name, value in sizes.items():
@@ -52,7 +57,13 @@ class Batching:
 
     def steps_labeled(self, labeled: int) -> int:
         """Return the steps of a visit to a client with `labeled` rows that trains on labels alone."""
-        return self.steps or self.epochs * max(1, round(labeled / self.labeled))
+        return self.steps or self.epochs * max(1, round(labeled / max(1, self.labeled_size(labeled))))
+
+    def labeled_size(self, labeled: int) -> int:
+        """Return the labeled images of each step: none at a client that has none."""
+        if not labeled:
+            return 0
+        return labeled if self.labeled == "all" else self.labeled
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
         """Return the steps of a visit that trains on both sets, at least 1; `draw` needs unlabeled rows."""
@@ -84,6 +95,7 @@ class Amount(NamedTuple):
     steps: int
     labeled: int  # images a step
     unlabeled: int  # images a step, 0 for a work without views
+    epochs: int = 0  # if not 0: as many passes over the kept unlabeled rows in place of `steps`
 
 
 class Visit(NamedTuple):
@@ -94,6 +106,22 @@ class Visit(NamedTuple):
     x_drawn: Drawn
     u_rows: Tensor  # (steps * unlabeled,) int64
     u_drawn: dict[str, Drawn]
+    o_rows: Tensor  # (steps * unlabeled,) int64, of the second minibatches; empty where none is wanted
+    o_drawn: dict[str, Drawn]
+    mixed: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"
+
+
+class Wanted(NamedTuple):
+    """What a work wants in its batches."""
+
+    views: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    mixup: float | None = None
+
+
+def recipe(views: Views, name: str) -> View:
+    """Return the recipe of an unlabeled view: "weak2" is one more draw of "weak"."""
+    return views.unlabeled[name.rstrip("0123456789")]
 
 
 def cycle(rows: Tensor, length: int, generator: torch.Generator) -> Tensor:
@@ -106,30 +134,67 @@ def draw(
     amount: Amount,
     local: Local,
     views: Views,
-    names: Sequence[str],
+    wanted: Wanted,
     keep: Tensor | None,
     seed: int,
     *path: int | str,
 ) -> Visit:
     """Draw a visit from (seed, *path); a client whose `keep` (U,) allows no row takes no step."""
-    shape = tuple(local.x.shape[1:])
-    shape = (shape[0], shape[1], shape[2])
-    allowed = torch.arange(int(local.unlabeled))
+    shape = _shape(local)
+    count = int(local.unlabeled)
+    allowed = torch.arange(count)
     if keep is not None:
-        allowed = allowed[keep.cpu()[: len(allowed)]]
-    if names and not len(allowed):
-        amount = Amount(0, amount.labeled, amount.unlabeled)
+        allowed = allowed[keep.cpu()[:count]]
+        if amount.epochs:
+            amount = amount._replace(steps=amount.epochs * -(-len(allowed) // amount.unlabeled))
+    if wanted.views and not len(allowed):
+        amount = amount._replace(steps=0)
     g = rng.generator(seed, *path, "labeled")
     total = amount.steps * amount.labeled
-    x_rows = cycle(torch.arange(int(local.labeled)), total, g) if total else torch.zeros(0, dtype=torch.int64)
+    x_rows = cycle(torch.arange(int(local.labeled)), total, g) if total else NO_ROWS
     x_drawn = views.labeled.draw(total, shape, g)
-    u_rows, u_drawn = torch.zeros(0, dtype=torch.int64), {}
-    if names:
-        total = amount.steps * amount.unlabeled
-        g = rng.generator(seed, *path, "unlabeled")
-        u_rows = cycle(allowed, total, g) if total else u_rows
-        u_drawn = {name: views.unlabeled[name].draw(total, shape, rng.generator(seed, *path, name)) for name in names}
-    return Visit(amount, x_rows, x_drawn, u_rows, u_drawn)
+    total = amount.steps * amount.unlabeled
+    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if wanted.views and total else NO_ROWS
+    u_drawn = _drawn(views, wanted.views, total, shape, seed, *path)
+    o_rows, o_drawn = NO_ROWS, {}
+    if wanted.others and total:
+        o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
+        o_drawn = _drawn(views, wanted.others, total, shape, seed, *path, "others")
+    mixed = {} if wanted.mixup is None else _mixed(amount, wanted, wanted.mixup, seed, *path, "mixup")
+    return Visit(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed)
+
+
+def sweep(local: Local, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str) -> Local:
+    """Return what a client holds together with the named views of all its unlabeled rows."""
+    if not names:
+        return local
+    n = len(local.u)
+    drawn = _drawn(views, names, n, _shape(local), seed, *path, "sweep")
+    return local._replace(views={name: recipe(views, name).apply(local.u, drawn[name], normalize) for name in names})
+
+
+def _shape(local: Local) -> tuple[int, int, int]:
+    channels, height, width = local.x.shape[1:]
+    return channels, height, width
+
+
+def _drawn(
+    views: Views, names: Sequence[str], total: int, shape: tuple[int, int, int], seed: int, *path: int | str
+) -> dict[str, Drawn]:
+    return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
+
+
+def _mixed(amount: Amount, wanted: Wanted, concentration: float, seed: int, *path: int | str) -> dict[str, Tensor]:
+    """Return the coefficients ~ Beta(a, a), permutations and quarter turns of every step."""
+    steps, images = amount.steps, amount.labeled + len(wanted.views) * amount.unlabeled
+    g = rng.generator(seed, *path)
+    mix = np.random.Generator(np.random.PCG64(rng.number(seed, *path))).beta(concentration, concentration, steps)
+    orders = [torch.randperm(images, generator=g) for _ in range(steps)]
+    return {
+        "mix": torch.from_numpy(mix),
+        "order": torch.stack(orders) if orders else torch.zeros(0, images, dtype=torch.int64),
+        "turn": torch.randint(4, (steps, amount.unlabeled), generator=g),
+    }
 
 
 def batches(
@@ -144,7 +209,7 @@ def batches(
     longest = max(range(len(visits)), key=lambda k: visits[k].amount.steps)
     seats = [k if visit.amount.steps else longest for k, visit in enumerate(visits)]
     locals_, visits = [locals_[k] for k in seats], [visits[k] for k in seats]
-    _, labeled, unlabeled = visits[0].amount
+    labeled, unlabeled = visits[0].amount.labeled, visits[0].amount.unlabeled
     last = max(visit.amount.steps for visit in visits)
     together = max(1, rows // max(1, len(visits) * max(labeled, unlabeled)))
     for first in range(0, last, together):
@@ -158,13 +223,41 @@ def batches(
         u_rows = [
             visit.u_rows[at] if len(visit.u_rows) else visit.u_rows for visit, at in zip(visits, span, strict=True)
         ]
+        images = [c.u for c in locals_]
         for name in visits[0].u_drawn:
             drawn = [visit.u_drawn[name] for visit in visits]
-            u[name] = _view(views.unlabeled[name], drawn, span, [c.u for c in locals_], u_rows, normalize)
+            u[name] = _view(recipe(views, name), drawn, span, images, u_rows, normalize)
+        others: dict[str, Tensor] = {}
+        o_rows = [
+            visit.o_rows[at] if len(visit.o_rows) else visit.o_rows for visit, at in zip(visits, span, strict=True)
+        ]
+        for name in visits[0].o_drawn:
+            drawn = [visit.o_drawn[name] for visit in visits]
+            others[name] = _view(recipe(views, name), drawn, span, images, o_rows, normalize)
         x_index, u_index = torch.stack(x_rows).to(y.device), torch.stack(u_rows).to(y.device)
+        o_index = torch.stack(o_rows).to(y.device)
+        mixed = [_at(visit, steps) for visit in visits]
+        mixed = {name: torch.stack([each[name] for each in mixed]).to(y.device) for name in mixed[0]}
         for step in range(len(steps)):
             a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
-            yield Batch(x[:, a], y[:, a], x_index[:, a], {name: view[:, b] for name, view in u.items()}, u_index[:, b])
+            extra = {name: leaf[:, step] for name, leaf in mixed.items()}
+            if others:
+                extra["other_rows"] = o_index[:, b]
+            yield Batch(
+                x[:, a],
+                y[:, a],
+                x_index[:, a],
+                {name: view[:, b] for name, view in u.items()},
+                u_index[:, b],
+                {name: view[:, b] for name, view in others.items()},
+                extra,
+            )
+
+
+def _at(visit: Visit, steps: range) -> dict[str, Tensor]:
+    """Return the mixing draws of `steps`; steps beyond the visit's end repeat the last."""
+    at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
+    return {name: leaf[at] for name, leaf in visit.mixed.items()}
 
 
 def _positions(visit: Visit, steps: range, size: int) -> Tensor:

@@ -4,7 +4,11 @@ The clients of a round train the server's model on their own rows, and the serve
 weights |labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||params - received params||^2 to its
 loss.
 
-server: params, stats.  down: params, stats.  memory: nothing.  up: params, stats, weight.
+What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and is
+averaged with it. A client that has nothing to train on (no labels, and an objective that wants them) weighs nothing.
+
+server: params, stats and what the objective keeps beside.  down: the same.  memory: with `keep_optimizer`, the
+optimizer's state.  up: what came down, trained, and weight.
 """
 
 from __future__ import annotations
@@ -29,15 +33,30 @@ class LocalTraining(Work):
 
     objective: Objective = field(default_factory=Supervised)
     prox: float = 0.0
+    keep_optimizer: bool = False
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return what the objective looks at when a visit begins."""
+        return self.objective.sweep
+
+    @property
+    def mixup(self) -> float | None:
+        """Return the objective's."""
+        return self.objective.mixup
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.keep_optimizer else {}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's model with a fresh optimizer."""
-        optimizer = self.task.optimizer.init(down["params"])
-        return {"params": down["params"], "stats": down["stats"], "optimizer": optimizer}
+        """Start from the server's model, with a fresh optimizer or the one that was kept."""
+        optimizer = memory["optimizer"] if self.keep_optimizer else self.task.optimizer.init(down["params"])
+        return {**down, "optimizer": optimizer, "ready": self.objective.prepare(self.task, down, data)}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
         """Take one optimizer step on objective + proximal term."""
-        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry["stats"], batch)
+        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry, batch)
         if self.prox:
             gradient = tree.map(
                 lambda g, new, old: torch.add(g, new - old, alpha=self.prox),
@@ -49,40 +68,51 @@ class LocalTraining(Work):
         stats = carry["stats"]
         for moments in seen.moments:
             stats = track(stats, moments)
-        return {"params": params, "stats": stats, "optimizer": optimizer}, Notes(loss, {}, seen.pseudo)
+        new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
+        if self.objective.decay is not None:
+            keep = 1 - self.objective.decay
+            new["teacher"] = tree.map(lambda old, now: torch.lerp(old, now, keep), carry["teacher"], params)
+        return new, Notes(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the model with its weight |labeled| + |unlabeled|."""
         weight = (data.labeled + data.unlabeled).double()
-        return {"params": carry["params"], "stats": carry["stats"], "weight": weight}, {}
+        if not self.views:
+            weight = weight * (data.labeled > 0)
+        memory = {"optimizer": carry["optimizer"]} if self.keep_optimizer else {}
+        return {**{name: carry[name] for name in down}, "weight": weight}, memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the objective's images."""
         return self.objective.passes(self.task, labeled, unlabeled)
 
-    def _loss(self, params: Tree, stats: Tree, batch: Batch):
-        return self.objective(self.task, params, stats, batch)
+    def _loss(self, params: Tree, carry: Tree, batch: Batch):
+        return self.objective(self.task, params, carry["stats"], batch, carry, carry["ready"])
 
 
 @dataclass(frozen=True)
 class FedAvg:
-    """Federated averaging of an objective, with FedProx's proximal term if `prox` > 0."""
+    """Federated averaging of an objective, with FedProx's proximal term if `prox` > 0.
+
+    `keep_optimizer`: whether a client's momentum lives on between its rounds.
+    """
 
     objective: Objective = field(default_factory=Supervised)
     prox: float = 0.0
+    keep_optimizer: bool = False
 
     def works(self, task: Task) -> Mapping[str, Work]:
         """Return the one thing a client does."""
-        return {"train": LocalTraining(task, self.objective.views, self.objective, self.prox)}
+        return {"train": LocalTraining(task, self.objective.views, self.objective, self.prox, self.keep_optimizer)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model and nothing else."""
-        return model
+        """Remember the model, and what the objective keeps beside it."""
+        return self.objective.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average."""
-        return average(federation.ask("train", server))
+        return average(federation.ask("train", server), server)
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the averaged model."""
-        return server
+        """Return the averaged model, or its averaged teacher."""
+        return self.objective.solution(server)

@@ -18,7 +18,7 @@ steps) this file follows the paper; every open choice is a field below.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -80,7 +80,7 @@ class FedDure:
         """Let the cohort train, and average; the gate stays shut during the labeled-only `warmup` rounds."""
         gate = (server["round"] >= self.warmup).to(torch.float32)
         up = federation.ask("train", {"params": server["params"], "stats": server["stats"], "gate": gate})
-        return {**average(up), "round": server["round"] + 1}
+        return {**average(up, server), "round": server["round"] + 1}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the averaged model; C-reg never leaves its client."""
@@ -287,11 +287,11 @@ class Regulated(Work):
         """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
         o = self.options
         chosen = {"virtual": o.virtual_lr, "coarse": o.coarse_lr, "regulator": o.regulator_lr}[which]
-        return self.task.optimizer.lr if chosen is None else chosen
+        return self.task.optimizer.lr if chosen is None else chosen * self.task.rate
 
     def _rate(self, which: Literal["coarse", "regulator"]) -> Optimizer:
         """Return the shared optimizer with this regulator's learning rate."""
-        return replace(cast(Any, self.task.optimizer), lr=self._lr(which))
+        return self.task.optimizer.with_lr(self._lr(which))
 
 
 def per_image(logits: Tensor, label: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Semi-supervised objectives: a loss is one function of (task, params, stats, batch); one file a loss."""
+"""Semi-supervised objectives: a loss is one function of a model and a minibatch; one file a loss."""
 
 from halfmoon.objectives.base import Objective, Seen
 from halfmoon.objectives.fixmatch import FixMatch

@@ -1,39 +1,156 @@
-"""What an objective is, and the forward pass that those with a weak and a strong view share."""
+"""What an objective is, and what those with pseudo-labels share: forward passes, sweeps, debiasing."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.models import forward
 from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Pseudo, Task
+from halfmoon.types import Batch, Local, Passes, Pseudo, Task
+
+NOTHING: Tree = {}
+CHUNK = 250
+"""Images that share a forward pass, and so their batch statistics, when all rows of a client are looked at."""
 
 
 class Seen(NamedTuple):
-    """What a loss leaves behind: the moments of its forward passes, and its pseudo-labels if it made some."""
+    """What a loss leaves behind: the moments of its forward passes, its pseudo-labels, its running averages."""
 
     moments: list[Tree]
     pseudo: tuple[Pseudo, ...]  # none or one
+    aside: Tree = NOTHING  # new values of what `start` put beside the model
 
 
-class Objective(Protocol):
-    """A loss for one minibatch; its fields are its hyper-parameters."""
+@dataclass(frozen=True)
+class Objective:
+    """A loss for one minibatch; its fields are its hyper-parameters.
+
+    What it keeps beside the model (an averaged teacher, running class frequencies) travels and is averaged with it.
+    """
 
     @property
     def views(self) -> tuple[str, ...]:
-        """Return the unlabeled views it wants."""
-        ...
+        """Return the unlabeled views it wants; none: unlabeled images are not touched."""
+        return ()
 
-    def __call__(self, task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Seen]:
-        """Return the scalar loss and what was seen."""
-        ...
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views of all unlabeled rows that `prepare` wants."""
+        return ()
+
+    @property
+    def mixup(self) -> float | None:
+        """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`Work.mixup`)."""
+        return None
+
+    @property
+    def decay(self) -> float | None:
+        """Return the share that an averaged teacher keeps at each step, if it has one; the teacher is evaluated."""
+        return None
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Return the server's first tree: `model` = {"params", "stats"} and what is kept beside it."""
+        return model if self.decay is None else {**model, "teacher": model["params"]}
+
+    def solution(self, server: Tree) -> Tree:
+        """Return the model {"params", "stats"} that is evaluated."""
+        return {"params": server["params" if self.decay is None else "teacher"], "stats": server["stats"]}
+
+    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+        """Return what is computed once a visit, from the received model and all rows."""
+        return {}
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen; `aside` is what travels beside the model, `ready` the visit's."""
+        raise NotImplementedError
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images that one gradient of the loss sends through the network."""
-        ...
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PseudoLabeling:
+    """Mixed into an objective: where its pseudo-labels come from, the options of all with weak and strong views.
+
+    labels: "step" guesses with the model of the moment, "round" once a visit with the received model (FedDB Alg. 3).
+    debias: divide each guess by the client's average prediction of the round (FedDB's APP-U) before it is judged.
+    """
+
+    labels: Literal["step", "round"] = "step"
+    debias: bool = False
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return the views of a step."""
+        return ("strong",) if self.labels == "round" else ("weak", "strong")
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views of all unlabeled rows that are looked at when a visit begins."""
+        return ("weak",) if self.debias or self.labels == "round" else ()
+
+    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+        """Return "guess" (U, classes), the received model's logits, and "prior" (classes,), their APP-U."""
+        if not self.sweep:
+            return {}
+        guess = sweep_logits(task, down["params"], down["stats"], data.views["weak"])
+        ready = {"prior": prior(guess)}
+        return {**ready, "guess": guess} if self.labels == "round" else ready
+
+    def look(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, ready: Tree
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
+        """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""
+        if self.labels == "round":
+            groups = (batch.x, batch.u["strong"])
+            (labeled, strong), _, moments = forward(task.network, params, task.statistics == "joint", groups)
+            weak = ready["guess"][batch.u_rows]
+        else:
+            labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
+        return labeled, strong, debiased(weak, ready["prior"]) if self.debias else weak, moments
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of `look` and of one backward pass through it."""
+        if self.labels == "round":
+            return Passes(labeled + unlabeled, labeled + unlabeled)
+        return weak_and_strong_passes(task, labeled, unlabeled)
+
+
+def supervised(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of logits (B, classes), zero where there is no labeled image."""
+    return F.cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
+
+
+def debiased(logits: Tensor, prior: Tensor) -> Tensor:
+    """Return logits (..., classes) whose softmax is proportional to softmax(logits) / prior (FedDB, Eq. 14)."""
+    return logits - prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
+
+
+def prior(logits: Tensor) -> Tensor:
+    """Return the mean prediction (classes,) over rows (n, classes): FedDB's APP-U (Eq. 8)."""
+    return logits.softmax(-1).mean(0)
+
+
+@torch.no_grad()
+def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
+    """Return detached logits (n, classes) of all images (n, C, H, W), under the task's `labeling` statistics."""
+    if task.labeling == "running":
+        return torch.cat([task.network.predict(params, stats, part).detach() for part in chunks(images)])
+    return torch.cat([task.network.train(params, part)[0].detach() for part in chunks(images)])
+
+
+def chunks(images: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
+    """Yield nearly equal parts of at most `size` images: none is left with a batch of one."""
+    yield from images.tensor_split(max(1, -(-len(images) // size)))
 
 
 def weak_and_strong(task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.objectives.base import Seen
+from halfmoon.objectives.base import NOTHING, Objective, Seen, supervised
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Passes, Task
 
 
 @dataclass(frozen=True)
-class Supervised:
+class Supervised(Objective):
     """CE(y, f(x))."""
 
-    @property
-    def views(self) -> tuple[str, ...]:
-        """Return no view: unlabeled images are not touched."""
-        return ()
-
-    def __call__(self, task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Seen]:
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         logits, moments = task.network.train(params, batch.x)
-        return F.cross_entropy(logits, batch.y), Seen([moments], ())
+        return supervised(logits, batch.y), Seen([moments], ())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of the labeled images."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.objectives.base import Seen, weak_and_strong, weak_and_strong_passes
+from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Seen, supervised
 from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Pseudo, Task
+from halfmoon.types import Batch, Pseudo, Task
 
 
 @dataclass(frozen=True)
-class UDA:
+class UDA(PseudoLabeling, Objective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(sharpen(q_i), f(strong_i)), q = softmax f(weak).
 
     sharpen(q) is q^(1/temperature), normalized: the softmax of the logits divided by the temperature. Training signal
@@ -24,21 +24,14 @@ class UDA:
     temperature: float = 0.4
     unlabeled_weight: float = 1.0
 
-    @property
-    def views(self) -> tuple[str, ...]:
-        """Return the views it wants."""
-        return ("weak", "strong")
-
-    def __call__(self, task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Seen]:
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
-        labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
+        labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
         confidence, label = weak.softmax(-1).max(-1)
         used = (confidence >= self.tau).to(strong.dtype)
         target = (weak / self.temperature).softmax(-1)
         consistency = (F.cross_entropy(strong, target, reduction="none") * used).mean()
-        loss = F.cross_entropy(labeled, batch.y) + self.unlabeled_weight * consistency
+        loss = supervised(labeled, batch.y) + self.unlabeled_weight * consistency
         return loss, Seen(moments, (Pseudo(label, confidence, used),))
-
-    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of one gradient."""
-        return weak_and_strong_passes(task, labeled, unlabeled)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfmoon import rng, tree
-from halfmoon.budget import Budget, Cost, Holding
+from halfmoon.budget import Budget, Cost, Holding, natural
 from halfmoon.client import Errand, Outcome, add, first_memory, visit_many, visit_one
-from halfmoon.data import Split
 from halfmoon.data.draw import Amount, Batching, Views
+from halfmoon.data.split import SERVER, Split
 from halfmoon.evaluate import Examples, Quality
 from halfmoon.experiment import Report
 from halfmoon.tree import Tree
@@ -26,37 +27,77 @@ Executor = Literal["loop", "vmap"]
 class Holdings:
     """Who holds what: the training images (on the device that trains), and the split.
 
-    With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers.
+    With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers. `pooled`
+    puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one.
     """
 
     train: Examples
     split: Split
     all_labels: bool = False
+    pooled: bool = False
 
-    def own(self, client: int) -> Holding:
+    @property
+    def clients(self) -> int:
+        """Return how many clients there are."""
+        return 1 if self.pooled else self.split.clients
+
+    def stage(self, round: int, rounds: int) -> int | None:
+        """Return which part of a stream has come by `round`; None where nothing streams."""
+        return None if self.split.stage is None else round * self.split.stages // rounds
+
+    def own(self, client: int, stage: int | None = None) -> Holding:
         """Return how many rows the client trains on."""
-        given = self.given(client)
+        given = self.given(client, stage)
         return Holding(given.labeled + given.unlabeled, 0) if self.all_labels else given
 
-    def given(self, client: int) -> Holding:
+    def given(self, client: int, stage: int | None = None) -> Holding:
         """Return how many rows the split gives to the client."""
-        return Holding(len(self.split.rows(client, True)), len(self.split.rows(client, False)))
+        return Holding(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
 
-    def local(self, client: int) -> tuple[Local, Tensor]:
-        """Return what the client sees, and the labels of its unlabeled rows, which no method may see."""
+    def local(self, client: int, stage: int | None = None) -> tuple[Local, Tensor]:
+        """Return what the client (or the `SERVER`) sees, and the labels of its unlabeled rows, which no method may see.
+
+        In a stream, `stage` says which unlabeled rows are there by now.
+        """
         images, labels = self.train
-        x = torch.from_numpy(self.split.rows(client, True)).to(labels.device)
-        u = torch.from_numpy(self.split.rows(client, False)).to(labels.device)
+        x = torch.from_numpy(self._rows(client, True, stage)).to(labels.device)
+        u = torch.from_numpy(self._rows(client, False, stage)).to(labels.device)
         if self.all_labels:
             x, u = torch.cat([x, u]).sort().values, u[:0]
         counts = torch.tensor([len(x), len(u)], device=labels.device)
         return Local(images[x], labels[x], images[u], counts[0], counts[1]), labels[u]
 
+    def _rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+        if self.pooled:
+            return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
+        return self.split.rows(client, labeled, stage)
+
+
+@dataclass
+class Kept:
+    """Trees by name, in memory."""
+
+    trees: dict[str, Tree] = field(default_factory=dict)
+
+    def get(self, key: str) -> Tree | None:
+        """Return a tree, or None where there is none."""
+        return self.trees.get(key)
+
+    def put(self, key: str, tree: Tree) -> None:
+        """Keep a tree in place of the one that was there."""
+        self.trees[key] = tree
+
+    def keys(self) -> list[str]:
+        """Return the names, sorted."""
+        return sorted(self.trees)
+
 
 class Simulation:
     """The runtime of an experiment on one machine (a `halfmoon.experiment.Runtime`).
 
-    A round is `open`, any number of `ask`, `close`. Everything drawn depends on (seed, round, trip, client) alone.
+    A round is `open`, any number of questions, `close`. Everything drawn depends on (seed, round, trip, client) alone.
+    `serving` is the batch rule of the server's own training (None: the clients'). A client of the cohort fails to
+    answer with probability `silent`, for a whole round; one always answers.
     """
 
     def __init__(
@@ -72,65 +113,111 @@ class Simulation:
         cohort: int,
         executor: Executor = "loop",
         confident: float = 0.95,
+        serving: Batching | None = None,
+        silent: float = 0.0,
     ) -> None:
-        self.task, self.holdings, self.views, self.seed = task, holdings, views, seed
+        self.method, self.base, self.task = method, task, task
+        self.holdings, self.views, self.seed = holdings, views, seed
         self.works = method.works(task)
         self.batching, self.budget, self.executor = batching, budget, executor
-        self.size, self.confident = cohort, confident
-        self.memories: dict[int, Tree] = {}
+        self.serving = serving or batching
+        self.clients, self.size, self.confident, self.silent = holdings.clients, cohort, confident, silent
+        self.shelf, self.memories = Kept(), Kept()
         self.cost = Cost()
-        self.cohort = torch.zeros(0, dtype=torch.int64)
+        self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
         self._round = self._trip = 0
+        self._stage: int | None = None
         self._samples: dict[str, Sample] = {}
         self._quality = self._fresh_quality()
 
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort, the same for every method of one seed."""
         g = rng.generator(self.seed, "cohort", round)
-        self.cohort = torch.randperm(self.holdings.split.clients, generator=g)[: self.size].sort().values
+        self.cohort = torch.randperm(self.clients, generator=g)[: self.size].sort().values
+        self.task = self.base.at(round)
+        self.works = self.method.works(self.task)
         self._round, self._trip = round, 0
+        self._stage = self.holdings.stage(round, self.base.rounds)
         self._samples, self._quality = {}, self._fresh_quality()
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None) -> Tree:
-        """Send `down` (and its slice of `each`) to the cohort and return the uploads, every leaf (K, ...)."""
-        errand = Errand(self.works[work], self.views, self.seed, self._round, self._trip, self._rows())
-        self._trip += 1
-        clients = self.cohort.tolist()
-        with torch.no_grad():
-            outcomes = self._visit(errand, clients, down, each or {})
-        for client, outcome in zip(clients, outcomes, strict=True):
-            if outcome.memory:
-                self.memories[client] = outcome.memory
-            for name, new in outcome.samples.items():
-                self._samples[name] = add(self._samples.get(name), new)
-            self.cost.visit(outcome.amount, errand.work.passes(*outcome.amount[1:]))
-            self.cost.bytes_up += tree.nbytes(outcome.up)
-        self.cost.bytes_down += tree.nbytes(down) * len(clients) + tree.nbytes(each or {})
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return the uploads, every leaf (k, ...)."""
+        asked = self.cohort if to is None else to.cpu()
+        there = self._there(asked)
+        self.answered = asked[there]
+        if to is None:
+            self.cohort = self.answered
+        private = {} if each is None else each
+        outcomes = self._ask(
+            self.works[work], self.answered.tolist(), down, tree.map(lambda leaf: leaf[there], private)
+        )
+        lost = len(asked) - len(there)  # they are sent something too
+        self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
         return tree.stack([outcome.up for outcome in outcomes])
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
+        traffic = self.cost.bytes_down, self.cost.bytes_up
+        (outcome,) = self._ask(self.works[work], [SERVER], down, {})
+        self.cost.bytes_down, self.cost.bytes_up = traffic
+        return outcome.up
+
+    def stored(self, server: int) -> None:
+        """Take note of the bytes of the server's tree; what lies on its shelf counts too."""
+        shelf = sum(tree.nbytes(each) for each in self.shelf.trees.values())
+        self.cost.stored_server = max(self.cost.stored_server, server + shelf)
 
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
         return Report(self.cohort.tolist(), self._samples, self._quality.row(), self.cost.row())
 
     def state(self) -> Tree:
-        """Return the clients' memories, for a checkpoint."""
-        return {str(client): memory for client, memory in sorted(self.memories.items())}
+        """Return what is remembered of and by the clients, for a checkpoint."""
+        return {"client": dict(self.memories.trees), "shelf": dict(self.shelf.trees)}
 
     def restore(self, memories: Tree, cost: dict[str, int]) -> None:
         """Go on from a checkpoint."""
-        self.memories = {int(client): memory for client, memory in memories.items()}
+        self.memories = Kept(dict(memories.get("client", {})))
+        self.shelf = Kept(dict(memories.get("shelf", {})))
         self.cost = Cost(**cost)
+
+    def _ask(self, work: Work, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
+        """Visit clients (or the server) and count what it takes."""
+        errand = Errand(work, self.views, self.seed, self._round, self._trip, self._rows())
+        self._trip += 1
+        with torch.no_grad():
+            outcomes = self._visit(errand, clients, down, each)
+        for client, outcome in zip(clients, outcomes, strict=True):
+            if outcome.memory:
+                self.memories.put(str(client), outcome.memory)
+                self.cost.stored_client = max(self.cost.stored_client, tree.nbytes(outcome.memory))
+            for name, new in outcome.samples.items():
+                self._samples[name] = add(self._samples.get(name), new)
+            own = self.holdings.own(client, self._stage)
+            swept = work.swept(own.labeled, own.unlabeled)
+            self.cost.visit(outcome.amount, work.passes(outcome.amount.labeled, outcome.amount.unlabeled), swept)
+            self.cost.bytes_down += outcome.traffic[0]
+            self.cost.bytes_up += outcome.traffic[1]
+        return outcomes
+
+    def _there(self, asked: Tensor) -> Tensor:
+        """Return the places in `asked` of those who answer in this round; at least one does."""
+        if not self.silent:
+            return torch.arange(len(asked))
+        draws = [
+            float(torch.rand((), generator=rng.generator(self.seed, "silent", self._round, k))) for k in asked.tolist()
+        ]
+        there = [place for place, drawn in enumerate(draws) if drawn >= self.silent]
+        return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
 
     def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
         work = errand.work
-        seen = [self.holdings.local(client) for client in clients]
-        amounts = [
-            self.budget.amount(self.batching, work, self.holdings.own(c), self.holdings.given(c)) for c in clients
-        ]
+        amounts = [self._amount(work, client) for client in clients]
         outcomes: dict[int, Outcome] = {}
-        for group in self._groups(amounts):
-            datas, hidden = [seen[k][0] for k in group], [seen[k][1] for k in group]
-            observe = self._observer(hidden)
+        for group in self._groups(work, clients, amounts):
+            seen = [self.holdings.local(clients[k], self._stage) for k in group]
+            datas = [data for data, _ in seen]
+            observe = self._observer([hidden for _, hidden in seen])
             private = tree.map(lambda leaf, g=group: leaf[g], each)
             mine = [clients[k] for k in group]
             memories = [self._memory(work, client, {**down, **tree.index(private, i)}) for i, client in enumerate(mine)]
@@ -142,17 +229,26 @@ class Simulation:
             outcomes.update(zip(group, made, strict=True))
         return [outcomes[k] for k in range(len(clients))]
 
-    def _groups(self, amounts: Sequence[Amount]) -> list[list[int]]:
-        """Return the places in the cohort that run as one program: those with equal images a step."""
+    def _amount(self, work: Work, client: int) -> Amount:
+        if client == SERVER:
+            return natural(self.serving, work, self.holdings.own(client))
+        own, given = self.holdings.own(client, self._stage), self.holdings.given(client, self._stage)
+        return self.budget.amount(self.batching, work, own, given)
+
+    def _groups(self, work: Work, clients: Sequence[int], amounts: Sequence[Amount]) -> list[list[int]]:
+        """Return the places in the cohort that run as one program: equal images a step, and where it matters equal size."""
         if self.executor == "loop":
             return [[k] for k in range(len(amounts))]
-        groups: dict[tuple[int, int], list[int]] = {}
-        for k, amount in enumerate(amounts):
-            groups.setdefault((amount.labeled, amount.unlabeled), []).append(k)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for k, (client, amount) in enumerate(zip(clients, amounts, strict=True)):
+            size = astuple(self.holdings.own(client, self._stage)) if work.whole else ()
+            groups.setdefault((amount.labeled, amount.unlabeled, *size), []).append(k)
         return list(groups.values())
 
     def _memory(self, work: Work, client: int, down: Tree) -> Tree:
-        return self.memories[client] if client in self.memories else first_memory(work, down, self.seed)
+        """Return what the client remembers, if this work is one that remembers."""
+        first = first_memory(work, down, self.seed)
+        return (self.memories.get(str(client)) or first) if first else {}
 
     def _observer(self, hidden: Sequence[Tensor]) -> Callable[[int, Batch, Notes], None]:
         def observe(k: int, batch: Batch, notes: Notes) -> None:
