@@ -13,25 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from halfmoon.augment.operations import operate
-from halfmoon.augment.tables import EQUALIZE, IDENTITY, LEVELS, NAMES, factor
+from halfmoon.augment.pools import EQUALIZE, FEDDURE, IDENTITY
+from halfmoon.augment.tables import blend
 
+NAMES, LEVELS = FEDDURE.drawn, FEDDURE.levels
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SIZES = [(8, 8), (16, 16), (28, 28), (32, 32), (12, 20), (33, 32)]
-
-
-def specimens(channels: int, size: tuple[int, int]) -> torch.Tensor:
-    """Return uint8 images (15, C, H, W): noise, narrow noise, smooth, constant, two-valued, sparse."""
-    generator = torch.Generator().manual_seed(channels * 1000 + size[0])
-    noise = torch.randint(0, 256, (15, channels, *size), dtype=torch.uint8, generator=generator)
-    noise[3:5] = noise[3:5] // 9 + 60
-    coarse = torch.rand((4, channels, 4, 4), generator=generator) * 255
-    noise[5:9] = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 255).to(torch.uint8)
-    for row, value in ((9, 0), (10, 77), (11, 255)):
-        noise[row] = value
-    noise[12] = torch.where(noise[12] > 100, 200, 30)
-    noise[13] = torch.where(noise[13] > 250, 255, 0)
-    noise[14, 0] = 40  # one constant channel beside others that vary
-    return noise
 
 
 def pillow(images: torch.Tensor, name: str, level: int, negative: bool) -> np.ndarray:
@@ -49,7 +36,7 @@ def ours(images: torch.Tensor, name: str, level: int, negative: bool) -> np.ndar
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_level_and_direction_equals_pillow(name: str, channels: int, size: tuple[int, int]) -> None:
-    images = specimens(channels, size)
+    images = reference.specimens(channels, size)
     before = images.clone()
     if name == "Color" and channels == 1:  # Pillow's Color on mode L blends the image with itself
         assert all(np.array_equal(pillow(images, name, level, False), images) for level in range(LEVELS))
@@ -79,12 +66,10 @@ def test_autocontrast_equals_pillow_for_every_darkest_and_brightest_value() -> N
 
 def test_every_blend_of_two_values_equals_pillow() -> None:
     """All 256 x 256 pairs at every level: the rounding of Brightness, Contrast, Color and Sharpness is this one."""
-    from halfmoon.augment.tables import blend
-
     first, second = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
     for level in range(LEVELS):
-        expected = np.asarray(Image.blend(Image.fromarray(first), Image.fromarray(second), factor(level)))
-        weight = torch.tensor(factor(level), dtype=torch.float32)
+        expected = np.asarray(Image.blend(Image.fromarray(first), Image.fromarray(second), FEDDURE.factor[level]))
+        weight = torch.tensor(FEDDURE.factor[level], dtype=torch.float32)
         np.testing.assert_array_equal(blend(torch.from_numpy(first), torch.from_numpy(second), weight), expected)
 
 
@@ -132,7 +117,7 @@ def test_equalize_by_hand() -> None:
 
 
 def test_no_operation_leaves_every_row() -> None:
-    images = specimens(3, (8, 8))
+    images = reference.specimens(3, (8, 8))
     level, none = (
         torch.ones((len(images), 2), dtype=torch.long),
         torch.zeros((len(images), 0), dtype=torch.long),

@@ -12,14 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.augment import Labeled, Normalize, Plain, Strong, View, Weak
-from halfmoon.augment.tables import IDENTITY, NAMES
+from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
+from halfmoon.augment.pools import FEDDURE, IDENTITY
 from halfmoon.errors import UserError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 EXACT = Normalize(MEAN, STD, torch.float64)
 UNIT = Normalize((0.0,), (1.0,), torch.float64)
-VIEWS = (Plain(), Labeled(), Weak(), Strong(), Strong(operations=3, magnitude=5, cutout=0, pad=1))
+VIEWS = (
+    *(Plain(), Labeled(), Weak(), Strong(), Strong(operations=3, magnitude=5, cutout=0, pad=1)),
+    *(StrongSemiFL(), StrongFedLoKe(), Shared(StrongSemiFL(operations=3), 5)),
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -123,7 +126,7 @@ def test_channels_last_images_give_the_same_view() -> None:
         assert torch.equal(view.apply(images, drawn, EXACT), view.apply(other, drawn, EXACT))
 
 
-@pytest.mark.parametrize("view", [Labeled(), Weak(), Strong()], ids=repr)
+@pytest.mark.parametrize("view", [Labeled(), Weak(), Strong(), StrongSemiFL(), StrongFedLoKe()], ids=repr)
 def test_every_row_has_its_own_draw(view: View) -> None:
     """64 copies of one image: the views that coincide are few (the weak view has 162 different ones)."""
     images = noise(1).expand(64, -1, -1, -1)
@@ -131,7 +134,7 @@ def test_every_row_has_its_own_draw(view: View) -> None:
     assert len(views.unique(dim=0)) > 40
 
 
-@pytest.mark.parametrize("view", [Labeled(), Weak(), Strong()], ids=repr)
+@pytest.mark.parametrize("view", [Labeled(), Weak(), Strong(), StrongSemiFL(), StrongFedLoKe()], ids=repr)
 def test_draws_follow_the_generator_alone(view: View) -> None:
     first, again, other = (view.draw(50, (3, 32, 32), seeded(seed)) for seed in (7, 7, 8))
     torch.manual_seed(0)  # the global generator has no part in it
@@ -139,7 +142,7 @@ def test_draws_follow_the_generator_alone(view: View) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", [Labeled, Weak, Strong])
+@pytest.mark.parametrize("kind", [Labeled, Weak, Strong, StrongSemiFL, StrongFedLoKe])
 def test_without_flip_nothing_is_mirrored_and_no_other_draw_changes(kind: type) -> None:
     plain, mirrored = (kind(flip=flip).draw(500, (1, 8, 8), seeded()) for flip in (False, True))
     assert not plain.pop("flip").any()
@@ -187,7 +190,7 @@ def test_draws_have_the_distributions_of_the_recipe() -> None:
     # A slot does something with probability 1/2 * 13/14, each of the 13 equally; identity takes the other 15/28.
     active = drawn["operation"] != IDENTITY
     assert abs(active.double().mean().item() - 13 / 28) < 5 * math.sqrt(13 / 28 * 15 / 28 / (2 * n))
-    assert len(NAMES) - 1 == IDENTITY
+    assert len(FEDDURE.drawn) - 1 == IDENTITY
     assert uniform(drawn["operation"][active], 13)
     both = active.all(1)
     assert uniform(drawn["operation"][both] @ torch.tensor([13, 1]), 169)
@@ -216,6 +219,12 @@ def test_magnitude_bounds_the_levels() -> None:
         (lambda: Labeled(cutout=-2), "cutout is -2"),
         (lambda: Strong(cutout=-2), "cutout is -2"),
         (lambda: Strong().draw(1, (2, 8, 8), seeded()), "2 channels"),
+        (lambda: StrongSemiFL().draw(1, (2, 8, 8), seeded()), "StrongSemiFL got images of 2 channels"),
+        (lambda: StrongFedLoKe().draw(1, (4, 8, 8), seeded()), "StrongFedLoKe got images of 4 channels"),
+        (lambda: StrongSemiFL(operations=-1), "StrongSemiFL.operations is -1"),
+        (lambda: StrongFedLoKe(operations=-1), "StrongFedLoKe.operations is -1"),
+        (lambda: StrongFedLoKe(magnitude=31), "magnitude is 31: choose 0 to 30"),
+        (lambda: Shared(Weak(), 0), "Shared.rows is 0"),
         (lambda: Normalize((0.5,), (0.0,)), "must be positive"),
         (lambda: Normalize((0.5,), (0.5, 0.5)), "1 means and 2 standard deviations"),
         (lambda: UNIT(noise(1)), "holds 1 channel(s), the images have 3"),

@@ -72,6 +72,12 @@ def box(start: Tensor, length: int, size: tuple[int, int]) -> Tensor:
     return (y[:, :, None] & x[:, None, :])[:, None]
 
 
+def gray_box_(images: Tensor, start: Tensor, length: int) -> Tensor:
+    """Set boxes of images uint8 (n, C, H, W) to gray 127, in place; start (n, 2) and `length` as in `box`."""
+    mask = box(start, length, (images.shape[2], images.shape[3]))
+    return images.bitwise_or_(mask).bitwise_and_(~(mask & 128))  # 255, then 127
+
+
 @lru_cache(maxsize=16)
 def _spans(length: int, side: int, device: torch.device) -> Tensor:
     """Return uint8 (starts, side), 255 from each start in [-length, side) for `length` pixels."""
