@@ -82,9 +82,10 @@ def test_each_leaf_moves_the_logits_as_a_difference_does(network, side):
     assert float((total - network.tangent(params, x, tape, direction)).norm() / whole) < 1e-12
 
 
-def test_tangent_lifts():
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_tangent_lifts(norm):
     """Three clients under vmap, with their own parameters, images and directions, get the tangents they get alone."""
-    network = SmallCNN(2, 4, 4)
+    network = SmallCNN(2, 4, 20, norm)
     scenes = [scene(network, 8, seed) for seed in range(3)]
 
     def one(params, x, direction):
@@ -97,9 +98,10 @@ def test_tangent_lifts():
         torch.testing.assert_close(lifted[k], one(*scenes[k]), rtol=1e-12, atol=1e-12)
 
 
-def test_tangent_writes_into_nothing():
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_tangent_writes_into_nothing(norm):
     """The tape can be used again, and parameters and direction are what they were."""
-    network = SmallCNN(1, 4, 4)
+    network = SmallCNN(1, 4, 4, norm)
     params, x, direction = scene(network, 8)
     tape = network.linearize(params, x)[1]
     given = [*tree.leaves(params), *tree.leaves(direction), *tape, x]
@@ -119,9 +121,10 @@ class Convolutions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_tangent_takes_two_convolutions_a_layer():
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_tangent_takes_two_convolutions_a_layer(norm):
     """One in the first layer, whose images do not move, and two in each of the seven others: 15."""
-    network = ResNet9(1, 5, 3)
+    network = ResNet9(1, 5, 3, norm)
     params, x, direction = scene(network, 16)
     tape = network.linearize(params, x)[1]
     with Convolutions() as counted:
