@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from halfmoon.data import Split, summary
+from halfmoon.data import SERVER, Split, summary
 from halfmoon.data.measure import counts, jensen_shannon, mix, total_variation
 
 # Client 0: labeled a a b, unlabeled b b. Client 1: labeled c, unlabeled c c c a. Client 2: labeled a. Nobody: one b.
@@ -100,3 +100,29 @@ def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
     nothing = {"mean": None, "min": None, "max": None}
     assert facts["internal"] == facts["internal_js"] == facts["external"]["unlabeled"] == nothing
     assert facts["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
+
+
+def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
+    """Server: a a b. Client 0: unlabeled b b, one a stage; client 1: unlabeled a and c, in stage 1. Nobody: one c.
+    (2/3, 1/3, 0) against (1/4, 2/4, 1/4): 5/12 + 2/12 + 3/12, half of it is TV 5/12. Clients have no labels.
+    """
+    client = np.array([SERVER, SERVER, SERVER, 0, 0, 1, 1, -1])
+    labels = np.array([0, 0, 1, 1, 1, 0, 2, 2])
+    split = Split(client, client == SERVER, 2, stage=np.array([0, 0, 0, 0, 1, 1, 1, 2]))
+    facts = summary(split, labels, ("a", "b", "c"))
+    assert {**facts["server"], "js": 0} == {
+        "labeled": 3, "labeled_classes": [2, 1, 0], "tv": pytest.approx(5 / 12), "js": 0,
+    }  # fmt: skip
+    p, q = np.array([2, 1, 0]) / 3, np.array([1, 2, 1]) / 4
+    assert facts["server"]["js"] == pytest.approx(jensen_shannon(p, q))
+    numbers = {name: facts["counts"][name] for name in ("images", "labeled", "unlabeled", "nobody")}
+    assert numbers == {"images": 8, "labeled": 3, "unlabeled": 4, "nobody": 1}
+    assert facts["stages"] == [1, 3, 0]
+    nothing = {"mean": None, "min": None, "max": None}
+    assert facts["internal"] == facts["external"]["labeled"] == nothing
+    # Unlabeled: (0, 1, 0) and (1/2, 0, 1/2) against (1/4, 1/2, 1/4): both a half.
+    assert facts["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 2, "max": 1 / 2})
+    assert facts["sizes"]["labeled"] == {"min": 0, "median": 0.0, "max": 0}
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert summary(SPLIT, LABELS, ("a", "b", "c"))["server"] is None
+    assert summary(SPLIT, LABELS, ("a", "b", "c"))["stages"] == [6]

@@ -33,14 +33,19 @@ def cut_evenly(clients: int, rows: int, draw: np.random.Generator) -> np.ndarray
 
 
 def cut_shards(
-    labels: np.ndarray, names: Sequence[str], clients: int, per_client: int, draw: np.random.Generator
+    labels: np.ndarray,
+    names: Sequence[str],
+    clients: int,
+    per_client: int,
+    draw: np.random.Generator,
+    what: str = "rows",
 ) -> np.ndarray:
     """Give each client `per_client` random shards of one class each (SemiFL, NeurIPS 2022, "K classes").
 
     A class, in the order of the rows, is cut into clients * per_client / classes contiguous shards; rows left over go
     one each to its first shards. A client may draw two shards of a class, so it has at most `per_client` classes.
-    `names` are those of the classes. Raise UserError where the shards of a class are no whole number or more than
-    its rows.
+    `names` are those of the classes, `what` that of the rows, for messages. Raise UserError where the shards of a
+    class are no whole number or more than its rows.
     """
     classes = len(names)
     shards, odd = divmod(clients * per_client, classes)
@@ -56,7 +61,7 @@ def cut_shards(
         rows = np.flatnonzero(labels == label)
         if len(rows) < shards:
             raise UserError(
-                f"class {name} has {len(rows)} rows to share, fewer than its {shards} shards; ask for fewer clients, "
+                f"class {name} has {len(rows)} {what} to share, fewer than its {shards} shards; ask for fewer clients, "
                 "a smaller classes_per_client or another number of labels."
             )
         mine = order[label * shards : (label + 1) * shards] // per_client
@@ -107,17 +112,19 @@ def fill_together(
     return _fitted(labels, logs, draw)
 
 
-def give_equal_classes(labels: np.ndarray, names: Sequence[str], clients: int, draw: np.random.Generator) -> np.ndarray:
+def give_equal_classes(
+    labels: np.ndarray, names: Sequence[str], clients: int, draw: np.random.Generator, what: str = "rows"
+) -> np.ndarray:
     """Give every client the same number of rows of every class (FedMatch, ICLR 2021, batch IID).
 
-    It is the number that the smallest class allows; the rest goes to nobody. `names` are those of the classes. Raise
-    UserError where a class has fewer rows than there are clients.
+    It is the number that the smallest class allows; the rest goes to nobody. `names` are those of the classes, `what`
+    that of the rows, for messages. Raise UserError where a class has fewer rows than there are clients.
     """
     held = np.bincount(labels, minlength=len(names))
     each = int(held.min()) // clients
     if not each:
         raise UserError(
-            f"class {names[int(held.argmin())]} has {held.min()} rows to share, fewer than one for each of {clients} "
+            f"class {names[int(held.argmin())]} has {held.min()} {what} to share, fewer than one for each of {clients} "
             "clients; ask for fewer clients or another number of labels, or choose setting iid-iid."
         )
     return _hand_out(np.full((clients, len(names)), each), _pools(labels, len(names), draw), len(labels))

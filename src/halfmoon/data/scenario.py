@@ -202,7 +202,8 @@ def _equal_sizes(scenario: Scenario, part: _Part) -> np.ndarray:
 
 
 def _shards(scenario: Scenario, part: _Part) -> np.ndarray:
-    return rules.cut_shards(part.labels, part.names, part.clients, scenario.classes_per_client, part.draw)
+    images = f"{part.what} images"
+    return rules.cut_shards(part.labels, part.names, part.clients, scenario.classes_per_client, part.draw, images)
 
 
 def _in_turn(scenario: Scenario, part: _Part) -> np.ndarray:
@@ -216,7 +217,7 @@ def _together(scenario: Scenario, part: _Part) -> np.ndarray:
 
 
 def _equal_classes(scenario: Scenario, part: _Part) -> np.ndarray:
-    return rules.give_equal_classes(part.labels, part.names, part.clients, part.draw)
+    return rules.give_equal_classes(part.labels, part.names, part.clients, part.draw, f"{part.what} images")
 
 
 def _peaked(scenario: Scenario, part: _Part) -> np.ndarray:
