@@ -12,7 +12,7 @@ import torch
 from halfmoon import rng, tree
 from halfmoon.augment import Normalize
 from halfmoon.budget import Budget
-from halfmoon.data import Split
+from halfmoon.data.split import SERVER, Split
 from halfmoon.data.draw import Batching, Views
 from halfmoon.evaluate import Examples
 from halfmoon.experiment import Report
@@ -40,17 +40,32 @@ def examples(count: int, channels: int = 1, side: int = 8, classes: int = CLASSE
     return Examples(images, torch.randint(0, classes, (count,), generator=g))
 
 
-def split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0) -> Split:
-    """Return a split with these (labeled, unlabeled) counts; the rows of a client stand anywhere."""
+def split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: str = "clients") -> Split:
+    """Return a split with these (labeled, unlabeled) counts; the rows of a client stand anywhere.
+
+    With the labels at "some" clients, the even ones keep theirs, the other labeled rows are nobody's; at the "server",
+    it has them all.
+    """
     client = np.concatenate([np.full(a + b, k) for k, (a, b) in enumerate(sizes)]).astype(np.int64)
     labeled = np.concatenate([np.arange(a + b) < a for a, b in sizes])
+    if place == "server":
+        client = np.where(labeled, SERVER, client)
+    elif place == "some":
+        client = np.where(labeled & (client % 2 == 1), -1, client)
     order = np.random.default_rng(seed).permutation(len(client))
     return Split(client[order], labeled[order], len(sizes))
 
 
-def holdings(sizes: Sequence[tuple[int, int]] = SIZES, all_labels: bool = False, **images: Any) -> Holdings:
+def holdings(
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    all_labels: bool = False,
+    place: str = "clients",
+    pooled: bool = False,
+    **images: Any,
+) -> Holdings:
     """Return who holds what."""
-    return Holdings(examples(sum(a + b for a, b in sizes), **images), split(sizes), all_labels)
+    train = examples(sum(a + b for a, b in sizes), **images)
+    return Holdings(train, split(sizes, place=place), all_labels, pooled)
 
 
 def task(network: Network = NETWORK, dtype: torch.dtype = torch.float64, **shared: Any) -> Task:

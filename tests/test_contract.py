@@ -28,11 +28,17 @@ def method_of(name: str) -> Method:
     return catalog.make(name, {key: value for key, value in SOME.items() if key in catalog.options(name)})
 
 
-def scene(name: str, rule: str, executor: str = "loop") -> tuple[Method, Task, Simulation]:
-    """Return a method, its task and its federation of unequal clients in double precision."""
+def scene(
+    name: str, rule: str, executor: str = "loop", place: str | None = None, **options: Any
+) -> tuple[Method, Task, Simulation]:
+    """Return a method, its task and its federation of unequal clients in double precision.
+
+    Labels lie at `place`, by default the first that the method can use.
+    """
     method, shared = method_of(name), task(rounds=ROUNDS, **STATISTICS[rule])
-    held = holdings(all_labels=catalog.entry(name).all_labels)
-    return method, shared, simulate(method, shared, held, batching=BATCHINGS[rule], executor=executor)
+    entry = catalog.entry(name)
+    held = holdings(all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.places[0])
+    return method, shared, simulate(method, shared, held, batching=BATCHINGS[rule], executor=executor, **options)
 
 
 @cache

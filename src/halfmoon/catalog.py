@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from halfmoon.errors import UserError, nearest
 from halfmoon.methods.fedavg import FedAvg
@@ -13,21 +13,42 @@ from halfmoon.objectives import UDA, FixMatch
 from halfmoon.types import Method
 
 
+Place = Literal["clients", "some", "server"]
+"""Where labels lie: at every client, at some of them, or at the server alone."""
+
+_PLACES: dict[Place, str] = {
+    "clients": "some rows of every client",
+    "some": "some rows of some clients",
+    "server": "the server's own rows",
+}
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One method of the catalog: `method` carries the default options, `all_labels` marks a supervised upper bound."""
+    """One method of the catalog: `method` carries the default options.
+
+    `places` are the scenarios that it can use; `all_labels` marks a supervised upper bound, which trains on every row
+    of the clients as a labeled one; `pooled` a centralized row: all rows in the hands of one client.
+    """
 
     name: str
     title: str
     paper: str
     about: str
     method: Method
+    places: tuple[Place, ...] = ("clients", "some")
     all_labels: bool = False
+    pooled: bool = False
 
     @property
     def labels(self) -> str:
-        """Return where the method expects labels."""
-        return "all rows (upper bound)" if self.all_labels else "some rows of every client"
+        """Return in words where the method expects labels."""
+        if self.all_labels:
+            return "all rows (upper bound)"
+        return "some of all rows, in one place" if self.pooled else ", or ".join(_PLACES[p] for p in self.places)
+
+
+ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
 
 
 @dataclass(frozen=True)
@@ -44,13 +65,14 @@ _FEDPROX = "Li et al. 2020"
 _FEDDURE = "FedDure, AAAI 2024"
 
 _ENTRIES = (
-    Entry("feddure", "FedDure", _FEDDURE, "dual regulators weigh each client's pseudo-labels", FedDure()),
+    Entry("feddure", "FedDure", _FEDDURE, "dual regulators weigh each client's pseudo-labels", FedDure(), ("clients",)),
     Entry(
         "feddure-without-creg",
         "FedDure without C-reg",
         f"{_FEDDURE}, Table 2",
         "the fine-grained regulator alone, trained through the local model",
         FedDure(coarse=False),
+        ("clients",),
     ),
     Entry(
         "feddure-without-freg",
@@ -58,15 +80,17 @@ _ENTRIES = (
         f"{_FEDDURE}, Table 2",
         "the coarse-grained regulator alone, with a fixed threshold",
         FedDure(fine=False),
+        ("clients",),
     ),
     Entry("fedavg", "FedAvg (labeled only)", _FEDAVG, "labeled images only: the floor", FedAvg()),
-    Entry("fedavg-sl", "FedAvg-SL (all labels)", _FEDAVG, "all labels: the ceiling", FedAvg(), all_labels=True),
+    Entry("fedavg-sl", "FedAvg-SL (all labels)", _FEDAVG, "all labels: the ceiling", FedAvg(), ANYWHERE, all_labels=True),
     Entry(
         "fedprox-sl",
         "FedProx-SL (all labels)",
         _FEDPROX,
         "all labels, with a proximal term",
         FedAvg(prox=PROX),
+        ANYWHERE,
         all_labels=True,
     ),
     Entry(
