@@ -140,12 +140,32 @@ def test_top_ups_begin_where_the_notes_found_them(gamma: float, first: int, shar
     assert abs(np.mean(part) - share) < 0.03
 
 
-def test_more_classes_than_rows_round_without_a_negative_count() -> None:
-    """10 rows over 40 classes with an even mix: round(0.25 ...) is 0 everywhere; uneven ones can ask for too many."""
-    labels = mixed(400, 40)
-    for seed in range(30):
-        holder = rules.fill_in_turn(labels, 40, 40, 20.0, stream(seed, "x"))
-        assert (np.bincount(holder, minlength=40) == 10).all()
+def test_a_rounding_error_larger_than_the_largest_count() -> None:
+    """10 rows over 16 near-even classes are 0.625 each: all round up to 1, and the largest cannot give 6 back. A client
+    then takes the 10 largest remainders, at most one row of a class.
+    """
+    labels = mixed(160, 16)
+    for seed in range(5):
+        counts = table(rules.fill_in_turn(labels, 16, 16, 1e5, stream(seed, "x")), labels, 16, 16)
+        assert (counts.sum(1) == 10).all()
+        assert counts[:8].max() == 1
+
+
+@pytest.mark.parametrize("fill", [rules.fill_in_turn, rules.fill_together])
+@pytest.mark.parametrize("gamma", [1e-320, 1e-5, 1e9])
+def test_gammas_without_bounds(fill: Fill, gamma: float) -> None:
+    """Eight classes and eight clients: the first client is of one class, or even."""
+    labels = mixed(640, 8)
+    counts = table(fill(labels, 8, 8, gamma, stream(0, "x")), labels, 8, 8)
+    assert (counts.sum(1) == 80).all()
+    if gamma == 1e9:
+        assert (counts == 10).all()
+    elif fill is rules.fill_in_turn:
+        assert counts[0].max() == 80
+    else:
+        # Mixes of one class each cannot be met where two clients want the same one; what is left goes round.
+        assert counts.max() == 80
+        assert (counts.sum(0) == 80).all()
 
 
 def concentration(fill: Fill, gamma: float) -> tuple[float, float]:
@@ -194,6 +214,17 @@ def test_a_fit_in_proportion_to_uneven_pools() -> None:
     """Equal mixes take 60, 30, 10 of every 100 rows from pools of 600, 300, 100; 7 clients take 7 tenths of them."""
     counts = rules.fit_counts(np.zeros((7, 3)), 100, np.array([600, 300, 100]), stream(0, "x"))
     assert (counts == [60, 30, 10]).all()
+
+
+def test_a_fit_favors_no_client_in_rounding() -> None:
+    """One row each for four clients of mix (2, 1, 1) / 4 and pools of as many rows. Whoever is first takes class 0
+    (urgency 1/2), the next two classes 1 and 2 (urgency 1/2 and 3/4 after what is owed), the last class 0: half of the
+    clients, and client 0 in half of the draws, 100 +- 7 of 200.
+    """
+    pools = np.array([2, 1, 1])
+    taken = [rules.fit_counts(np.log([[0.5, 0.25, 0.25]] * 4), 1, pools, stream(s, "x")) for s in range(200)]
+    assert all(counts.sum(0).tolist() == [2, 1, 1] for counts in taken)
+    assert 70 < sum(int(counts[0, 0]) for counts in taken) < 130
 
 
 @settings(max_examples=60, deadline=None)

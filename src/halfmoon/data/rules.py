@@ -220,12 +220,13 @@ def _hand_out(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np.ndar
 
 
 def _log_dirichlet(gamma: float, shape: tuple[int, int], draw: np.random.Generator) -> np.ndarray:
-    """Return the logarithms of Dirichlet(gamma) rows, each up to a constant, finite for any gamma.
+    """Return the logarithms of Dirichlet(gamma) rows, each up to a constant.
 
     log G(a) = log G(a + 1) + log(U) / a for gamma variates (Marsaglia and Tsang 2000, section 6).
     """
+    gamma = max(gamma, 1e-9)  # one class holds all of a mix long before; the division stays finite
     boost = np.log1p(-draw.random(shape)) / gamma  # 1 - U is never 0
-    return np.maximum(np.log(draw.standard_gamma(gamma + 1, shape)) + boost, -1e300)
+    return np.log(draw.standard_gamma(gamma + 1, shape)) + boost
 
 
 def _softmax(logs: np.ndarray) -> np.ndarray:
