@@ -301,7 +301,7 @@ def test_no_tensor_given_to_a_method_holds_a_hidden_label(name):
             assert leaf.dim() == 4  # images
         else:
             assert not leaf.numel() or int(leaf.max()) < 100
-    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "drawn")
+    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "drawn", "x_views")
     assert Local._fields == ("x", "y", "u", "labeled", "unlabeled", "views")
 
 
@@ -460,5 +460,7 @@ def test_a_remembered_client_does_not_hold_its_group():
     method, shared = FedDure(), task()
     simulation = simulate(method, shared, executor="vmap", cohort=4)
     play(method, simulation, begin(method, shared), range(1))
-    for leaf in tree.leaves(simulation.memories.get("0") or {}):
+    kept = simulation.store.get("client/0")
+    assert kept
+    for leaf in tree.leaves(kept):
         assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from halfmoon import manifest
 from halfmoon.errors import UserError
 from halfmoon.manifest import START, Contents, Damaged, Mark, sweep, verify
-from halfmoon.store import Shelf, Store
+from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree, flatten
 
 CPU = torch.device("cpu")
@@ -558,12 +558,12 @@ def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pyt
 
 def test_shelves_share_a_store(tmp_path: Path) -> None:
     store = Store(tmp_path / "clients", 60)
-    mine, helpers = Shelf(store, "client/", CPU), Shelf(store, "helpers/", CPU)
+    mine, helpers = StoreShelf(store, "client/", CPU), StoreShelf(store, "helpers/", CPU)
     mine.put("17", ten(1))
     helpers.put("17", ten(2))
     helpers.put("3", ten(3))
     assert (mine.keys(), helpers.keys()) == (["17"], ["17", "3"])
-    assert (mine.nbytes, helpers.nbytes, store.nbytes) == (40, 80, 120)
+    assert (store.held("client/"), store.held("helpers/"), store.nbytes) == (40, 80, 120)
     assert same(mine.get("17"), ten(1))
     assert same(helpers.get("17"), ten(2))
     assert mine.get("3") is None
@@ -572,7 +572,7 @@ def test_shelves_share_a_store(tmp_path: Path) -> None:
 def test_a_shelf_gives_copies(tmp_path: Path) -> None:
     """In memory or mapped: a change in place stays with its holder, and every leaf starts where PyTorch starts one."""
     for cap in (0, 1000):
-        shelf = Shelf(Store(tmp_path / str(cap), cap), "", CPU)
+        shelf = StoreShelf(Store(tmp_path / str(cap), cap), "", CPU)
         shelf.put("a", {"b": torch.zeros(3), "w": torch.ones(10)})
         found = shelf.get("a")
         assert found is not None
@@ -585,7 +585,7 @@ def test_a_shelf_gives_its_trees_on_its_device() -> None:
     """The device without memory stands for a GPU: the leaves arrive there, of the same type and shape."""
     store = Store()
     store.put("a", {"w": torch.ones(2, dtype=torch.float64)})
-    found = Shelf(store, "", torch.device("meta")).get("a")
+    found = StoreShelf(store, "", torch.device("meta")).get("a")
     assert found is not None
     assert (found["w"].device.type, found["w"].dtype, found["w"].shape) == ("meta", torch.float64, (2,))
 

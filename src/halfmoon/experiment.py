@@ -12,7 +12,9 @@ import torch
 
 from halfmoon import rng, tree
 from halfmoon.evaluate import Examples, scores
+from halfmoon.manifest import Contents
 from halfmoon.record import Loaded, RunFolder
+from halfmoon.store import Store
 from halfmoon.tree import Tree
 from halfmoon.types import Federation, Method, Sample, Task
 
@@ -32,6 +34,8 @@ class Report(NamedTuple):
 class Runtime(Federation, Protocol):
     """A federation that the round loop can drive: on this machine, or over a network."""
 
+    store: Store  # what has to be saved beside the server's tree
+
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort."""
         ...
@@ -44,12 +48,8 @@ class Runtime(Federation, Protocol):
         """End a round: what it measured."""
         ...
 
-    def state(self) -> Tree:
-        """Return what has to be saved beside the server's tree."""
-        ...
-
-    def restore(self, memories: Tree, cost: dict[str, int]) -> None:
-        """Go on from a saved state."""
+    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+        """Go on from a checkpoint: with what the store held then."""
         ...
 
 
@@ -104,13 +104,12 @@ def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, dev
         server = tree.to(server, device)
         _save(folder, 0, server, experiment.runtime, experiment.runtime.close().cost)
         return server, 0
-    state = tree.to(loaded.state, device)
-    experiment.runtime.restore(state.get("memory", {}), loaded.meta["cost"])
-    return state["server"], loaded.round
+    experiment.runtime.restore(loaded.clients, loaded.meta["cost"])
+    return tree.to(loaded.state["server"], device), loaded.round
 
 
 def _save(folder: RunFolder, number: int, server: Tree, runtime: Runtime, cost: dict[str, int]) -> None:
-    folder.save(number, {"server": server, "memory": runtime.state()}, {"cost": cost})
+    folder.save(number, {"server": server}, {"cost": cost}, runtime.store)
 
 
 def _row(number: int, report: Report) -> Row:

@@ -251,8 +251,8 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """The trees of a store whose keys begin with a prefix, given out on the device that trains."""
+class StoreShelf:
+    """A `halfmoon.types.Shelf`: the trees of a store with keys of one prefix, given out on a device."""
 
     store: Store
     prefix: str
@@ -266,18 +266,13 @@ class Shelf:
         found = self.store.get(self.prefix + key)
         return None if found is None else tree.map(lambda leaf: leaf.to(self.device, copy=True), found)
 
-    def put(self, key: str, value: Tree) -> None:
+    def put(self, key: str, tree: Tree) -> None:
         """Keep a copy of a tree; raises UserError as `Store.put`."""
-        self.store.put(self.prefix + key, value)
+        self.store.put(self.prefix + key, tree)
 
     def keys(self) -> list[str]:
         """Return the keys on this shelf, without the prefix, in alphabetical order."""
         return [key.removeprefix(self.prefix) for key in self.store.keys(self.prefix)]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all trees on this shelf."""
-        return self.store.held(self.prefix)
 
 
 def _named(key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -17,8 +17,10 @@ from halfmoon.data.draw import Amount, Batching, Views
 from halfmoon.data.split import SERVER, Split
 from halfmoon.evaluate import Examples, Quality
 from halfmoon.experiment import Report
+from halfmoon.manifest import Contents
+from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
-from halfmoon.types import Batch, Local, Method, Notes, Sample, Task, Work
+from halfmoon.types import Batch, Local, Method, Notes, Sample, Shelf, Task, Work
 
 Executor = Literal["loop", "vmap"]
 
@@ -73,31 +75,13 @@ class Holdings:
         return self.split.rows(client, labeled, stage)
 
 
-@dataclass
-class Kept:
-    """Trees by name, in memory."""
-
-    trees: dict[str, Tree] = field(default_factory=dict)
-
-    def get(self, key: str) -> Tree | None:
-        """Return a tree, or None where there is none."""
-        return self.trees.get(key)
-
-    def put(self, key: str, tree: Tree) -> None:
-        """Keep a tree in place of the one that was there."""
-        self.trees[key] = tree
-
-    def keys(self) -> list[str]:
-        """Return the names, sorted."""
-        return sorted(self.trees)
-
-
 class Simulation:
     """The runtime of an experiment on one machine (a `halfmoon.experiment.Runtime`).
 
     A round is `open`, any number of questions, `close`. Everything drawn depends on (seed, round, trip, client) alone.
     `serving` is the batch rule of the server's own training (None: the clients'). A client of the cohort fails to
-    answer with probability `silent`, for a whole round; one always answers.
+    answer with probability `silent`, for a whole round; one always answers. What the clients and the server's shelf
+    remember lies in `store`.
     """
 
     def __init__(
@@ -115,6 +99,7 @@ class Simulation:
         confident: float = 0.95,
         serving: Batching | None = None,
         silent: float = 0.0,
+        store: Store | None = None,
     ) -> None:
         self.method, self.base, self.task = method, task, task
         self.holdings, self.views, self.seed = holdings, views, seed
@@ -122,7 +107,10 @@ class Simulation:
         self.batching, self.budget, self.executor = batching, budget, executor
         self.serving = serving or batching
         self.clients, self.size, self.confident, self.silent = holdings.clients, cohort, confident, silent
-        self.shelf, self.memories = Kept(), Kept()
+        self.store = Store() if store is None else store
+        device = holdings.train.labels.device
+        self.shelf: Shelf = StoreShelf(self.store, "shelf/", device)
+        self.memories: Shelf = StoreShelf(self.store, "client/", device)
         self.cost = Cost()
         self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
         self._round = self._trip = 0
@@ -141,7 +129,7 @@ class Simulation:
         self._samples, self._quality = {}, self._fresh_quality()
 
     def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
-        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return the uploads, every leaf (k, ...)."""
+        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...)."""
         asked = self.cohort if to is None else to.cpu()
         there = self._there(asked)
         self.answered = asked[there]
@@ -164,21 +152,20 @@ class Simulation:
 
     def stored(self, server: int) -> None:
         """Take note of the bytes of the server's tree; what lies on its shelf counts too."""
-        shelf = sum(tree.nbytes(each) for each in self.shelf.trees.values())
-        self.cost.stored_server = max(self.cost.stored_server, server + shelf)
+        self.cost.stored_server = max(self.cost.stored_server, server + self.store.held("shelf/"))
 
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
         return Report(self.cohort.tolist(), self._samples, self._quality.row(), self.cost.row())
 
     def state(self) -> Tree:
-        """Return what is remembered of and by the clients, for a checkpoint."""
-        return {"client": dict(self.memories.trees), "shelf": dict(self.shelf.trees)}
+        """Return a copy of all that is remembered of and by the clients; a checkpoint commits the store instead."""
+        shelves = {"client": self.memories, "shelf": self.shelf}
+        return {name: {key: shelf.get(key) for key in shelf.keys()} for name, shelf in shelves.items()}  # noqa: SIM118
 
-    def restore(self, memories: Tree, cost: dict[str, int]) -> None:
+    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
         """Go on from a checkpoint."""
-        self.memories = Kept(dict(memories.get("client", {})))
-        self.shelf = Kept(dict(memories.get("shelf", {})))
+        self.store.restore(clients)
         self.cost = Cost(**cost)
 
     def _ask(self, work: Work, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
@@ -236,7 +223,7 @@ class Simulation:
         return self.budget.amount(self.batching, work, own, given)
 
     def _groups(self, work: Work, clients: Sequence[int], amounts: Sequence[Amount]) -> list[list[int]]:
-        """Return the places in the cohort that run as one program: equal images a step, and where it matters equal size."""
+        """Return the places in the cohort that run as one program: equal images a step and, where it matters, size."""
         if self.executor == "loop":
             return [[k] for k in range(len(amounts))]
         groups: dict[tuple[int, ...], list[int]] = {}
