@@ -38,6 +38,10 @@ class SpyWork(Work):
         return self.inner.others
 
     @property
+    def labeled_views(self) -> tuple[str, ...]:
+        return self.inner.labeled_views
+
+    @property
     def mixup(self) -> float | None:
         return self.inner.mixup
 

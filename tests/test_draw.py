@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from halfmoon import rng
-from halfmoon.augment import Normalize, Plain
+from halfmoon.augment import Normalize, Plain, Shared, Strong, Weak
 from halfmoon.budget import Holding, natural
 from halfmoon.data.draw import Amount, Batching, Views, Visit, Wanted, batches, cycle, draw
 from halfmoon.errors import UserError
@@ -257,3 +257,48 @@ def test_impossible_batch_rules_are_refused(wrong, words):
     """Each in a sentence that names the option."""
     with pytest.raises(UserError, match=words):
         Batching(**wrong)
+
+
+SHOWN = Views(Plain(), {"plain": Plain(), "weak": Weak(), "strong": Strong()})
+
+
+def test_labeled_images_have_the_views_that_are_asked_for():
+    """`x_views` shows the very rows of `x`: the plain one is `x` itself, the others are that name's recipe on it.
+
+    Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw.
+    """
+    clients = [local(7, 23), local(3, 9, 50)]
+    asked = Wanted(("weak", "strong"), labeled=("plain", "strong", "weak", "weak2"))
+    visits = [draw(Amount(n, 4, 5), c, SHOWN, asked, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)]
+    without = [visit(c, Amount(n, 4, 5), views=SHOWN, path=("visit", n)) for c, n in zip(clients, (3, 2), strict=True)]
+    steps = list(batches(clients, visits, SHOWN, PIXELS, 9))
+    for t, (ours, theirs) in enumerate(zip(steps, batches(clients, without, SHOWN, PIXELS, 512), strict=True)):
+        assert theirs.x_views == {}
+        assert all(torch.equal(a, b) for a, b in zip(listed([ours]), listed([theirs]), strict=True))
+        assert torch.equal(ours.x_views["plain"], ours.x)
+        for k, n in enumerate((3, 2)):
+            at = min(t, n - 1)
+            for name in ("strong", "weak", "weak2"):
+                drawn = {key: leaf[4 * at : 4 * at + 4] for key, leaf in visits[k].more_drawn[name].items()}
+                made = SHOWN.unlabeled[name.rstrip("2")].apply(clients[k].x[ours.x_rows[k]], drawn, PIXELS)
+                assert torch.equal(ours.x_views[name][k], made)
+    first = visits[0]
+    assert not torch.equal(first.more_drawn["weak"]["top"], first.more_drawn["weak2"]["top"])
+    assert not torch.equal(first.more_drawn["weak"]["top"], first.u_drawn["weak"]["top"][:12])
+
+
+def test_a_client_without_labels_has_no_labeled_views():
+    """They are there by name, without an image."""
+    client = local(0, 6)
+    asked = Wanted(("weak",), labeled=("weak", "strong"))
+    (batch, *_) = batches([client], [draw(Amount(2, 0, 3), client, SHOWN, asked, None, 0)], SHOWN, PIXELS, 512)
+    assert batch.x.shape == batch.x_views["weak"].shape == batch.x_views["strong"].shape == (1, 0, 1, 8, 8)
+
+
+def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
+    """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
+    views = Views(Plain(), {"weak": Shared(Weak(), 5)})
+    drawn = draw(Amount(3, 4, 5), local(7, 23), views, Wanted(("weak",), labeled=("weak",)), None, 0).more_drawn["weak"]
+    rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
+    assert (rows == rows[:, :1]).all()
+    assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1

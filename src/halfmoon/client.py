@@ -190,7 +190,8 @@ def add(old: Sample | None, new: Sample) -> Sample:
 
 
 def _drawn(errand: Errand, client: int, data: Local, amount: Amount, keep: Tensor | None) -> Visit:
-    wanted = Wanted(errand.work.views, errand.work.others, errand.work.mixup)
+    work = errand.work
+    wanted = Wanted(work.views, work.others, work.mixup, work.labeled_views)
     return draw(amount, data, errand.views, wanted, keep, errand.seed, *errand.path(client))
 
 
@@ -200,13 +201,15 @@ def _swept(errand: Errand, client: int, data: Local) -> Local:
 
 
 def _one(batch: Batch, k: int) -> Batch:
-    u, others, drawn = ({name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.drawn))
-    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k], others, drawn)
+    u, others, drawn, more = (
+        {name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.drawn, batch.x_views)
+    )
+    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k], others, drawn, more)
 
 
 def _laid(batch: Batch) -> Batch:
-    u, others = tree.channels_last(batch.u), tree.channels_last(batch.others)
-    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others)
+    u, others, more = (tree.channels_last(part) for part in (batch.u, batch.others, batch.x_views))
+    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others, x_views=more)
 
 
 def _note(notes: Notes, k: int) -> Notes:

@@ -69,6 +69,7 @@ class Batch(NamedTuple):
     u_rows: Tensor  # (b,) int64, where each unlabeled image stands in Local.u
     others: dict[str, Tensor] = {}  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
     drawn: dict[str, Tensor] = {}  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
+    x_views: dict[str, Tensor] = {}  # view name -> (B, C, H, W), more views of the images in x
 
 
 class Sample(NamedTuple):
@@ -139,6 +140,11 @@ class Work:
     @property
     def others(self) -> tuple[str, ...]:
         """Return the views of a second minibatch, drawn with replacement from all unlabeled rows, kept or not."""
+        return ()
+
+    @property
+    def labeled_views(self) -> tuple[str, ...]:
+        """Return the views of the labeled images that `batch.x_views` holds beside `batch.x`: the unlabeled recipes."""
         return ()
 
     @property

@@ -8,7 +8,7 @@ labeled images only see, with as many steps, the same labeled batches as the oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfmoon import rng
-from halfmoon.augment import Drawn, Labeled, Normalize, Plain, Strong, View, Weak
+from halfmoon.augment import Drawn, Labeled, Normalize, Plain, Shared, Strong, View, Weak
 from halfmoon.errors import UserError
 from halfmoon.types import Batch, Local
 
@@ -28,10 +28,10 @@ class Batching:
     """The batch rule that all methods of a comparison share.
 
     `labeled` and `unlabeled` are images a step; "rest" spreads the unlabeled rows over the steps (FedDure's released
-    code: N_u // steps); labeled "all" puts all labeled rows into every step. One epoch is one pass over the labeled rows, round(N_l / labeled) steps, or one over the
-    unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which; the other set is cycled. "auto" is unlabeled where
-    `unlabeled` is a number and labeled where it is "rest". `steps` fixes the number of steps instead. A set smaller
-    than its batch is cycled, never padded.
+    code: N_u // steps); labeled "all" puts all labeled rows into every step. One epoch is one pass over the labeled
+    rows, round(N_l / labeled) steps, or one over the unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which;
+    the other set is cycled. "auto" is unlabeled where `unlabeled` is a number and labeled where it is "rest". `steps`
+    fixes the number of steps instead. A set smaller than its batch is cycled, never padded.
     """
 
     labeled: int | Literal["all"] = 10
@@ -109,6 +109,7 @@ class Visit(NamedTuple):
     o_rows: Tensor  # (steps * unlabeled,) int64, of the second minibatches; empty where none is wanted
     o_drawn: dict[str, Drawn]
     mixed: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"
+    more_drawn: dict[str, Drawn]  # by name, of the labeled images' further views
 
 
 class Wanted(NamedTuple):
@@ -117,11 +118,21 @@ class Wanted(NamedTuple):
     views: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     mixup: float | None = None
+    labeled: tuple[str, ...] = ()
 
 
 def recipe(views: Views, name: str) -> View:
     """Return the recipe of an unlabeled view: "weak2" is one more draw of "weak"."""
     return views.unlabeled[name.rstrip("0123456789")]
+
+
+def on_labels(views: Views, labeled: int) -> Views:
+    """Return the recipes for labeled images, `labeled` a step: a draw shared by a step's images is shared by these."""
+    shared = {
+        name: replace(view, rows=max(1, labeled)) if isinstance(view, Shared) else view
+        for name, view in views.unlabeled.items()
+    }
+    return replace(views, unlabeled=shared)
 
 
 def cycle(rows: Tensor, length: int, generator: torch.Generator) -> Tensor:
@@ -153,6 +164,7 @@ def draw(
     total = amount.steps * amount.labeled
     x_rows = cycle(torch.arange(int(local.labeled)), total, g) if total else NO_ROWS
     x_drawn = views.labeled.draw(total, shape, g)
+    more_drawn = _drawn(on_labels(views, amount.labeled), wanted.labeled, total, shape, seed, *path, "labeled")
     total = amount.steps * amount.unlabeled
     u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if wanted.views and total else NO_ROWS
     u_drawn = _drawn(views, wanted.views, total, shape, seed, *path)
@@ -161,7 +173,7 @@ def draw(
         o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
         o_drawn = _drawn(views, wanted.others, total, shape, seed, *path, "others")
     mixed = {} if wanted.mixup is None else _mixed(amount, wanted, wanted.mixup, seed, *path, "mixup")
-    return Visit(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed)
+    return Visit(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
 
 
 def sweep(local: Local, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str) -> Local:
@@ -217,23 +229,18 @@ def batches(
         span = [_positions(visit, steps, labeled) for visit in visits]
         x_rows = [visit.x_rows[at] for visit, at in zip(visits, span, strict=True)]
         x = _view(views.labeled, [v.x_drawn for v in visits], span, [c.x for c in locals_], x_rows, normalize)
+        more = _named(views, [v.more_drawn for v in visits], span, [c.x for c in locals_], x_rows, normalize)
         y = torch.stack([c.y[r.to(c.y.device)] for c, r in zip(locals_, x_rows, strict=True)])
-        u: dict[str, Tensor] = {}
         span = [_positions(visit, steps, unlabeled) for visit in visits]
         u_rows = [
             visit.u_rows[at] if len(visit.u_rows) else visit.u_rows for visit, at in zip(visits, span, strict=True)
         ]
         images = [c.u for c in locals_]
-        for name in visits[0].u_drawn:
-            drawn = [visit.u_drawn[name] for visit in visits]
-            u[name] = _view(recipe(views, name), drawn, span, images, u_rows, normalize)
-        others: dict[str, Tensor] = {}
+        u = _named(views, [v.u_drawn for v in visits], span, images, u_rows, normalize)
         o_rows = [
             visit.o_rows[at] if len(visit.o_rows) else visit.o_rows for visit, at in zip(visits, span, strict=True)
         ]
-        for name in visits[0].o_drawn:
-            drawn = [visit.o_drawn[name] for visit in visits]
-            others[name] = _view(recipe(views, name), drawn, span, images, o_rows, normalize)
+        others = _named(views, [v.o_drawn for v in visits], span, images, o_rows, normalize)
         x_index, u_index = torch.stack(x_rows).to(y.device), torch.stack(u_rows).to(y.device)
         o_index = torch.stack(o_rows).to(y.device)
         mixed = [_at(visit, steps) for visit in visits]
@@ -251,6 +258,7 @@ def batches(
                 u_index[:, b],
                 {name: view[:, b] for name, view in others.items()},
                 extra,
+                {name: view[:, a] for name, view in more.items()},
             )
 
 
@@ -264,6 +272,21 @@ def _positions(visit: Visit, steps: range, size: int) -> Tensor:
     """Return where the images of `steps` stand in the visit; steps beyond its end repeat the last."""
     at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
     return (at[:, None] * size + torch.arange(size)).flatten()
+
+
+def _named(
+    views: Views,
+    drawn: Sequence[dict[str, Drawn]],
+    span: Sequence[Tensor],
+    images: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    normalize: Normalize,
+) -> dict[str, Tensor]:
+    """Return the views that are drawn, by name, each as `_view` makes it."""
+    return {
+        name: _view(recipe(views, name), [each[name] for each in drawn], span, images, rows, normalize)
+        for name in drawn[0]
+    }
 
 
 def _view(

@@ -4,8 +4,8 @@ The clients of a round train the server's model on their own rows, and the serve
 weights |labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||params - received params||^2 to its
 loss.
 
-What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and is
-averaged with it. A client that has nothing to train on (no labels, and an objective that wants them) weighs nothing.
+What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and
+is averaged with it. A client that has nothing to train on (no labels, and an objective that wants them) weighs nothing.
 
 server: params, stats and what the objective keeps beside.  down: the same.  memory: with `keep_optimizer`, the
 optimizer's state.  up: what came down, trained, and weight.
@@ -39,6 +39,11 @@ class LocalTraining(Work):
     def sweep(self) -> tuple[str, ...]:
         """Return what the objective looks at when a visit begins."""
         return self.objective.sweep
+
+    @property
+    def labeled_views(self) -> tuple[str, ...]:
+        """Return the objective's."""
+        return self.objective.labeled_views
 
     @property
     def mixup(self) -> float | None:

@@ -45,6 +45,11 @@ class Objective:
         return ()
 
     @property
+    def labeled_views(self) -> tuple[str, ...]:
+        """Return the views of the labeled images that it wants in `batch.x_views`, beside `batch.x`."""
+        return ()
+
+    @property
     def mixup(self) -> float | None:
         """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`Work.mixup`)."""
         return None
