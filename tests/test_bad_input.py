@@ -64,7 +64,7 @@ SENTENCES = {
     "run --width 0": "width is 0: it must be at least 1.",
     "run --width -16": "width is -16: it must be at least 1.",
     "run --lr nan": "lr is nan: it must be a number above 0.",
-    "run --option fedavg.tau=0.9": "method fedavg has no option 'tau': choose one of: prox.",
+    "run --option fedavg.tau=0.9": "method fedavg has no option 'tau': choose one of: keep_optimizer, prox.",
     "run --method fedavg-fixmatch --option taw=0.9": (
         "method fedavg-fixmatch has no option 'taw': did you mean 'tau'?"
     ),
@@ -123,14 +123,35 @@ def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:
     changed_split(unlabel_client_2)
     before = listing()
     words = "run --split s.parquet --cohort 2 --rounds 1 --method"
-    assert cli.main(f"{words} fedavg-fixmatch".split()) == 2
-    assert capsys.readouterr().err == (
-        "halfmoon: client 2 (1 of 4 in all) has no labeled image, but fedavg-fixmatch needs some at every client; "
-        "ask for more labels or a larger min_size.\n"
+    assert cli.main(f"{words} feddure".split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "halfmoon: client 2 (1 of 4 in all) has no labeled image, but feddure needs some at every client; "
+        "ask for more labels or a larger min_size, or choose one of: fedavg, "
     )
+    assert said.count("\n") == 1
     assert listing() == before
-    # The upper bound trains on all rows with all labels, so it needs none.
-    assert cli.main(f"{words} fedavg-sl --steps 1 --width 4 --threads 1".split()) == 0
+    # FixMatch learns there from its own guesses; the upper bound trains on all rows with all labels.
+    for method in ("fedavg-fixmatch", "fedavg-sl"):
+        assert cli.main(f"{words} {method} --steps 1 --width 4 --threads 1".split()) == 0
+
+
+def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the option, before any data is read, and by a saved split: the reason, and the methods that can."""
+    before = listing()
+    reason = (
+        "halfmoon: method feddure needs labels in some rows of every client, but they are in the server's own rows; "
+    )
+    for words in ("run --method feddure --labels-at server", "run --method feddure --labels-at server --data nowhere"):
+        assert cli.main(words.split()) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{reason}choose another labels_at, or one of: fedavg-sl, ")
+        assert said.count("\n") == 1
+    assert listing() == before
+    assert cli.main("data digits --labels-at server --clients 4 --save s.parquet".split()) == 0
+    capsys.readouterr()
+    assert cli.main("run --method feddure --split s.parquet --cohort 2".split()) == 2
+    assert capsys.readouterr().err.startswith(reason)
 
 
 def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,18 @@ def configs(draw: st.DrawFn) -> Config:
     for name, kind in config.kinds().items():
         if name not in chosen and getattr(kind, "__origin__", None) is Literal:
             chosen[name] = draw(st.sampled_from(get_args(kind)))
+    chosen["labels_at"] = draw(st.sampled_from(["clients", "server"]))
+    if chosen["labels_at"] == "server":
+        chosen |= {"method": "fedavg-sl", "beside": (), "options": {}}
+    chosen["shared_views"] = batch != "rest" and draw(st.booleans())
+    chosen["nesterov"] = chosen["momentum"] > 0 and draw(st.booleans())
+    chosen["silent"] = draw(st.floats(0, 1, exclude_max=True))
+    for name in ("clip_norm", "clip_value"):
+        chosen[name] = draw(st.none() | positive)
+    for name in ("server_batch", "server_epochs"):
+        chosen[name] = draw(st.none() | at_least_one)
+    for name in ("classes_per_client", "stages", "memory_cap"):
+        chosen[name] = draw(at_least_one)
     if steps is None:
         chosen["epochs"] = draw(at_least_one)
     if steps is not None or batch == "rest":
@@ -172,7 +184,7 @@ def test_a_known_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"beside": "fedavg"}, 'beside in run.toml is "fedavg": it must be a list of names.'),
         ({"unlabeled_batch": "all"}, "unlabeled_batch in run.toml is \"all\": it must be a whole number or 'rest'."),
         ({"setting": "dirdir"}, "setting in run.toml is 'dirdir': did you mean 'dir-dir'?"),
-        ({"setting": 3}, "setting in run.toml is 3: it must be 'iid-iid' or 'iid-dir' or 'dir-dir'."),
+        ({"setting": 3}, "setting in run.toml is 3: it must be 'iid-iid' or 'iid-dir' or 'dir-dir' or "),
         ({"options": 3}, "options in run.toml is 3: it must be a table of the method's options."),
         (
             {"options": {"hidden": [1]}},

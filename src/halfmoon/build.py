@@ -17,8 +17,9 @@ import torch
 
 from halfmoon import catalog, disk
 from halfmoon.budget import Budget
-from halfmoon.config import Config, check_methods, free_folder, identity, method_options, resolve, text
+from halfmoon.config import Config, check_methods, check_place, free_folder, identity, method_options, resolve, text
 from halfmoon.data import Split
+from halfmoon.data.split import SERVER
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
@@ -277,22 +278,30 @@ def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
     config, split = jobs[0].config, shared.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
-    needing = [job.config.method for job in jobs if not catalog.entry(job.config.method).all_labels]
+    entries = [catalog.entry(job.config.method) for job in jobs]
+    needing = [each for each in entries if not each.all_labels and not each.pooled]
+    served = bool((split.client == SERVER).any())
     counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
     empty = np.flatnonzero(counts == 0)
-    if needing and len(empty):
-        raise UserError(
-            f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {needing[0]} needs "
-            "some at every client; ask for more labels or a larger min_size."
-        )
+    place = "server" if served else "some" if len(empty) else "clients"
+    for each in needing:
+        if place == "some" and each.places == ("clients",):
+            raise UserError(
+                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {each.name} "
+                f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
+                f"{', '.join(catalog.names_at(place))}."
+            )
+        check_place(each.name, place)
     bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
-    looking = [m for m in needing if catalog.make(m).works(shared.task)["train"].views]
+    looking = [each.name for each in needing if next(iter(each.method.works(shared.task).values())).views]
     if looking and bare:
         raise UserError(
             f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "
             "some at every client; ask for fewer labels or a larger min_size."
         )
-    few = int((counts < config.labeled_batch).sum())
+    if served or config.labeled_batch == "all":
+        return
+    few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
     if needing and few:
         watch.say(
             f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
@@ -303,11 +312,11 @@ def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
 def _experiment(config: Config, shared: World) -> Experiment:
     entry = catalog.entry(config.method)
     method = catalog.make(config.method, method_options(config, config.method))
-    reference = catalog.make(config.reference or config.method).works(shared.task)["train"]
+    reference = next(iter(catalog.make(config.reference or config.method).works(shared.task).values()))
     runtime = Simulation(
         method,
         shared.task,
-        Holdings(shared.train, shared.split, entry.all_labels),
+        Holdings(shared.train, shared.split, entry.all_labels, entry.pooled),
         views=shared.views,
         batching=shared.batching,
         budget=Budget(config.budget, reference, catalog.entry(config.reference or config.method).all_labels),
@@ -315,6 +324,8 @@ def _experiment(config: Config, shared: World) -> Experiment:
         cohort=config.cohort,
         executor=_executor(config),
         confident=config.confident,
+        serving=shared.serving,
+        silent=config.silent,
     )
     return Experiment(
         method, shared.task, runtime, shared.test, config.seed, config.evaluate_every, config.checkpoint_every

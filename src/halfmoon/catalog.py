@@ -16,7 +16,7 @@ from halfmoon.types import Method
 Place = Literal["clients", "some", "server"]
 """Where labels lie: at every client, at some of them, or at the server alone."""
 
-_PLACES: dict[Place, str] = {
+PLACES: dict[Place, str] = {
     "clients": "some rows of every client",
     "some": "some rows of some clients",
     "server": "the server's own rows",
@@ -45,7 +45,7 @@ class Entry:
         """Return in words where the method expects labels."""
         if self.all_labels:
             return "all rows (upper bound)"
-        return "some of all rows, in one place" if self.pooled else ", or ".join(_PLACES[p] for p in self.places)
+        return "some of all rows, in one place" if self.pooled else ", or ".join(PLACES[p] for p in self.places)
 
 
 ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
@@ -83,7 +83,9 @@ _ENTRIES = (
         ("clients",),
     ),
     Entry("fedavg", "FedAvg (labeled only)", _FEDAVG, "labeled images only: the floor", FedAvg()),
-    Entry("fedavg-sl", "FedAvg-SL (all labels)", _FEDAVG, "all labels: the ceiling", FedAvg(), ANYWHERE, all_labels=True),
+    Entry(
+        "fedavg-sl", "FedAvg-SL (all labels)", _FEDAVG, "all labels: the ceiling", FedAvg(), ANYWHERE, all_labels=True
+    ),
     Entry(
         "fedprox-sl",
         "FedProx-SL (all labels)",
@@ -127,6 +129,11 @@ _ENTRIES = (
 def names() -> list[str]:
     """Return the names of all methods."""
     return [each.name for each in _ENTRIES]
+
+
+def names_at(place: Place) -> list[str]:
+    """Return the names of the methods that can use labels at this place."""
+    return [each.name for each in _ENTRIES if place in each.places]
 
 
 def entry(name: str) -> Entry:

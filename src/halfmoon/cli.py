@@ -24,6 +24,7 @@ from halfmoon import config as settings
 from halfmoon import toml
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
+from halfmoon.values import expected
 
 if TYPE_CHECKING:
     from halfmoon.build import Outcome, Watch
@@ -35,13 +36,17 @@ SECTIONS = {
     "method": ("method", "beside"),
     "data": ("data", "data_dir", "cache", "image_size", "shrink"),
     "clients and labels": (*settings.SCENARIO, "split"),
-    "rounds": ("cohort", "rounds", "seed"),
+    "rounds": ("cohort", "rounds", "seed", "silent"),
     "batches": (
-        "labeled_batch", "unlabeled_batch", "epochs", "epoch", "steps", "statistics", "labeling", "budget", "reference",
+        "labeled_batch", "unlabeled_batch", "epochs", "epoch", "steps", "server_batch", "server_epochs", "statistics",
+        "labeling", "budget", "reference",
     ),
-    "network and optimizer": ("network", "width", "optimizer", "lr", "momentum", "weight_decay"),
-    "views and measures": ("labeled_view", "flip", "confident", "evaluate_every"),
-    "machine and run folder": ("device", "executor", "threads", "checkpoint_every", "run_dir"),
+    "network and optimizer": (
+        "network", "width", "norm", "optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm",
+        "clip_value", "schedule",
+    ),
+    "views and measures": ("labeled_view", "strong_view", "shared_views", "flip", "confident", "evaluate_every"),
+    "machine and run folder": ("device", "executor", "threads", "memory_cap", "checkpoint_every", "run_dir"),
 }  # fmt: skip
 SPLIT_OPTIONS = ("data_dir", "cache", *SECTIONS["clients and labels"])
 
@@ -107,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
         missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
         if missing:
             kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
-            what = f": it must be {settings.expected(kind)}" if kind else ""
+            what = f": it must be {expected(kind)}" if kind else ""
             raise UserError(f"{missing[1]} has no value{what}.")
         valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
         if valued:
@@ -189,7 +194,7 @@ def _flag(group: Any, name: str) -> None:
 
 
 def _metavar(kind: Any) -> str:
-    words = settings.expected(kind)
+    words = expected(kind)
     if "'" in words:
         return "|".join(re.findall(r"'([\w-]+)'", words)) if "number" not in words else "N|rest"
     return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
@@ -367,8 +372,7 @@ def _method(name: str) -> dict[str, Any]:
 
     entry = catalog.entry(name)
     options = {
-        key: {"default": option.default, "type": settings.expected(option.type)}
-        for key, option in catalog.options(name).items()
+        key: {"default": option.default, "type": expected(option.type)} for key, option in catalog.options(name).items()
     }
     about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
     return {"name": name, **about, "oracle": entry.all_labels, "options": options}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,23 +15,28 @@ from functools import cache as remembered
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from halfmoon import toml
+from halfmoon.checks import check
 from halfmoon.errors import UserError, nearest
+from halfmoon.values import expected, joined, members, typed
+from halfmoon.values import parse as parsed
 
 Scalar = bool | int | float | str
 Options = Mapping[str, Scalar | Mapping[str, Scalar]]
 
 # What does not change a run's numbers, or is said by `method` and its own options.
-PLACE = {"run_dir", "data_dir", "cache", "device", "executor", "threads", "checkpoint_every"}
+PLACE = {"run_dir", "data_dir", "cache", "device", "executor", "threads", "checkpoint_every", "memory_cap"}
 # Labeled images of each class and client where nothing says how many.
 LABELS = 0.5
 # What a saved split decides in place of the options.
-SCENARIO = ("clients", "setting", "gamma", "labels_per_class", "label_ratio", "min_size", "split_seed")
+SCENARIO = (
+    *("clients", "setting", "gamma", "labels_per_class", "label_ratio", "labels", "labels_at", "labeled_clients"),
+    *("classes_per_client", "stages", "min_size", "split_seed"),
+)
+# Three ways to say how many labels there are.
+AMOUNTS = ("labels_per_class", "label_ratio", "labels")
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,24 @@ class Config:
 
     clients: Annotated[int, "how many clients hold the data"] = 20
     setting: Annotated[
-        Literal["iid-iid", "iid-dir", "dir-dir"], "how labeled and unlabeled images lie among the clients"
+        Literal[
+            *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),
+            *("fedloke", "fedloke-balanced", "fedmatch-iid", "fedmatch-noniid", "fedmatch-stream"),
+        ],
+        "how labeled and unlabeled images lie among the clients",
     ] = "dir-dir"
     gamma: Annotated[float, "concentration of the Dirichlet draws; smaller is more uneven"] = 0.5
     labels_per_class: Annotated[
-        float | None, "labeled images of each class, a client on average; none: 0.5 without label_ratio"
+        float | None, "labeled images of each class, a client on average; none: 0.5 where nothing says how many"
     ] = None
     label_ratio: Annotated[float | None, "instead of labels_per_class: the share of images that is labeled"] = None
+    labels: Annotated[int | None, "instead of labels_per_class: labeled images in all, evenly of each class"] = None
+    labels_at: Annotated[Literal["clients", "some", "server"], "who holds labels: all clients, some, the server"] = (
+        "clients"
+    )
+    labeled_clients: Annotated[int | None, "with labels_at some: how many clients hold labels"] = None
+    classes_per_client: Annotated[int, "with setting semifl-shards: shards, each of one class, of a client"] = 2
+    stages: Annotated[int, "parts of each client's unlabeled images that are seen one after the other"] = 1
     min_size: Annotated[int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean"] = None
     split_seed: Annotated[int, "seed of the split, apart from the seed of training"] = 0
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None
@@ -69,7 +84,7 @@ class Config:
     rounds: Annotated[int, "rounds to play"] = 40
     seed: Annotated[int, "seed of the first model, the cohorts, batches and views"] = 0
 
-    labeled_batch: Annotated[int, "labeled images in a step"] = 10
+    labeled_batch: Annotated[int | Literal["all"], "labeled images in a step; all: every one of the client's"] = 10
     unlabeled_batch: Annotated[
         int | Literal["rest"], "unlabeled images in a step; rest: all, spread over one pass of the labeled ones"
     ] = 10
@@ -79,6 +94,9 @@ class Config:
         "the images an epoch passes over once; auto: labeled with unlabeled_batch rest, else unlabeled",
     ] = "auto"
     steps: Annotated[int | None, "local steps in a round instead of epochs"] = None
+    server_batch: Annotated[int | None, "images in a step of the server's own training; none: labeled_batch"] = None
+    server_epochs: Annotated[int | None, "epochs of the server's own training in a round; none: epochs"] = None
+    silent: Annotated[float, "probability that a client of the cohort does not answer in a round"] = 0.0
     statistics: Annotated[
         Literal["joint", "separate"], "which views share a forward pass, and so their batch statistics"
     ] = "joint"
@@ -88,15 +106,26 @@ class Config:
     ] = "labeled-steps"
     reference: Annotated[str | None, "the method that sets the shared budget; none: the main one"] = None
 
-    network: Annotated[Literal["auto", "resnet9", "small"], "the network; auto: small for digits, else resnet9"] = (
-        "auto"
-    )
-    width: Annotated[int | None, "width of the network; none: its own default"] = None
+    network: Annotated[
+        Literal["auto", "resnet9", "wrn", "small"], "the network; auto: small for digits, else resnet9"
+    ] = "auto"
+    width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its own default"] = None
+    norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
     optimizer: Annotated[Literal["adam", "sgd"], "the clients' optimizer"] = "adam"
     lr: Annotated[float, "the clients' learning rate"] = 1e-3
     momentum: Annotated[float, "momentum of sgd"] = 0.0
+    nesterov: Annotated[bool, "Nesterov's momentum in sgd"] = False
     weight_decay: Annotated[float, "weight decay of the clients' optimizer"] = 0.0
+    clip_norm: Annotated[float | None, "largest Euclidean norm of a gradient; none: it is not clipped"] = None
+    clip_value: Annotated[float | None, "largest absolute value in a gradient; none: it is not clipped"] = None
+    schedule: Annotated[
+        Literal["constant", "cosine", "step"], "the learning rate over the rounds; step: a tenth at 1/2 and at 3/4"
+    ] = "constant"
 
+    strong_view: Annotated[
+        Literal["feddure", "semifl", "fedloke"], "whose RandAugment makes the strong views (SemiFL's is FedDB's too)"
+    ] = "feddure"
+    shared_views: Annotated[bool, "draw one augmentation for all images of a step, as FedLoKe's code does"] = False
     labeled_view: Annotated[
         Literal["cutout", "weak", "plain"], "how labeled images are augmented: weak with cutout, weak, or not at all"
     ] = "cutout"
@@ -108,19 +137,20 @@ class Config:
     threads: Annotated[int | None, "processor threads; none: 1 for the small network, else all"] = None
     evaluate_every: Annotated[int, "rounds between evaluations on the test images"] = 1
     checkpoint_every: Annotated[int, "rounds between checkpoints"] = 1
+    memory_cap: Annotated[int, "MB of clients' memories that stay in RAM; the rest lies on disk"] = 2048
     run_dir: Annotated[Path | None, "the run's folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None
     options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
         field(default_factory=dict)
     )
 
     def __post_init__(self) -> None:
-        values = {name: _typed(name, kind, getattr(self, name)) for name, kind in kinds().items()}
-        if self.labels_per_class is None and self.label_ratio is None:
+        values = {name: typed(name, kind, getattr(self, name)) for name, kind in kinds().items()}
+        if all(values[name] is None for name in AMOUNTS):
             values["labels_per_class"] = LABELS
-        values["options"] = _joined({}, self.options, "options")
+        values["options"] = joined({}, self.options, "options")
         for name, value in anchored(values, Path()).items():
             object.__setattr__(self, name, value)
-        _check(self)
+        check(self)
 
 
 @remembered
@@ -160,7 +190,7 @@ def anchored(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = dict(values)
     for name, kind in kinds().items():
         value = result.get(name)
-        if isinstance(value, str | Path) and Path in _members(kind):
+        if isinstance(value, str | Path) and Path in members(kind):
             result[name] = _absolute(folder, value)
     data = result.get("data")
     if isinstance(data, str) and _is_folder(data, folder, result):
@@ -187,23 +217,37 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
             if name not in helps():
                 raise _unknown(name, file if layer is values else None)
             if name == "options":
-                given[name] = _joined(given.get(name, {}), value, said)
+                given[name] = joined(given.get(name, {}), value, said)
             else:
-                given[name] = _typed(said, kinds()[name], value)
+                given[name] = typed(said, kinds()[name], value)
         # Of two options that exclude each other, the later layer's displaces the earlier one's.
-        for one, other in (("label_ratio", "labels_per_class"), ("labels_per_class", "label_ratio")):
-            if layer.get(one) is not None and other not in layer:
-                given[other] = None
+        if any(layer.get(name) is not None for name in AMOUNTS):
+            given |= dict.fromkeys(set(AMOUNTS) - set(layer))
     if given.get("split") is not None:
         _check_split(given)
     return Config(**given)
 
 
 def check_methods(config: Config) -> None:
-    """Raise UserError where a method or one of its options is unknown, or an option has the wrong type."""
+    """Raise UserError where a method is unknown or cannot use the labels where they are, or for a wrong option."""
     reference = [config.reference] if config.reference else []
     for method in (config.method, *config.beside, *reference, *_tables(config)):
         method_options(config, method)
+    if config.split is None:
+        for method in (config.method, *config.beside):
+            check_place(method, config.labels_at)
+
+
+def check_place(method: str, place: Any) -> None:
+    """Raise UserError where `method` cannot work with labels at `place`, with the methods that can."""
+    from halfmoon import catalog  # slow to import: it brings torch
+
+    entry = catalog.entry(method)
+    if place not in entry.places:
+        raise UserError(
+            f"method {method} needs labels in {entry.labels}, but they are in {catalog.PLACES[place]}; "
+            f"choose another labels_at, or one of: {', '.join(catalog.names_at(place))}."
+        )
 
 
 def method_options(config: Config, method: str) -> dict[str, Any]:
@@ -219,7 +263,7 @@ def method_options(config: Config, method: str) -> dict[str, Any]:
         if name not in known:
             hint = nearest(name, known) if known else "it has no options of its own."
             raise UserError(f"method {method} has no option {name!r}: {hint}")
-    return {name: _typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
+    return {name: typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
 
 
 def text(config: Config) -> str:
@@ -283,79 +327,8 @@ def template() -> str:
 
 
 def parse(name: str, words: str) -> Any:
-    """Return the value that an option of this name has on the command line; `none` is None where it may be.
-
-    Raise UserError where the words are no such value.
-    """
-    kind = kinds()[name]
-    if NoneType in _members(kind) and words == "none":
-        return None
-    if Path in _members(kind):
-        return Path(words)
-    try:
-        return _adapter(kind).validate_strings(words)
-    except ValidationError:
-        return _refuse(f"--{_flag(name)}", kind, words)
-
-
-def expected(kind: Any) -> str:
-    """Return in words what a value of this type is."""
-    members = [member for member in _members(kind) if member is not NoneType]
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-    said = []
-    for member in members:
-        if get_origin(member) is Literal:
-            said.append(" or ".join(repr(choice) for choice in get_args(member)))
-        else:
-            said.append(words.get(member, "a list of names"))
-    return " or ".join(said)
-
-
-@remembered
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the one type."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _typed(said: str, kind: Any, value: Any) -> Any:
-    """Return `value` as this type; an int serves as a float, a list as a tuple, text as a path, nothing else."""
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, str) and Path in _members(kind):
-        value = Path(value)
-    try:
-        return _adapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return _refuse(said, kind, value)
-
-
-def _refuse(said: str, kind: Any, value: Any) -> Any:
-    choices = [choice for member in _members(kind) if get_origin(member) is Literal for choice in get_args(member)]
-    if choices and isinstance(value, str) and int not in _members(kind):
-        raise UserError(f"{said} is {value!r}: {nearest(value, choices)}")
-    raise UserError(f"{said} is {toml.shown(value)}: it must be {expected(kind)}.")
-
-
-def _joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
-    """Return two tables of method options as one; the new ones win, one by one."""
-    if not isinstance(new, Mapping):
-        raise UserError(f"{said} is {toml.shown(new)}: it must be a table of the method's options.")
-    result = dict(old)
-    for name, value in new.items():
-        if isinstance(value, Mapping):
-            before = result.get(name)
-            inner = before if isinstance(before, Mapping) else {}
-            for key, each in value.items():
-                _check_scalar(f"{said}: {name}.{key}", each)
-            result[name] = {**inner, **value}
-        else:
-            _check_scalar(f"{said}: {name}", value)
-            result[name] = value
-    return result
+    """Return the value that an option of this name has on the command line; raise UserError where it is none."""
+    return parsed(f"--{_flag(name)}", kinds()[name], words)
 
 
 def _bare(config: Config) -> dict[str, Scalar]:
@@ -364,11 +337,6 @@ def _bare(config: Config) -> dict[str, Scalar]:
 
 def _tables(config: Config) -> dict[str, Mapping[str, Scalar]]:
     return {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
-
-
-def _check_scalar(said: str, value: Any) -> None:
-    if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{said} is {toml.shown(value)}: it must be a number, text, true or false.")
 
 
 def _flag(name: str) -> str:
@@ -388,54 +356,6 @@ def _check_split(given: Mapping[str, Any]) -> None:
         raise UserError(
             f"{clash[0]} and split exclude each other: the saved split has its own {clash[0]}; give one of them."
         )
-
-
-def _check(c: Config) -> None:
-    """Raise UserError for the first value out of its range and the first impossible combination."""
-    least = {
-        "image_size": 1, "shrink": 1, "clients": 1, "min_size": 0, "split_seed": 0, "cohort": 1, "rounds": 1,
-        "seed": 0, "labeled_batch": 1, "unlabeled_batch": 1, "epochs": 1, "steps": 1, "width": 1, "threads": 1,
-        "evaluate_every": 1, "checkpoint_every": 1, "momentum": 0, "weight_decay": 0,
-    }  # fmt: skip
-    for name, bound in least.items():
-        value = getattr(c, name)
-        if isinstance(value, int | float) and not (value >= bound and math.isfinite(value)):
-            raise UserError(f"{name} is {toml.shown(value)}: it must be at least {bound}.")
-    for name in ("gamma", "labels_per_class", "lr"):
-        value = getattr(c, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {toml.shown(value)}: it must be a number above 0.")
-    if c.label_ratio is not None and not 0 < c.label_ratio <= 1:
-        raise UserError(f"label_ratio is {toml.shown(c.label_ratio)}: it must be above 0 and at most 1.")
-    if not 0 <= c.confident <= 1:
-        raise UserError(f"confident is {toml.shown(c.confident)}: it must be from 0 to 1.")
-    if c.momentum >= 1:
-        raise UserError(f"momentum is {toml.shown(c.momentum)}: it must be below 1.")
-    _check_together(c)
-
-
-def _check_together(c: Config) -> None:
-    if c.labels_per_class is not None and c.label_ratio is not None:
-        raise UserError("labels_per_class and label_ratio exclude each other: give one of them.")
-    if c.split is None and c.cohort > c.clients:
-        raise UserError(f"cohort is {c.cohort}, but clients is {c.clients}: it must be at most {c.clients}.")
-    for name, size in (("labeled_batch", c.labeled_batch), ("unlabeled_batch", c.unlabeled_batch)):
-        if size == 1 and (name == "labeled_batch" or c.statistics == "separate"):
-            raise UserError(f"{name} is 1: a batch of one image has no variance to normalize by: use at least 2.")
-    if c.unlabeled_batch == "rest" and c.epoch == "unlabeled":
-        raise UserError(
-            "epoch 'unlabeled' needs a number as unlabeled_batch: 'rest' is what one pass over the labeled "
-            "images leaves to each step."
-        )
-    if c.steps is not None and (c.epochs != 1 or c.epoch != "auto"):
-        other = "epochs" if c.epochs != 1 else "epoch"
-        raise UserError(f"steps and {other} exclude each other: both say how long a client trains.")
-    if c.momentum and c.optimizer != "sgd":
-        raise UserError(f"momentum is {toml.shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
-    methods = (c.method, *c.beside)
-    twice = [name for name in methods if methods.count(name) > 1]
-    if twice:
-        raise UserError(f"method {twice[0]} is named twice in method and beside: name it once.")
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from halfmoon.augment import Labeled, Normalize, Plain, Strong, Weak
+from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.config import Config
 from halfmoon.data import Images, Scenario, Source, Split, fit, shrink
 from halfmoon.data import load as load_source
@@ -15,7 +15,7 @@ from halfmoon.data.draw import Batching, Views
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.models import NETWORKS, Network
-from halfmoon.optim import SGD, Adam, Optimizer
+from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
 from halfmoon.types import Task
 
 
@@ -30,6 +30,7 @@ class World:
     task: Task
     views: Views
     batching: Batching
+    serving: Batching  # the batch rule of the server's own training
 
 
 def world(config: Config, split: Split | None = None) -> World:
@@ -47,12 +48,17 @@ def world(config: Config, split: Split | None = None) -> World:
         statistics=config.statistics,
         labeling=config.labeling,
         rounds=config.rounds,
+        schedule=_schedule(config),
     )
-    flip = data.mirror if config.flip is None else config.flip
-    labeled = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
-    views = Views(labeled, {"plain": Plain(), "weak": Weak(flip=flip), "strong": Strong(flip=flip)})
     batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
-    return World(data, split, _examples(data.train, place), _examples(data.test, place), task, views, batching)
+    serving = replace(
+        batching,
+        labeled=batching.labeled if config.server_batch is None else config.server_batch,
+        epochs=config.epochs if config.server_epochs is None else config.server_epochs,
+        steps=None,
+    )
+    train, test = _examples(data.train, place), _examples(data.test, place)
+    return World(data, split, train, test, task, _views(config, data), batching, serving)
 
 
 def source(config: Config) -> Source:
@@ -61,8 +67,9 @@ def source(config: Config) -> Source:
     found = shrink(found, config.shrink)
     size = config.image_size
     _, height, width, _ = found.train.images.shape
-    if size is None and network_name(config) == "resnet9":
-        size = max(16, -(-max(height, width) // 8) * 8)
+    least, multiple = {"resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
+    if size is None and multiple > 1:
+        size = max(least, -(-max(height, width) // multiple) * multiple)
     return fit(found, size) if size is not None and (height, width) != (size, size) else found
 
 
@@ -74,6 +81,11 @@ def scenario(config: Config) -> Scenario:
         gamma=config.gamma,
         labels_per_class=config.labels_per_class,
         label_ratio=config.label_ratio,
+        labels=config.labels,
+        labels_at=config.labels_at,
+        labeled_clients=config.labeled_clients,
+        classes_per_client=config.classes_per_client,
+        stages=config.stages,
         min_size=config.min_size,
         seed=config.split_seed,
     )
@@ -104,16 +116,37 @@ def network_name(config: Config) -> str:
 
 def _network(config: Config, data: Source) -> Network:
     _, height, width, channels = data.train.images.shape
-    make = partial(NETWORKS[network_name(config)], channels=channels, classes=len(data.classes))
+    make = partial(NETWORKS[network_name(config)], channels=channels, classes=len(data.classes), norm=config.norm)
     network = make() if config.width is None else make(width=config.width)
     network.check((channels, height, width))
     return network
 
 
+def _views(config: Config, data: Source) -> Views:
+    flip = data.mirror if config.flip is None else config.flip
+    labeled: View = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
+    strong = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}[config.strong_view](flip=flip)
+    unlabeled: dict[str, View] = {"plain": Plain(), "weak": Weak(flip=flip), "strong": strong}
+    if config.shared_views:
+        assert isinstance(config.labeled_batch, int), "checked with the configuration"
+        assert isinstance(config.unlabeled_batch, int), "checked with the configuration"
+        labeled = Shared(labeled, config.labeled_batch)
+        unlabeled = {name: Shared(view, config.unlabeled_batch) for name, view in unlabeled.items()}
+    return Views(labeled, unlabeled)
+
+
 def _optimizer(config: Config) -> Optimizer:
     if config.optimizer == "adam":
-        return Adam(config.lr, weight_decay=config.weight_decay)
-    return SGD(config.lr, config.momentum, config.weight_decay)
+        optimizer: Optimizer = Adam(config.lr, weight_decay=config.weight_decay)
+    else:
+        optimizer = SGD(config.lr, config.momentum, config.weight_decay, config.nesterov)
+    if config.clip_norm is None and config.clip_value is None:
+        return optimizer
+    return Clipped(optimizer, config.clip_norm, config.clip_value)
+
+
+def _schedule(config: Config) -> Schedule:
+    return {"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule]
 
 
 def device(config: Config) -> torch.device:

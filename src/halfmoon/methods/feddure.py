@@ -149,7 +149,7 @@ class Regulated(Work):
         if self.options.coarse:
             student = self._coarse(carry["coarse"]["params"], batch)
         else:
-            student = self._local(carry["params"], batch, look, strong, pull, torch.zeros_like(labeled))
+            student = self._local(carry["params"], batch, strong, pull, torch.zeros_like(labeled))
         judged = self._judge(carry, batch, student, label, strong, confidence)
         trust = (judged.weights + judged.reward) * down["gate"].to(strong.dtype)
 
@@ -178,7 +178,7 @@ class Regulated(Work):
         """Count the images of one step: local model, C-reg, tangent, virtual and judging passes.
 
         C-reg's tangent works from activations that are there: it counts as one forward pass, though it takes two
-        convolutions a layer. Without C-reg, `jvp` passes the local model once more: two.
+        convolutions a layer. Without C-reg the local model passes once more: two.
         """
         forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
         shared = self.task.statistics == "joint"
@@ -246,21 +246,24 @@ class Regulated(Work):
             lambda direction: network.tangent(params, strong, tape, direction),
         )
 
-    def _local(
-        self, params: Tree, batch: Batch, look: Callable, strong: Tensor, pull: Callable, nothing: Tensor
-    ) -> Student:
+    def _local(self, params: Tree, batch: Batch, strong: Tensor, pull: Callable, nothing: Tensor) -> Student:
         """Return the local model in C-reg's place: the pass that it has made already."""
 
-        def logits(params: Tree) -> Tensor:
-            if self.task.statistics == "joint":
-                return look(params)[0][1]
-            return self.task.network.train(params, batch.u["strong"])[0]
+        network, views, before = self.task.network, (batch.u["strong"],), 0
+        if self.task.statistics == "joint":  # the images of the pass that it has made, in its order
+            before = len(batch.x)
+            views = (batch.x, *views) if self.task.labeling == "running" else (batch.x, *views, batch.u["weak"])
+        images = torch.cat(views)
+
+        def tangent(direction: Tree) -> Tensor:
+            moved = network.tangent(params, images, network.linearize(params, images)[1], direction)
+            return moved[before : before + len(strong)]
 
         return Student(
             params,
             strong,
             lambda cotangent, again: pull((nothing, cotangent))[0],  # another pull always follows: the model's own
-            lambda direction: jvp(logits, (params,), (direction,))[1],
+            tangent,
         )
 
     def _weigh(self, regulator: Tree, z: Tensor) -> Tensor:
