@@ -79,6 +79,45 @@ def test_loop_equals_vmap(name, rule):
         assert numbers(many.report.pseudo) == pytest.approx(numbers(one.report.pseudo), rel=1e-9, abs=1e-9)
 
 
+PLACES = [(name, place) for name in catalog.names() for place in catalog.entry(name).places]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_every_place_for_labels_works_in_both_executors(name, place):
+    """Labels at every client, at some, or at the server, with clients that fail to answer: loop = vmap, all finite.
+
+    Of the clients that were asked, those who are silent in a round leave its cohort.
+    """
+    played = []
+    for executor in ("loop", "vmap"):
+        method, shared, simulation = scene(name, "both", executor, place, silent=0.4)
+        played.append(play(method, simulation, begin(method, shared), range(ROUNDS)))
+    for one, many in zip(*played, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert furthest(many.state, one.state) < 1e-9
+        assert one.report.cohort == many.report.cohort
+        assert one.report.cost == many.report.cost
+        assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server) if leaf.is_floating_point())
+    sizes = {len(one.report.cohort) for one in played[0]}
+    assert sizes == {1} if catalog.entry(name).pooled else min(sizes) < 3
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_guesses_that_are_never_confident_do_no_harm(name, place):
+    """With a threshold that no probability reaches, every round ends, and with finite numbers."""
+    options = catalog.options(name)
+    never = {key: 1.01 for key in ("tau", "threshold") if key in options}
+    if not never:
+        return
+    method = catalog.make(name, never)
+    _, shared, simulation = scene(name, "both", place=place)
+    simulation.method = method
+    for one in play(method, simulation, begin(method, shared), range(2)):
+        assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server) if leaf.is_floating_point())
+        if one.report.pseudo is not None and not name.startswith("feddure"):
+            assert one.report.pseudo["share_used"] == 0
+
+
 @BOTH
 def test_the_clients_of_the_scene_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""

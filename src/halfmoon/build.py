@@ -29,6 +29,7 @@ from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
 from halfmoon.report.tables import Result, comparison
 from halfmoon.sim import Holdings, Simulation
+from halfmoon.store import Store
 
 SPLIT, COMPARISON = "split.parquet", "comparison.json"
 CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
@@ -326,6 +327,7 @@ def _experiment(config: Config, shared: World) -> Experiment:
         confident=config.confident,
         serving=shared.serving,
         silent=config.silent,
+        store=Store(cap=config.memory_cap * 1_000_000),
     )
     return Experiment(
         method, shared.task, runtime, shared.test, config.seed, config.evaluate_every, config.checkpoint_every
