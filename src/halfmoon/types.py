@@ -212,6 +212,11 @@ class Federation(Protocol):
     answered: Tensor  # (k,) int64, who answered the last question: the order of its uploads
     shelf: Shelf  # the server's own store of trees, for what would not fit its tree
 
+    @property
+    def labeled(self) -> int:
+        """Return how many labeled images the server itself has."""
+        ...
+
     def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
         """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
 

@@ -118,6 +118,11 @@ class Simulation:
         self._samples: dict[str, Sample] = {}
         self._quality = self._fresh_quality()
 
+    @property
+    def labeled(self) -> int:
+        """Return how many labeled images the server itself has."""
+        return 0 if self.holdings.pooled else self.holdings.own(SERVER).labeled
+
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort, the same for every method of one seed."""
         g = rng.generator(self.seed, "cohort", round)
@@ -202,18 +207,20 @@ class Simulation:
         amounts = [self._amount(work, client) for client in clients]
         outcomes: dict[int, Outcome] = {}
         for group in self._groups(work, clients, amounts):
-            seen = [self.holdings.local(clients[k], self._stage) for k in group]
-            datas = [data for data, _ in seen]
-            observe = self._observer([hidden for _, hidden in seen])
-            private = tree.map(lambda leaf, g=group: leaf[g], each)
-            mine = [clients[k] for k in group]
-            memories = [self._memory(work, client, {**down, **tree.index(private, i)}) for i, client in enumerate(mine)]
-            if self.executor == "vmap":
-                made = visit_many(errand, mine, down, private, memories, datas, [amounts[k] for k in group], observe)
-            else:
-                one = {**down, **tree.index(private, 0)}
-                made = [visit_one(errand, mine[0], one, memories[0], datas[0], amounts[group[0]], observe)]
-            outcomes.update(zip(group, made, strict=True))
+            memories = {k: self._memory(work, clients[k], {**down, **tree.index(each, k)}) for k in group}
+            for part in _alike(memories):
+                seen = [self.holdings.local(clients[k], self._stage) for k in part]
+                datas = [data for data, _ in seen]
+                observe = self._observer([hidden for _, hidden in seen])
+                private = tree.map(lambda leaf, g=part: leaf[g], each)
+                mine, kept = [clients[k] for k in part], [memories[k] for k in part]
+                if self.executor == "vmap":
+                    own = [amounts[k] for k in part]
+                    made = visit_many(errand, mine, down, private, kept, datas, own, observe)
+                else:
+                    one = {**down, **tree.index(private, 0)}
+                    made = [visit_one(errand, mine[0], one, kept[0], datas[0], amounts[part[0]], observe)]
+                outcomes.update(zip(part, made, strict=True))
         return [outcomes[k] for k in range(len(clients))]
 
     def _amount(self, work: Work, client: int) -> Amount:
@@ -250,3 +257,11 @@ class Simulation:
     def _rows(self) -> int:
         """Return how many images' views are made in one call: what fits a CPU's cache, or fills a GPU."""
         return 512 if self.holdings.train.labels.device.type == "cpu" else 8192
+
+
+def _alike(memories: dict[int, Tree]) -> list[list[int]]:
+    """Return the keys in groups of equally shaped trees: a memory may hold something for each row of a client."""
+    groups: dict[tuple[torch.Size, ...], list[int]] = {}
+    for key, memory in memories.items():
+        groups.setdefault(tuple(leaf.shape for leaf in tree.leaves(memory)), []).append(key)
+    return list(groups.values())
