@@ -9,6 +9,8 @@ from typing import Any, Literal
 from halfmoon.errors import UserError, nearest
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.fedloke import FedLoKe
+from halfmoon.methods.fml import FML
 from halfmoon.objectives import UDA, FixMatch
 from halfmoon.types import Method
 
@@ -122,6 +124,20 @@ _ENTRIES = (
         f"{_FEDPROX}; Sohn et al. 2020",
         "FixMatch with a proximal term",
         FedAvg(FixMatch(), prox=PROX),
+    ),
+    Entry(
+        "fedloke",
+        "FedLoKe",
+        "FedLoKe, CIKM 2023",
+        "a private local model and the global one label images for each other",
+        FedLoKe(),
+    ),
+    Entry(
+        "fml",
+        "FML",
+        "Shen et al. 2020; as FedLoKe, CIKM 2023, uses it",
+        "a private model and the travelling one teach each other on all images",
+        FML(),
     ),
 )
 

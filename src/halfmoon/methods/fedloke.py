@@ -1,0 +1,181 @@
+"""FedLoKe (CIKM 2023): a private local model labels the client's images for the global one, and the other way round.
+
+"Non-IID always Bad? Semi-Supervised Heterogeneous Federated Learning with Local Knowledge Enhancement" (Zhang et al.).
+A client keeps a local model, which knows its own distribution. A visit first mixes the global model into it (Eq. 2),
+once; then both train together: on labels, strong views for the global model and weak ones for the local, and on the
+soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
+
+server: params, stats.  down: the same.  memory: params and stats of the local model, at first a copy of what came down.
+up: params, stats, weight; nothing but the global model travels.
+
+From the authors' released code come what the paper does not say: the local model starts as a copy (Algorithm 1, where
+each starts at random, would make Eq. 2 average unrelated networks), the round counts from 0, so the first one has no
+unsupervised loss, and the unlabeled mean runs over the minibatch (Eq. 9 and 10: over all of the client's images). Where
+they differ this file follows the paper: weights by size (Eq. 1; the code's are uniform, the same for its equal
+clients). With `statistics = "separate"` the passes are the code's, three a model, but the running statistics take in
+the weak views first, where the code's take in the labeled images. Its guards (1e-8 inside logarithms, a term that is
+not finite set to 0) are left out: log-softmax needs none. Gradient clipping (value 0.1), the number of steps and one
+augmentation for all images of a step are the task's, not the method's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfmoon import tree
+from halfmoon.errors import UserError
+from halfmoon.methods.averaging import average
+from halfmoon.methods.mutual import (
+    Looked,
+    Pass,
+    Weights,
+    advance,
+    divergence,
+    kept,
+    learner,
+    model_of,
+    passed,
+    sure,
+    weight_of,
+)
+from halfmoon.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work, sample
+
+VIEWS = {
+    "default": ("weak", "strong"),
+    "strong": ("strong2", "strong"),
+    "weak": ("weak", "weak2"),
+    "none": ("plain", "plain2"),
+}
+"""(quiet, loud): guesses are made of the quiet view, and the local model learns its labels on it; all else is loud."""
+
+
+@dataclass(frozen=True)
+class FedLoKe:
+    """FedLoKe, Algorithm 1; the defaults are the paper's, mu (unpublished) that of the authors' script.
+
+    `ema` is mu of Eq. 2, the share of itself that a local model keeps when a visit begins: at 1 it never reads the
+    global model's parameters ("without EMA"), at 0 the global model replaces it. `delta` bounds the entropy of a guess
+    that teaches, in nats; at 0 none does, with None all do. The unsupervised losses weigh `unlabeled_weight` *
+    min(1, round / `ramp_rounds`), rounds from 0; 0 `ramp_rounds` is no ramp.
+
+    The ablations of Figure 5: `local=False` has no local model, the global one is taught by its own guesses;
+    `global_labels=False` teaches the local model by labels alone (its images pass both models all the same, so batch
+    statistics stay comparable). `views` are Figure 6a's: all "strong", all "weak", or "none" augmented.
+
+    Raises `UserError` for an `ema` outside 0 to 1 or a negative `ramp_rounds`.
+    """
+
+    ema: float = 0.9
+    delta: float | None = 0.1
+    ramp_rounds: int = 200
+    unlabeled_weight: float = 1.0
+    local: bool = True
+    global_labels: bool = True
+    views: Literal["default", "strong", "weak", "none"] = "default"
+    weights: Weights = "size"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ema <= 1:
+            raise UserError(f"ema is {self.ema}: it is the share of itself that a local model keeps, from 0 to 1.")
+        if self.ramp_rounds < 0:
+            raise UserError(f"ramp_rounds is {self.ramp_rounds}: give a number of rounds, or 0 for no ramp.")
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        """Return the one thing a client does."""
+        return {"train": Cotraining(task, VIEWS[self.views], self)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model."""
+        return model
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, and average the global models (Eq. 1)."""
+        model = model_of(server)
+        return average(federation.ask("train", model), model)
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the global model; the local ones never leave their clients."""
+        return model_of(server)
+
+    def ramp(self, round: int) -> float:
+        """Return lambda of Eq. 12, what the unsupervised losses weigh in `round` (from 0)."""
+        return self.unlabeled_weight * (min(1.0, round / self.ramp_rounds) if self.ramp_rounds else 1.0)
+
+
+@dataclass(frozen=True)
+class Cotraining(Work):
+    """The client of FedLoKe: a global and a local model, each taught by the other."""
+
+    options: FedLoKe = FedLoKe()
+
+    @property
+    def labeled_views(self) -> tuple[str, ...]:
+        """Return the labeled images' views, the local model's and the global one's."""
+        return self.views
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return the first received model, as which the local one starts."""
+        return kept(model_of(down), "params", "stats") if self.options.local else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Mix the received model into the local one, once: mu * local + (1 - mu) * received (Eq. 2)."""
+        received = model_of(down)
+        carry = {"global": learner(self.task, received)}
+        if self.options.local:
+            fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, model_of(memory))
+            carry["local"] = learner(self.task, fused)
+        return carry
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take one step of both models, each on its labels and on the other's guesses (Eq. 9 to 14)."""
+        o, lam = self.options, self.options.ramp(self.task.round)
+        quiet, loud = self.views
+        main = self._pass(carry["global"], batch, loud)
+        local = self._pass(carry["local"], batch, quiet) if o.local else main
+        used = {"global": sure(main.guess, o.delta), "local": sure(local.guess, o.delta)}
+
+        def lesson(teacher: Tensor, mask: Tensor, weight: float):
+            return lambda labeled, unlabeled: (
+                supervised(labeled, batch.y) + weight * (mask * divergence(teacher, unlabeled)).mean()
+            )
+
+        new: Tree = {}
+        new["global"], loss = advance(self.task, carry["global"], main, lesson(local.guess, used["local"], lam))
+        if o.local:
+            weight = lam if o.global_labels else 0.0
+            new["local"], other = advance(self.task, carry["local"], local, lesson(main.guess, used["global"], weight))
+            loss = loss + other
+        names = ("global", "local") if o.local else ("global",)
+        shown = "global" if o.global_labels else names[-1]  # guesses that teach somebody
+        confidence, label = (main if shown == "global" else local).guess.softmax(-1).max(-1)
+        samples = {f"{name}_sure": sample(used[name]) for name in names}
+        return new, Notes(loss, samples, (Pseudo(label, confidence, lam * used[shown]),))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the global model with its weight; the local model stays."""
+        up = {**model_of(carry["global"]), "weight": weight_of(data, self.options.weights)}
+        return up, (kept(carry["local"], "params", "stats") if self.options.local else {})
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of both models' passes."""
+        forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
+        models = 2 if self.options.local else 1
+        return Passes(models * forward, models * backward)
+
+    def _pass(self, model: Tree, batch: Batch, labeled: str) -> Pass:
+        """Return what a model says of the labeled images' view `labeled`, and of both views of the unlabeled ones."""
+        quiet, loud = self.views
+        seen = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
+
+        def look(params: Tree) -> Looked:
+            logits, strong, weak, moments = weak_and_strong(self.task, params, model["stats"], seen)
+            return (logits, strong), (weak, moments)
+
+        return passed(look, model["params"])

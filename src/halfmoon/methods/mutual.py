@@ -1,0 +1,91 @@
+"""Two models of one client that teach each other: what FedLoKe and FML have in common.
+
+Both models pass their images, then both take their step (Jacobi): what the one is taught is the other's guess before
+either has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp
+
+from halfmoon.models import track
+from halfmoon.tree import Tree
+from halfmoon.types import Local, Task
+
+Weights = Literal["size", "uniform"]
+"""What a client's upload weighs: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
+
+Looked = tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]
+"""((logits of labeled images, logits of unlabeled ones), (detached guesses, moments of the passes))."""
+
+
+class Pass(NamedTuple):
+    """What one model says of a minibatch, and how to differentiate it."""
+
+    labeled: Tensor  # (B, classes) logits
+    unlabeled: Tensor  # (b, classes) logits
+    guess: Tensor  # (b, classes) detached logits, with which it teaches
+    moments: list[Tree]
+    pull: Callable[..., tuple[Tree]]  # cotangents of (labeled, unlabeled) -> gradient in the parameters
+
+
+def model_of(tree: Tree) -> Tree:
+    """Return {"params", "stats"} of what holds them and more; stats, {} without batch normalization, may be missing."""
+    return {"params": tree["params"], "stats": tree.get("stats", {})}
+
+
+def learner(task: Task, model: Tree) -> Tree:
+    """Return {"params", "stats", "optimizer"} of a model that starts to learn with a fresh optimizer."""
+    return {**model, "optimizer": task.optimizer.init(model["params"])}
+
+
+def kept(model: Tree, *names: str) -> Tree:
+    """Return the named parts of a learner for a client's memory, without empty ones, which no store gives back."""
+    return {name: model[name] for name in names if model[name]}
+
+
+def passed(look: Callable[[Tree], Looked], params: Tree) -> Pass:
+    """Return what the model of `params` says, where `look` passes the images of a minibatch."""
+    (labeled, unlabeled), pull, (guess, moments) = cast(Any, vjp(look, params, has_aux=True))
+    return Pass(labeled, unlabeled, guess, moments, pull)
+
+
+def advance(task: Task, model: Tree, seen: Pass, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tree, Tensor]:
+    """Return the learner after one step on loss(labeled, unlabeled) of its logits, and that loss ()."""
+    cotangent = grad(loss, argnums=(0, 1))(seen.labeled, seen.unlabeled)
+    (gradient,) = seen.pull(cotangent, retain_graph=False)
+    params, optimizer = task.optimizer.step(model["params"], gradient, model["optimizer"])
+    stats = model["stats"]
+    for moments in seen.moments:
+        stats = track(stats, moments)
+    return {"params": params, "stats": stats, "optimizer": optimizer}, loss(seen.labeled, seen.unlabeled)
+
+
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(softmax(teacher) || softmax(student)) (n,) in nats of logits (n, classes); the teacher is detached."""
+    target, guess = teacher.detach().log_softmax(-1), student.log_softmax(-1)
+    return (target.exp() * (target - guess)).sum(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return the Shannon entropy (n,) in nats of softmax(logits), logits (n, classes)."""
+    log = logits.log_softmax(-1)
+    return -(log.exp() * log).sum(-1)
+
+
+def sure(guess: Tensor, delta: float | None) -> Tensor:
+    """Return 1 (n,) where a guess's entropy is below `delta` nats, else 0, of logits (n, classes); None trusts all."""
+    if delta is None:
+        return torch.ones_like(guess[:, 0])
+    return (entropy(guess) < delta).to(guess.dtype)
+
+
+def weight_of(data: Local, weights: Weights) -> Tensor:
+    """Return what a client's upload weighs, ()."""
+    rows = (data.labeled + data.unlabeled).double()
+    return rows if weights == "size" else torch.ones_like(rows)
