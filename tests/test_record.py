@@ -24,6 +24,7 @@ from safetensors import safe_open
 from halfmoon import record
 from halfmoon.errors import UserError
 from halfmoon.record import RunFolder, Unwritable
+from halfmoon.store import Store
 from halfmoon.tree import Tree, flatten
 
 ONE, OTHER = "a1" * 32, "b2" * 32
@@ -490,6 +491,271 @@ def test_sigkill_in_the_middle_of_saving_loses_nothing_that_was_saved(tmp_path: 
         parent.stdout.close()
 
 
+# What the clients keep
+
+
+def memory_of(client: str, round: int) -> Tree:
+    return {"w": torch.full((10,), float(round)), "of": torch.tensor(ord(client))}
+
+
+def kept_at(round: int) -> dict[str, Tree]:
+    """Return what there is after a round: b changes in each, a in every other, c is there once, d comes and goes."""
+    kept = {"a": memory_of("a", round - round % 2), "b": memory_of("b", round), "c": memory_of("c", 0)}
+    return {**kept, "d": memory_of("d", round)} if round % 3 == 1 else kept
+
+
+def play_clients(folder: RunFolder, store: Store, rounds: range) -> None:
+    """Play rounds and save each with what its clients keep."""
+    for round in rounds:
+        folder.log({"round": round})
+        before, now = kept_at(round - 1) if round else {}, kept_at(round)
+        for key in before.keys() - now.keys():
+            store.discard(key)
+        for key, value in now.items():
+            if key not in before or not same(before[key], value):
+                store.put(key, value)
+        folder.save(round, state_of(round), {"next": round + 1}, store)
+
+
+def assert_kept(store: Store, round: int) -> None:
+    """Compare a store with what there was after a round."""
+    wanted = kept_at(round) if round >= 0 else {}
+    assert store.keys() == sorted(wanted)
+    for key, value in wanted.items():
+        found = store.get(key)
+        assert found is not None
+        assert same(found, value)
+
+
+def gone_on(folder: RunFolder, cap: int) -> tuple[Store, int, list[str]]:
+    """Return what a new process goes on with: the clients' store, the last round, and what was said."""
+    loaded, store = folder.load(), Store(None, cap)
+    if loaded is None:
+        return store, -1, []
+    store.restore(loaded.clients)
+    assert same(loaded.state, state_of(loaded.round))
+    return store, loaded.round, loaded.warnings
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {
+        e.relative_to(path).as_posix(): e.read_bytes() for e in path.rglob("*") if e.is_file() and e.name != ".lock"
+    }
+
+
+def straight_clients(path: Path, rounds: int) -> dict[str, bytes]:
+    """Return the files of a run that nothing disturbed."""
+    with RunFolder.create(path, "", ONE) as folder:
+        play_clients(folder, Store(), range(rounds))
+    return files_of(path)
+
+
+def test_the_clients_lie_beside_the_checkpoints(folder: RunFolder) -> None:
+    """After round 4 (kept: 3 and 4): a of 2 and 4, b of 3 and 4, d of 4; a method without memory has no folder."""
+    play(folder, range(2))
+    assert not (folder.path / "clients").exists()
+    play_clients(folder, Store(), range(2, 5))
+    assert sorted(e.name for e in (folder.path / "clients").iterdir()) == [
+        "a-000002.safetensors",
+        "a-000004.safetensors",
+        "b-000003.safetensors",
+        "b-000004.safetensors",
+        "d-000004.safetensors",
+        "manifest.jsonl",
+    ]
+    note = json.loads((folder.path / "checkpoint-000004.json").read_text())
+    assert note["clients"]["length"] == (folder.path / "clients" / "manifest.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize("cap", [0, 10**6])
+def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None:
+    wanted = straight_clients(tmp_path / "straight", 6)
+    folder, store = RunFolder.create(tmp_path / "run", "", ONE), Store(None, cap)
+    play_clients(folder, store, range(4))
+    store.put("b", memory_of("b", 99))  # of a round that was not saved
+    store.put("x", memory_of("x", 99))
+    folder = reopened(folder)
+    store, last, said = gone_on(folder, cap)
+    assert (last, said) == (3, [])
+    assert_kept(store, 3)
+    play_clients(folder, store, range(4, 6))
+    assert_kept(store, 5)
+    assert files_of(folder.path) == wanted
+
+
+@pytest.mark.parametrize("clients", [10, 200])
+def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, clients: int
+) -> None:
+    """Five clients of a round keep 4 kB each: with 10 or 200 registered it writes 21 to 25 kB."""
+    store, written = Store(), 0
+    for client in range(clients):
+        store.put(str(client), {"w": torch.full((1000,), float(client))})
+    folder.save(0, state_of(0), {}, store)
+    real = os.write
+
+    def count(handle: int, data: bytes) -> int:
+        nonlocal written
+        written += len(data)
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", count)
+    for round in range(1, 4):
+        for client in range(5):
+            store.put(str(client + 5 * (round % 2)), {"w": torch.full((1000,), float(round))})
+        before = written
+        folder.save(round, state_of(round), {}, store)
+        assert 21_000 < written - before < 25_000
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@pytest.mark.parametrize(("first", "cap"), [(0, 60), (1, 10**6), (2, 0), (4, 60)])
+def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: int, cap: int) -> None:
+    """Of a round with spills and of its save: the old or the new round comes back, and ends as if nothing had been."""
+    wanted = straight_clients(tmp_path / "straight", first + 3)
+    seen: set[int] = set()
+    for at in range(200):
+        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), Store(None, cap)
+        play_clients(folder, store, range(first))
+        alive = True
+        with dying(at, when):
+            try:
+                play_clients(folder, store, range(first, first + 1))
+            except Killed:
+                alive = False
+        again = reopened(folder)
+        store, last, said = gone_on(again, cap)
+        assert last in (first - 1, first)
+        assert all("was not completed: the .json is missing" in each for each in said)
+        assert_kept(store, last)
+        assert not [path for path in again.path.rglob("*") if path.name.endswith((".spill", ".partial"))]
+        play_clients(again, store, range(last + 1, first + 3))
+        again.close()
+        assert files_of(again.path) == wanted
+        seen.add(last)
+        if alive:
+            assert at >= 15
+            break
+    else:
+        pytest.fail("save never came to its end")
+    assert seen == {first - 1, first}
+
+
+def test_the_clients_are_on_disk_before_the_checkpoint_names_them(folder: RunFolder) -> None:
+    """Metrics; a changed client: write, flush, rename; manifest: write, flush; its folder; then the checkpoint as ever.
+
+    At the end the oldest checkpoint goes, then what only it named. A save of 5 (kept: 3 and 5) in which no client
+    has changed writes nothing for them, and removes b of 2, which round 3 replaced. A save of 6 (kept: 5 and 6) in
+    which b has removes no client's file: what it replaces is named by 5.
+    """
+    store = Store()
+    play_clients(folder, store, range(4))
+    before = {e.name for e in (folder.path / "clients").iterdir()}
+    with dying(1000, "never") as calls:
+        folder.save(5, state_of(5), {}, store)
+    whole = ["open", "write", "fsync", "replace", "open", "fsync"]
+    assert calls == ["open", "fsync", *whole, *whole, *["unlink"] * 3]
+    assert before - {e.name for e in (folder.path / "clients").iterdir()} == {"b-000002.safetensors"}
+    store.put("b", memory_of("b", 6))
+    with dying(1000, "never") as calls:
+        folder.save(6, state_of(6), {}, store)
+    client = ["open", "write", "open", "fsync", "replace"]
+    manifest = ["open", "write", "open", "fsync", "open", "fsync"]
+    assert calls == ["open", "fsync", *client, *manifest, *whole, *whole, *["unlink"] * 2]
+
+
+def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
+    """A file, or a line of the manifest, that only the newest checkpoint (of round 3) names; nothing else is lost."""
+    wanted = straight_clients(tmp_path / "straight", 6)
+    damage = {
+        "b-000003.safetensors": "checksum of clients/b-000003.safetensors differs",
+        "manifest.jsonl": "clients/manifest.jsonl was changed or cut",
+    }
+    for name, why in damage.items():
+        for act in ("flip", "remove"):
+            folder = RunFolder.create(tmp_path / f"{name}-{act}", "", ONE)
+            play_clients(folder, Store(), range(4))
+            path = folder.path / "clients" / name
+            if act == "flip":
+                data = bytearray(path.read_bytes())
+                data[-20] ^= 0x04
+                path.write_bytes(data)
+            elif name == "manifest.jsonl":
+                path.write_bytes(path.read_bytes()[:-1])
+            else:
+                path.unlink()
+                why = "clients/b-000003.safetensors cannot be read: No such file or directory"
+            again = reopened(folder)
+            store, last, said = gone_on(again, 0)
+            assert last == 2
+            assert said == [f"checkpoint-000003 is damaged ({why}); going on from checkpoint-000002."]
+            assert_kept(store, 2)
+            play_clients(again, store, range(3, 6))
+            again.close()
+            assert files_of(again.path) == wanted
+
+
+def test_going_on_leaves_the_checkpoint_to_fall_back_on_whole(folder: RunFolder) -> None:
+    """Loaded once and damaged then: the older of the two still has all its clients."""
+    play_clients(folder, Store(), range(4))
+    again = reopened(folder)
+    assert gone_on(again, 0)[1] == 3
+    (folder.path / "checkpoint-000003.safetensors").write_bytes(b"")
+    store, last, _ = gone_on(reopened(again), 0)
+    assert last == 2
+    assert_kept(store, 2)
+
+
+def test_a_damaged_client_of_both_checkpoints_is_an_error_that_removes_nothing(folder: RunFolder) -> None:
+    play_clients(folder, Store(), range(4))
+    shared = folder.path / "clients" / "c-000000.safetensors"
+    shared.write_bytes(shared.read_bytes()[:-1])
+    before = files_of(folder.path)
+    why = "clients/c-000000.safetensors was cut"
+    with pytest.raises(
+        UserError, match=f"every checkpoint is damaged \\(checkpoint-000003: {why}; checkpoint-000002: {why}"
+    ):
+        reopened(folder).load()
+    assert files_of(folder.path) == before
+
+
+def test_a_round_is_saved_again_only_with_the_same_clients(folder: RunFolder) -> None:
+    store = Store()
+    play_clients(folder, store, range(2))
+    before = files_of(folder.path)
+    folder.save(1, state_of(1), {"next": 2}, store)
+    store.put("a", memory_of("a", 7))
+    with pytest.raises(ValueError, match="round 1 is on disk already"):
+        folder.save(1, state_of(1), {"next": 2}, store)
+    assert files_of(folder.path) == before
+
+
+def test_clients_of_a_first_save_that_was_killed_are_forgotten(folder: RunFolder) -> None:
+    store = Store(None, 0)
+    with dying(12, "before"), pytest.raises(Killed):
+        play_clients(folder, store, range(1))
+    assert list((folder.path / "clients").iterdir())
+    assert reopened(folder).load() is None
+    assert [path for path in (folder.path / "clients").iterdir() if path.suffix != ".jsonl"] == []
+
+
+def test_the_end_of_a_run_keeps_its_clients_as_its_checkpoints(folder: RunFolder) -> None:
+    play_clients(folder, Store(), range(2))
+    before = files_of(folder.path)
+    folder.finish({}, {}, {})
+    assert before.items() <= files_of(folder.path).items()
+
+
+def test_a_checkpoint_of_an_older_halfmoon_is_not_taken_for_one_without_clients(folder: RunFolder) -> None:
+    folder.save(0, state_of(0), {})
+    path = folder.path / "checkpoint-000000.json"
+    note = json.loads(path.read_text())
+    del note["clients"], note["sha256"]
+    path.write_bytes(record._seal(note))
+    with pytest.raises(UserError, match="an older halfmoon wrote it"):
+        reopened(folder).load()
+
+
 # A disk that refuses
 
 
@@ -547,6 +813,38 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, code:
     else:
         pytest.fail("save never came to its end")
     assert at >= 9
+
+
+@pytest.mark.parametrize("cap", [0, 10**6])
+def test_a_disk_that_refuses_a_client_leaves_the_checkpoints_before(tmp_path: Path, cap: int) -> None:
+    """At whichever call: one sentence, and the run goes on to the bytes of one whose disk was never full."""
+    wanted = straight_clients(tmp_path / "straight", 6)
+    for at in range(100):
+        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), Store(None, cap)
+        play_clients(folder, store, range(4))
+        failed = cause = None
+        with refusing(at, errno.ENOSPC):
+            try:
+                play_clients(folder, store, range(4, 5))
+            except UserError as error:
+                failed, cause = str(error), error.__cause__
+        if failed is None:
+            break
+        assert isinstance(cause, OSError)
+        assert "No space left on device" in failed
+        assert "free some space" in failed
+        assert not [path for path in folder.path.rglob("*") if path.name.endswith(".partial")]
+        again = reopened(folder)
+        store, last, said = gone_on(again, cap)
+        assert last in (3, 4)
+        assert said == []
+        assert_kept(store, last)
+        play_clients(again, store, range(last + 1, 6))
+        again.close()
+        assert files_of(again.path) == wanted
+    else:
+        pytest.fail("save never came to its end")
+    assert at >= 15
 
 
 def test_a_first_save_that_fails_says_that_nothing_was_saved(folder: RunFolder) -> None:
