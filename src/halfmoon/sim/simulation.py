@@ -138,8 +138,8 @@ class Simulation:
         asked = self.cohort if to is None else to.cpu()
         there = self._there(asked)
         self.answered = asked[there]
-        if to is None:
-            self.cohort = self.answered
+        mute = asked[~torch.isin(asked, self.answered)]
+        self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
         private = {} if each is None else each
         outcomes = self._ask(
             self.works[work], self.answered.tolist(), down, tree.map(lambda leaf: leaf[there], private)
@@ -206,8 +206,10 @@ class Simulation:
         work = errand.work
         amounts = [self._amount(work, client) for client in clients]
         outcomes: dict[int, Outcome] = {}
+        # Asked once, not of every client: what a client that is known would start from may be a network to draw.
+        kept = bool(first_memory(work, {**down, **tree.index(each, 0)}, self.seed))
         for group in self._groups(work, clients, amounts):
-            memories = {k: self._memory(work, clients[k], {**down, **tree.index(each, k)}) for k in group}
+            memories = {k: self._memory(work, clients[k], {**down, **tree.index(each, k)}) if kept else {} for k in group}
             for part in _alike(memories):
                 seen = [self.holdings.local(clients[k], self._stage) for k in part]
                 datas = [data for data, _ in seen]
@@ -240,9 +242,8 @@ class Simulation:
         return list(groups.values())
 
     def _memory(self, work: Work, client: int, down: Tree) -> Tree:
-        """Return what the client remembers, if this work is one that remembers."""
-        first = first_memory(work, down, self.seed)
-        return (self.memories.get(str(client)) or first) if first else {}
+        """Return what the client remembers, for a work that remembers."""
+        return self.memories.get(str(client)) or first_memory(work, down, self.seed)
 
     def _observer(self, hidden: Sequence[Tensor]) -> Callable[[int, Batch, Notes], None]:
         def observe(k: int, batch: Batch, notes: Notes) -> None:
