@@ -27,7 +27,11 @@ SOME = {"tau": 0.39, "threshold": 0.39, "delta": 1.35, "ramp_rounds": 2}
 
 def method_of(name: str) -> Method:
     """Return a method that uses some, but not all, of its pseudo-labels on random images."""
-    return catalog.make(name, {key: value for key, value in SOME.items() if key in catalog.options(name)})
+    options = catalog.options(name)
+    some = {key: value for key, value in SOME.items() if key in options}
+    if "tau" in some and "debias" in options and options["debias"].default:
+        some["tau"] = 0.28  # a guess divided by the mean of all guesses is less sure still
+    return catalog.make(name, some)
 
 
 def scene(
@@ -142,7 +146,11 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
     if any(work.views for work in method.works(shared).values()):
         assert last.report.pseudo is not None
         assert last.report.pseudo["share_used"] > 0
-        assert last.report.pseudo["share_used"] < 1 or "tau" not in catalog.options(name)
+        used = last.report.pseudo["share_used"]
+        kept = [one.report.samples["kept"] for one in straight(name, "both") if "kept" in one.report.samples]
+        if kept:  # only rows that it is sure of are drawn, and it says how many these are
+            used = float(sum(each.total for each in kept) / sum(each.count for each in kept))
+        assert used < 1 or "tau" not in catalog.options(name)
 
 
 @EVERY
@@ -246,8 +254,8 @@ def test_options_build_the_method_again(name):
 
 @EVERY
 def test_every_work_counts_its_passes(name):
-    """A step looks at every image at least once, forward and backward."""
+    """A step looks at every image at least once, forward and backward; a visit without steps counts none."""
     method, shared, _ = scene(name, "both")
     for work in method.works(shared).values():
         passes = work.passes(4, 6)
-        assert passes.forward >= passes.backward >= 4
+        assert passes.forward >= passes.backward >= 4 if work.trains else passes == (0, 0)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from halfmoon.errors import UserError, nearest
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.heterofl import HeteroFL
+from halfmoon.methods.semifl import SemiFL
 from halfmoon.methods.fedloke import FedLoKe
 from halfmoon.methods.fml import FML
 from halfmoon.objectives import UDA, FixMatch
@@ -65,6 +67,8 @@ PROX = 0.01
 _FEDAVG = "McMahan et al. 2017"
 _FEDPROX = "Li et al. 2020"
 _FEDDURE = "FedDure, AAAI 2024"
+_SEMIFL = "SemiFL, NeurIPS 2022"
+SEMIFL_PLACES: tuple[Place, ...] = ("server", "clients", "some")
 
 _ENTRIES = (
     Entry("feddure", "FedDure", _FEDDURE, "dual regulators weigh each client's pseudo-labels", FedDure(), ("clients",)),
@@ -138,6 +142,31 @@ _ENTRIES = (
         "Shen et al. 2020; as FedLoKe, CIKM 2023, uses it",
         "a private model and the travelling one teach each other on all images",
         FML(),
+    ),
+    Entry(
+        "semifl",
+        "SemiFL",
+        _SEMIFL,
+        "clients train on rows that they are sure of, and the server on its labels, in turn",
+        SemiFL(),
+        SEMIFL_PLACES,
+    ),
+    Entry(
+        "semifl-feddpl",
+        "SemiFL + FedDPL",
+        f"{_SEMIFL}; FedDB, IJCAI 2024",
+        "SemiFL with guesses divided by each client's mean prediction",
+        SemiFL(debias=True),
+        SEMIFL_PLACES,
+    ),
+    Entry(
+        "heterofl",
+        "HeteroFL (all labels)",
+        "HeteroFL, ICLR 2021",
+        "all labels, clients as wide as they can be",
+        HeteroFL(),
+        ANYWHERE,
+        all_labels=True,
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from halfmoon import tree
 from halfmoon.tree import Tree
 
@@ -17,3 +19,13 @@ def average(up: Tree, server: Tree | None = None) -> Tree:
     if server is not None and not bool(up["weight"].sum() > 0):
         return {name: server[name] for name in parts}
     return tree.weighted_mean(parts, up["weight"])
+
+
+def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:
+    """Return (params, momentum) after the server's step to `mean`: v <- keep v + params - mean, params <- params - v.
+
+    SGD with a learning rate of 1 and a momentum of `keep` on the round's change (FedAvgM, Hsu et al. 2019; SemiFL's
+    global momentum); with `keep` 0 the result is the mean.
+    """
+    momentum = tree.map(lambda v, old, new: keep * v + (old - new), momentum, params, mean)
+    return tree.map(torch.sub, params, momentum), momentum

@@ -1,0 +1,191 @@
+"""HeteroFL (Diao, Ding and Tarokh, ICLR 2021): clients too small for the whole network train the leading part of it.
+
+A client of rate r gets the leading ceil(r n) of every n hidden channels, in each leaf; image channels and classes stay
+whole. While it trains, the output of each convolution is divided by r (the Scaler), so that activations are as large as
+the whole network's, and the logits of classes that it has no image of are set to 0 (masked cross-entropy). The server
+averages each entry over the clients that hold it, all counting the same, the head's rows over those that have images of
+the class; an entry that nobody holds keeps its value. Statistics are counted anew for the whole network (`static`).
+
+Supervised: all rows count as labeled. With `rates` "1" and `masked` False this is FedAvg with static batch
+normalization; with `server_momentum` 0.5 and `keep_optimizer` too it is the row "HeteroFL" of SemiFL's tables.
+
+server: params, stats, and with server_momentum its buffer.  down: the client's part of params.  memory: with
+`keep_optimizer` the optimizer's state.  up: that part, trained, present (classes,), weight.  About 2 r^2 of FedAvg's
+bytes; but the census sends the whole network to all whose rows are counted (the authors' code pools the data for it).
+
+Departures from the authors' code: client k has the rate k modulo the number of rates for good, where that code hands
+them out in blocks of clients; the mask follows the rows a client holds, as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad_and_value
+
+from halfmoon import tree
+from halfmoon.errors import UserError
+from halfmoon.methods.averaging import momentum_step
+from halfmoon.methods.static import Census, estimate
+from halfmoon.models import Network
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
+
+
+@dataclass(frozen=True)
+class HeteroFL:
+    """HeteroFL, Algorithm 1.
+
+    `rates` are the widths, divided by "-": with "1-0.5-0.25" every third client trains the whole network, every third
+    half its channels, every third a quarter. One has to be 1, or a part of the network would never be trained; raises
+    `UserError` for others. `masked`: whether classes that a client has no image of are left to the others.
+    """
+
+    rates: str = "1"
+    masked: bool = True
+    sbn: Literal["all", "cohort"] = "all"
+    server_momentum: float = 0.0
+    keep_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        parsed(self.rates)
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        """Return the training at each rate, the widest first, and the look that statistics are counted from."""
+        rates = sorted(set(parsed(self.rates)), reverse=True)
+        return {name(rate): Narrow(task, (), self, rate) for rate in rates} | {"census": Census(task)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model, and a momentum of zero where there is one."""
+        return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let each client train the part it can hold, and average entry by entry."""
+        rates, kept = parsed(self.rates), fixed(task.network)
+        cohort, whole = federation.cohort, tree.flatten(server["params"])
+        total, held = tree.zeros_like(whole), tree.zeros_like(whole)
+        for rate in sorted(set(rates), reverse=True):
+            mine = torch.tensor([k for k in cohort.tolist() if rates[k % len(rates)] == rate], dtype=torch.int64)
+            if len(mine):
+                up = federation.ask(name(rate), {"params": cut(server["params"], rate, kept)}, to=mine)
+                self._count(up, total, held)
+        mean = {path: torch.where(held[path] > 0, total[path] / held[path], old) for path, old in whole.items()}
+        new: Tree = {"params": tree.unflatten(mean)}
+        if self.server_momentum:
+            params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
+            new = {"params": params, "momentum": momentum}
+        stats = estimate(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
+        return {**new, "stats": stats}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the whole network, with the statistics counted for it."""
+        return {"params": server["params"], "stats": server.get("stats", {})}
+
+    def _count(self, up: Tree, total: dict[str, Tensor], held: dict[str, Tensor]) -> None:
+        """Add the uploads (k, ...) of one rate into the leading part of the sums, and the number of their holders."""
+        for path, leaf in tree.flatten(up["params"]).items():
+            there = up["weight"].to(leaf.dtype)[:, None]
+            if path.startswith("head/") and self.masked:
+                there = there * up["present"].to(leaf.dtype)
+            there = there.reshape(*there.shape, *[1] * (leaf.dim() - 2))
+            part = tuple(slice(size) for size in leaf.shape[1:])
+            total[path][part] += (leaf * there).sum(0)
+            held[path][part] += there.sum(0)
+
+
+@dataclass(frozen=True)
+class Narrow(Work):
+    """Train the leading part of the network on labeled images, and send it back."""
+
+    options: HeteroFL = field(default_factory=HeteroFL)
+    rate: float = 1.0
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Start from the received part; see which classes are there."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
+        seen = F.one_hot(data.y, self.task.network.classes).sum(0)  # rows beyond the client's own repeat them
+        present = (seen > 0) & (data.labeled > 0)
+        return {"params": down["params"], "optimizer": optimizer, "present": present}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take one optimizer step on the masked cross-entropy."""
+        gradient, loss = grad_and_value(self._loss)(carry["params"], carry["present"], batch)
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        return {**carry, "params": params, "optimizer": optimizer}, Notes(loss, {}, ())
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the part, the classes that it has seen, and 1, or 0 where there was nothing to see."""
+        weight = (data.labeled > 0).double()
+        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        return {"params": carry["params"], "present": carry["present"].double(), "weight": weight}, memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count one forward and one backward pass of the labeled images, however narrow the network."""
+        return Passes(labeled, labeled)
+
+    def _loss(self, params: Tree, present: Tensor, batch: Batch) -> Tensor:
+        logits, _ = self.task.network.train(scaled(params, self.rate), batch.x)
+        if self.options.masked:
+            logits = torch.where(present, logits, 0.0)
+        return F.cross_entropy(logits, batch.y)
+
+
+def name(rate: float) -> str:
+    """Return the name of the work at a rate."""
+    return f"train-{rate:g}"
+
+
+def parsed(rates: str) -> tuple[float, ...]:
+    """Return the rates of "1-0.5-0.25"; raises `UserError` where one is no number in (0, 1] or none is 1."""
+    try:
+        found = tuple(float(each) for each in rates.split("-"))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < rate <= 1 for rate in found) or max(found) < 1:
+        raise UserError(
+            f"rates is {rates!r}: give numbers above 0 and at most 1 with '-' between them and one of them 1: '1-0.5'."
+        )
+    return found
+
+
+@lru_cache(maxsize=8)
+def fixed(network: Network) -> dict[str, tuple[bool, ...]]:
+    """Return which dimensions of each parameter stay whole: those of image channels and classes.
+
+    They are the ones that change with the network's channels and classes.
+    """
+    other = replace(network, channels=network.channels + 1, classes=network.classes + 1)
+    ours, theirs = (tree.flatten(each.init(torch.Generator())["params"]) for each in (network, other))
+    return {path: tuple(a != b for a, b in zip(ours[path].shape, theirs[path].shape, strict=True)) for path in ours}
+
+
+def cut(params: Tree, rate: float, kept: Mapping[str, tuple[bool, ...]]) -> Tree:
+    """Return the leading ceil(rate * n) entries along every dimension (n) of each leaf, all along those in `kept`."""
+
+    def part(path: str, leaf: Tensor) -> Tensor:
+        sizes = [n if whole else math.ceil(round(rate * n, 9)) for n, whole in zip(leaf.shape, kept[path], strict=True)]
+        return leaf[tuple(slice(size) for size in sizes)].contiguous()
+
+    return tree.unflatten({path: part(path, leaf) for path, leaf in tree.flatten(params).items()})
+
+
+def scaled(params: Tree, rate: float) -> Tree:
+    """Return the parameters under which each convolution gives its output divided by `rate`."""
+    if rate == 1:
+        return params
+    return {
+        layer: {**part, "conv": tree.map(lambda leaf: leaf / rate, part["conv"])} if "conv" in part else part
+        for layer, part in params.items()
+    }

@@ -1,0 +1,235 @@
+"""SemiFL (Diao, Ding and Tarokh, NeurIPS 2022): clients without labels and a labeling server train in turn.
+
+Each client of the cohort labels all its rows once, with the received model under static batch normalization, and keeps
+those it is sure of (max p >= tau): the "fix" set. Beside each minibatch of it stands one of the "mix" set, drawn with
+replacement from all local rows. With hard labels, l ~ Beta(a, a) and m = l weak(fix) + (1 - l) weak(mix),
+
+    loss = CE(f(strong(fix)), y_fix) + mix_weight [l CE(f(m), y_fix) + (1 - l) CE(f(m), y_mix)].
+
+The server averages those who trained, takes a step with momentum, and then fine-tunes on its own labels. With labels at
+the clients (FedDB's table, IJCAI 2024) the same file adds CE on the client's labeled images, and the server, which has
+no rows, takes no step.
+
+server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server.
+up: params, weight (1, or 0 from a client that was sure of nothing).  census (see `static`): the model once more to all
+whose rows are counted: with `sbn` "all", as in the authors' code, every client of the federation in every round.
+
+The paper's text gives no hyper-parameters; the defaults are those of the authors' code. Departures from it:
+- Statistics are counted by the row within each client (`static`); the first ones before round 1, as there.
+- Epochs and batch sizes are the batch rule's, under which a last batch is filled, not cut. One that holds all rows at
+  once ("rest") cycles the fix set.
+- Under `task.statistics` "joint" strong and mixed images share a forward pass; "separate" is the authors' reading.
+- Their third forward pass, on weak views, serves a log alone and is left out.
+- A client with labels but sure of nothing draws from all its rows and learns from its labels alone, so that labels at
+  the clients can set off (FedDB's code does so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad_and_value
+
+from halfmoon import tree
+from halfmoon.methods.averaging import average, momentum_step
+from halfmoon.methods.fedavg import LocalTraining
+from halfmoon.methods.static import Census, Over, estimate
+from halfmoon.models import forward
+from halfmoon.objectives import Supervised
+from halfmoon.objectives.base import chunks, debiased, prior, supervised
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Sample, Task, Work, sample
+
+
+@dataclass(frozen=True)
+class SemiFL:
+    """SemiFL, Algorithm 1, with the authors' released settings.
+
+    `labels`: "round" fixes the pseudo-labels when a visit begins (the paper's), "step" guesses them anew on every
+    minibatch with the model of the moment, under the task's `labeling` statistics; a step sure of nothing is skipped,
+    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `mix_weight` 0 leaves
+    the mix set out; `concentration` is a of the Beta(a, a). `debias` divides every guess by the client's mean
+    prediction (FedDPL, FedDB Eq. 14) before it is judged. `fine_tune` False: the server trains beside the clients, and
+    has half the weight. `sbn`: whose rows the statistics are counted over. `unlabeled_weight` stands before the whole
+    loss on unlabeled images.
+    """
+
+    tau: float = 0.95
+    mix_weight: float = 1.0
+    concentration: float = 0.75
+    unlabeled_weight: float = 1.0
+    labels: Literal["round", "step"] = "round"
+    debias: bool = False
+    fine_tune: bool = True
+    server_momentum: float = 0.5
+    sbn: Over = "all"
+    keep_optimizer: bool = True
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        """Return the clients' training, the server's, and the look that statistics are counted from."""
+        own_labels = LocalTraining(task, (), Supervised(), keep_optimizer=self.keep_optimizer)
+        views = ("weak", "strong") if self.mix_weight or self.labels == "step" else ("strong",)
+        return {"train": Mixing(task, views, self), "fine-tune": own_labels, "census": Census(task)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model, and a momentum of zero."""
+        return {**model, "momentum": tree.zeros_like(model["params"])}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, average, fine-tune on the server's labels, and count the statistics."""
+        stats = server.get("stats", {})
+        if task.round == 0:
+            stats = estimate(federation, server, self.sbn)
+        model, momentum = {"params": server["params"], "stats": stats}, server["momentum"]
+        up = federation.ask("train", model)
+        if self.fine_tune:
+            params, momentum = combine(model["params"], up, momentum, self.server_momentum)
+            params = federation.ask_server("fine-tune", {**model, "params": params})["params"]
+        else:
+            own = federation.ask_server("fine-tune", model)
+            share = 0.5 if float(own["weight"]) else 0.0
+            params, momentum = combine(own["params"], up, momentum, self.server_momentum, share)
+        new = {"params": params, "stats": stats, "momentum": momentum}
+        return {**new, "stats": estimate(federation, new, self.sbn)}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the server's model, with the statistics counted for it."""
+        return {"params": server["params"], "stats": server.get("stats", {})}
+
+
+def combine(params: Tree, up: Tree, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
+    """Return (params, momentum) after a step with momentum to share * params + (1 - share) * mean of the uploads.
+
+    Where nobody trained (all weights are zero) both stay.
+    """
+    if not bool(up["weight"].sum() > 0):
+        return params, momentum
+    mean = average({"params": up["params"], "weight": up["weight"]})["params"]
+    target = tree.map(lambda new, old: torch.lerp(new, old, share), mean, params) if share else mean
+    return momentum_step(params, target, momentum, keep)
+
+
+@dataclass(frozen=True)
+class Mixing(Work):
+    """The client of SemiFL: label, then train on confident and on mixed rows."""
+
+    options: SemiFL = SemiFL()
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the weak views that are labeled, or whose mean prediction is wanted."""
+        return ("weak",) if self.options.labels == "round" or self.options.debias else ()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the weak views of the mix set."""
+        return ("weak",) if self.options.mix_weight else ()
+
+    @property
+    def mixup(self) -> float | None:
+        """Return the concentration of the mixing coefficient."""
+        return self.options.concentration if self.options.mix_weight else None
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Label all rows with the received model under its static statistics."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
+        carry = {"params": down["params"], "optimizer": optimizer}
+        if not self.sweep:
+            return carry
+        parts = [self._predict(down["params"], down["stats"], part) for part in chunks(data.views["weak"])]
+        guess = torch.cat(parts)
+        expected = prior(guess)
+        if self.options.labels == "step":
+            return {**carry, "prior": expected}
+        confidence, label = self._judge(guess, expected)
+        return {**carry, "confidence": confidence, "label": label}
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        """Return the confident rows; all, where none is but the client has labels to learn from."""
+        if self.options.labels == "step":
+            return None
+        sure = carry["confidence"] >= self.options.tau
+        return sure | ((data.labeled > 0) & ~sure.any())
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take one optimizer step; with labels "step", one that has neither labels nor sure guesses is skipped."""
+        gradient, (loss, pseudo) = grad_and_value(self._loss, has_aux=True)(carry["params"], down, carry, batch)
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        new = {**carry, "params": params, "optimizer": optimizer}
+        if self.options.labels == "step" and not len(batch.x):
+            new = tree.select(pseudo.weight.sum() > 0, new, carry)
+        samples: dict[str, Sample] = {}
+        if self.options.labels == "round":
+            samples["kept"] = sample((carry["confidence"] >= self.options.tau).to(loss.dtype))
+        return new, Notes(loss, samples, (pseudo,))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the parameters; they weigh 1 if there was a row to train on."""
+        drawn = self.keep(carry, data)
+        trained = data.unlabeled > 0 if drawn is None else drawn.any()
+        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        return {"params": carry["params"], "weight": trained.double()}, memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count strong and mixed images, and with labels "step" the weak views of both sets."""
+        sets = 2 if self.options.mix_weight else 1
+        taught = labeled + sets * unlabeled
+        if self.options.labels == "round":
+            return Passes(taught, taught)
+        shared = self.task.statistics == "joint" and self.task.labeling == "batch"
+        return Passes(taught + sets * unlabeled, taught + sets * unlabeled if shared else taught)
+
+    def _loss(self, params: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, Pseudo]:
+        mixes, o = bool(self.options.mix_weight), self.options
+        weak = [batch.u[view] for view in self.views if view == "weak"]
+        taught, share = [batch.x, batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
+        if mixes:
+            weak.append(batch.others["weak"])
+            share = batch.drawn["mix"].to(batch.x.dtype)
+            taught.append(share * weak[0] + (1 - share) * weak[1])
+        by_batch = o.labels == "step" and self.task.labeling == "batch"
+        joint = self.task.statistics == "joint"
+        logits, guesses, _ = forward(self.task.network, params, joint, tuple(taught), tuple(weak) if by_batch else ())
+        if o.labels == "round":
+            rows = [batch.u_rows, *([batch.drawn["other_rows"]] if mixes else [])]
+            judged = [(carry["confidence"][at], carry["label"][at]) for at in rows]
+        else:
+            if not by_batch:
+                guesses = [self._predict(params, down["stats"], each) for each in weak]
+            judged = [self._judge(guess, carry.get("prior")) for guess in guesses]
+        confidence, label = judged[0]
+        used = (confidence >= o.tau).to(batch.x.dtype)
+        loss = per_image(logits[1], label)
+        if mixes:
+            mixed = share * per_image(logits[2], label) + (1 - share) * per_image(logits[2], judged[1][1])
+            loss = loss + o.mix_weight * mixed
+        unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
+        total = supervised(logits[0], batch.y) + o.unlabeled_weight * unlabeled
+        return total, Pseudo(label, confidence, used)
+
+    @torch.no_grad()
+    def _predict(self, params: Tree, stats: Tree, images: Tensor) -> Tensor:
+        """Return detached logits under static statistics."""
+        return self.task.network.predict(params, stats, images).detach()
+
+    def _judge(self, guess: Tensor, expected: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return confidence and hard label (b,) of logits (b, classes), debiased where that is wanted."""
+        if self.options.debias and expected is not None:
+            guess = debiased(guess, expected)
+        confidence, label = guess.softmax(-1).max(-1)
+        return confidence, label
+
+
+def per_image(logits: Tensor, label: Tensor) -> Tensor:
+    """Return the cross-entropy (b,) of each image."""
+    return F.cross_entropy(logits, label, reduction="none")
