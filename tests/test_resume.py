@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from scenes import begin, play, same, simulate, task
+
+from halfmoon.methods.feddure import FedDure
+from halfmoon.store import Store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -167,6 +171,10 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
     for part in ("", "beside/fedavg-fixmatch/", "beside/fedavg/"):
         assert {f"{part}metrics.jsonl", f"{part}model.safetensors", f"{part}split.parquet"} <= names
         assert {f"{part}checkpoint-00000{n}.{kind}" for n in (4, 5) for kind in ("json", "safetensors")} <= names
+    # FedDure's clients remember, and two of them have trained in the last round; FedAvg's do not.
+    assert "clients/manifest.jsonl" in names
+    assert len([name for name in names if name.startswith("clients/") and name.endswith("-000005.safetensors")]) == 2
+    assert not [name for name in names if name.startswith("beside") and "/clients/" in name]
 
 
 def killed_often(shell: Shell, words: str, root: Path, seed: int) -> int:
@@ -199,11 +207,15 @@ def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path
 
 
 def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
-    """One kill at each of: the folder, its first checkpoint, the middle of a method, between methods, the end."""
+    """One kill at each of: the folder, its first checkpoint, between a round's memories and its checkpoint, the middle
+    of a method, between methods, the end.
+    """
     root = tmp_path / "run"
     stages = [
         lambda: (root / "config.toml").exists(),
         lambda: (root / "checkpoint-000000.json").exists(),
+        lambda: bool(list(root.glob("clients/*-000001.safetensors"))),
+        lambda: bool(list(root.glob("clients/*-000002.safetensors"))),
         lambda: played(root) >= 3,
         lambda: (root / "model.safetensors").exists(),
         lambda: (root / "beside/fedavg-fixmatch/run.json").exists(),
@@ -252,6 +264,39 @@ def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp
     assert done.code == 0
     assert f"halfmoon: {newest.stem} is damaged (checksum differs); going on from {before}.\n" in done.said
     assert_same(root, straight)
+
+
+def test_a_damaged_client_falls_back_and_is_said(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """A byte of a file that only the newest checkpoint names."""
+    root = tmp_path / "run"
+    first = shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000003.json").exists, signal.SIGKILL))
+    assert first.code == -signal.SIGKILL
+    newest = max(root.glob("checkpoint-*.json")).stem[-6:]
+    client = next(root.glob(f"clients/*-{newest}.safetensors"))
+    damaged = bytearray(client.read_bytes())
+    damaged[-1] ^= 0x10
+    client.write_bytes(damaged)
+    done = shell(f"resume {root}")
+    assert done.code == 0
+    assert (
+        f"halfmoon: checkpoint-{newest} is damaged (checksum of clients/{client.name} differs); going on from "
+        f"checkpoint-{int(newest) - 1:06d}.\n"
+    ) in done.said
+    assert_same(root, straight)
+
+
+def test_where_the_memories_lie_changes_no_bit(tmp_path: Path) -> None:
+    """All in memory, or all on disk and mapped: servers and memories of three rounds agree in every bit."""
+    played = []
+    for cap in (10**9, 0):
+        method, shared, store = FedDure(), task(), Store(tmp_path / str(cap), cap)
+        played.append(play(method, simulate(method, shared, store=store), begin(method, shared), range(3)))
+        assert bool(list(tmp_path.glob(f"{cap}/*.spill"))) == (cap == 0)
+        assert (store.resident == 0) == (cap == 0)
+    for held, spilled in zip(*played, strict=True):
+        assert len(held.state["client"]) >= 3
+        assert same(held.server, spilled.server)
+        assert same(held.state, spilled.state)
 
 
 def test_a_changed_configuration_is_refused(shell: Shell, straight: Path, tmp_path: Path) -> None:
