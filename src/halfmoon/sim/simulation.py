@@ -207,9 +207,11 @@ class Simulation:
         amounts = [self._amount(work, client) for client in clients]
         outcomes: dict[int, Outcome] = {}
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
-        kept = bool(first_memory(work, {**down, **tree.index(each, 0)}, self.seed))
+        remembers = bool(first_memory(work, {**down, **tree.index(each, 0)}, self.seed))
         for group in self._groups(work, clients, amounts):
-            memories = {k: self._memory(work, clients[k], {**down, **tree.index(each, k)}) if kept else {} for k in group}
+            memories: dict[int, Tree] = {k: {} for k in group}
+            if remembers:
+                memories = {k: self._memory(work, clients[k], {**down, **tree.index(each, k)}) for k in group}
             for part in _alike(memories):
                 seen = [self.holdings.local(clients[k], self._stage) for k in part]
                 datas = [data for data, _ in seen]
