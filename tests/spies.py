@@ -161,9 +161,9 @@ class Counting:
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         ups: Tree = {}
-        fuse = (federation.cohort == self.doomed) & (server["round"] == self.when)
-        each = {"mark": federation.cohort.double(), "fuse": torch.where(fuse, self.fuse, -1)}
         for trip in range(self.trips):
+            fuse = (federation.cohort == self.doomed) & (server["round"] == self.when)
+            each = {"mark": federation.cohort.double(), "fuse": torch.where(fuse, self.fuse, -1)}
             ups[f"trip{trip}"] = federation.ask("count", {"base": torch.tensor(100.0)}, each)
         return {"round": server["round"] + 1, "ups": ups}
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from halfmoon import rng
 from halfmoon.augment import Normalize, Plain, Shared, Strong, Weak
 from halfmoon.budget import Holding, natural
-from halfmoon.data.draw import Amount, Batching, Views, Visit, Wanted, batches, cycle, draw
+from halfmoon.data.draw import Amount, Batching, Views, Visit, Wanted, batches, cycle, draw, sweep
 from halfmoon.errors import UserError
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.models import SmallCNN
@@ -302,3 +302,98 @@ def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
     rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
     assert (rows == rows[:, :1]).all()
     assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1
+
+
+def mixing(amount: Amount, wanted: Wanted, seed: int = 0, client: Local | None = None) -> Visit:
+    """Draw a visit of a work that mixes."""
+    return draw(amount, client or local(20, 30), PLAIN, wanted, None, seed, "visit", 0)
+
+
+def test_mixing_coefficients_are_beta_distributed():
+    """6,000 draws of Beta(a, a): mean 1/2 and variance 1 / (4 (2 a + 1)), each within five standard errors."""
+    for a in (0.75, 4.0):
+        drawn = mixing(Amount(6000, 1, 1), Wanted(("plain",), mixup=a)).mixed["mix"]
+        variance = 1 / (4 * (2 * a + 1))
+        assert abs(float(drawn.mean()) - 0.5) < 5 * (variance / 6000) ** 0.5
+        assert abs(float(drawn.var()) / variance - 1) < 5 * (2 / 6000) ** 0.5
+        assert float(drawn.min()) >= 0
+        assert float(drawn.max()) <= 1
+
+
+def test_every_step_has_its_own_permutation_and_turns():
+    """ "order" permutes labeled images and all views of the unlabeled ones; "turn" counts quarter turns."""
+    drawn = mixing(Amount(7, 4, 3), Wanted(("weak", "weak2", "strong"), mixup=1.0)).mixed
+    assert drawn["order"].shape == (7, 4 + 3 * 3)
+    assert all(sorted(order.tolist()) == list(range(13)) for order in drawn["order"])
+    assert len({tuple(order.tolist()) for order in drawn["order"]}) == 7
+    assert drawn["turn"].shape == (7, 3)
+    assert set(drawn["turn"].flatten().tolist()) == {0, 1, 2, 3}
+    assert mixing(Amount(7, 4, 3), Wanted(("weak",))).mixed == {}
+
+
+def test_mixing_changes_no_other_draw():
+    """A work that mixes, or wants a second minibatch, sees the same rows and views as one that does not."""
+    plain = mixing(Amount(5, 4, 6), Wanted(("weak",)))
+    more = mixing(Amount(5, 4, 6), Wanted(("weak",), others=("weak",), mixup=1.0))
+    assert torch.equal(plain.x_rows, more.x_rows)
+    assert torch.equal(plain.u_rows, more.u_rows)
+    assert same_draws(plain.u_drawn["weak"], more.u_drawn["weak"])
+    assert not torch.equal(more.u_rows, more.o_rows)
+
+
+def test_another_draw_of_a_recipe_is_another_draw():
+    """ "weak2" is drawn like "weak", and differs from it."""
+    made = visit(local(5, 40), Amount(4, 4, 10), ("weak", "weak2"))
+    assert made.u_drawn["weak"].keys() == made.u_drawn["weak2"].keys()
+    assert not same_draws(made.u_drawn["weak"], made.u_drawn["weak2"])
+
+
+def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
+    """Also from rows that are not kept; some row twice before every row came once (40 of 30 rows)."""
+    client = local(6, 30)
+    keep = torch.arange(30) < 3
+    made = draw(Amount(8, 3, 5), client, PLAIN, Wanted(("plain",), ("plain",)), keep, 0, "visit", 0)
+    assert set(made.u_rows.tolist()) == {0, 1, 2}
+    rows = made.o_rows.tolist()
+    assert len(rows) == 40
+    assert max(rows) > 2
+    assert len(set(rows[:30])) < 30
+    (first, *_) = batches([client], [made], PLAIN, PIXELS, 512)
+    assert torch.equal(first.drawn["other_rows"][0], made.o_rows[:5])
+    assert torch.equal(first.others["plain"][0], PIXELS(client.u[made.o_rows[:5]]))
+
+
+@pytest.mark.parametrize(("kept", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])
+def test_an_epoch_passes_over_the_kept_rows(kept, steps):
+    """Two epochs over `kept` of 30 rows in batches of 4: 2 * ceil(kept / 4) steps, by hand; none without a row."""
+    client = local(6, 30)
+    made = draw(Amount(99, 3, 4, epochs=2), client, PLAIN, Wanted(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
+    assert made.amount.steps == steps
+    assert len(made.u_rows) == 4 * steps
+    fixed = draw(Amount(7, 3, 4), client, PLAIN, Wanted(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
+    assert fixed.amount.steps == (7 if kept else 0)
+
+
+def test_a_client_without_labels_has_empty_labeled_batches():
+    """The batches hold no labeled image, and the unlabeled ones are those of a client that has labels."""
+    client = local(6, 30)
+    bare = client._replace(x=client.x[:0], y=client.y[:0], labeled=torch.tensor(0))
+    made = [draw(Amount(3, n, 4), c, PLAIN, Wanted(("plain",)), None, 0, "v") for c, n in ((client, 2), (bare, 0))]
+    assert torch.equal(made[0].u_rows, made[1].u_rows)
+    for batch in batches([bare], [made[1]], PLAIN, PIXELS, 512):
+        assert batch.x.shape == (1, 0, *client.x.shape[1:])
+        assert batch.y.shape == (1, 0)
+        assert batch.u["plain"].shape[:2] == (1, 4)
+
+
+def test_a_sweep_shows_every_row_once():
+    """The views of all rows, in their order; another visit draws them anew."""
+    client = local(6, 30)
+    swept = sweep(client, PLAIN, ("plain",), PIXELS, 0, "visit", 0)
+    assert torch.equal(swept.views["plain"], PIXELS(client.u))
+    noise = torch.randint(256, client.u.shape, dtype=torch.uint8, generator=rng.generator(0))
+    noisy = client._replace(u=noise)
+    weak = [sweep(noisy, Views(), ("weak",), PIXELS, 0, "visit", k).views["weak"] for k in (0, 1, 0)]
+    assert torch.equal(weak[0], weak[2])
+    assert not torch.equal(weak[0], weak[1])
+    assert sweep(client, Views(), (), PIXELS, 0, "visit", 0) is client

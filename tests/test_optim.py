@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scenes import NETWORK
 from torch.func import vmap
 
 from halfmoon import tree
-from halfmoon.optim import SGD, Adam, descend
+from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Steps, descend
+from halfmoon.types import Task
 
 RULES = [
     (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
@@ -122,3 +124,60 @@ def test_descend_is_differentiable():
     assert g.grad is not None
     assert float(p.grad) == pytest.approx(2.0)
     assert float(g.grad) == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize(("norm", "value"), [(0.7, None), (None, 0.3), (0.7, 0.3), (1e6, 1e6)])
+def test_clipping_equals_torchs(norm, value):
+    """By value, then by norm, then a step with momentum and weight decay: torch's two functions and its SGD, 1e-12."""
+    ours = Clipped(SGD(0.1, 0.9, 0.01, nesterov=True), norm, value)
+    params, gradients = scene()
+    twins = [leaf.clone() for leaf in tree.leaves(params)]
+    oracle = torch.optim.SGD(twins, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    state = ours.init(params)
+    clipped = 0
+    for gradient in gradients:
+        params, state = ours.step(params, gradient, state)
+        for twin, g in zip(twins, tree.leaves(gradient), strict=True):
+            twin.grad = g.clone()
+        if value is not None:
+            torch.nn.utils.clip_grad_value_(twins, value)
+        if norm is not None:
+            clipped += float(torch.nn.utils.clip_grad_norm_(twins, norm)) > norm
+        oracle.step()
+        for leaf, twin in zip(tree.leaves(params), twins, strict=True):
+            torch.testing.assert_close(leaf, twin, rtol=1e-9, atol=1e-12)
+    assert clipped == (STEPS if norm == 0.7 else 0) or value == 0.3
+
+
+def test_a_clipped_optimizer_changes_its_rate_like_the_one_inside():
+    """The learning rate is that of the optimizer inside; changing it keeps the bounds."""
+    ours = Clipped(Adam(0.1), 1.0, 2.0)
+    assert ours.with_lr(0.3) == Clipped(Adam(0.3), 1.0, 2.0)
+    assert ours.with_lr(0.3).lr == 0.3
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Constant(), lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        (Cosine(), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)),
+        (Cosine(0.1), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.02)),
+        (Steps(), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [20, 30])),
+        (Steps((0.25,), 0.5), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [10], 0.5)),
+    ],
+)
+def test_schedules_equal_torchs(ours, theirs):
+    """The learning rate of each of 40 rounds, set from the task of the run or from that of the round before."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
+    scheduler = theirs(optimizer)
+    run = Task(NETWORK, SGD(0.2, momentum=0.9), None, rounds=40, schedule=ours)  # type: ignore[arg-type]
+    before = run
+    for number in range(40):
+        now = run.at(number)
+        assert now.optimizer.lr == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        assert before.at(number).optimizer.lr == pytest.approx(now.optimizer.lr, rel=1e-9)
+        assert now.optimizer.with_lr(0.2) == run.optimizer
+        assert now.round == number
+        before = now
+        optimizer.step()
+        scheduler.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from spies import Counting, Echo, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon import catalog, tree
+from halfmoon.budget import Budget
 from halfmoon.client import Diverged
 from halfmoon.data.draw import Batching
 from halfmoon.evaluate import Examples
@@ -19,7 +21,7 @@ from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.objectives import FixMatch
-from halfmoon.optim import SGD
+from halfmoon.optim import SGD, Cosine
 from halfmoon.sim import Holdings
 from halfmoon.types import Batch, Local
 
@@ -249,9 +251,22 @@ RULES = list(itertools.product(["joint", "separate"], ["batch", "running"]))
 @pytest.mark.parametrize(("statistics", "labeling"), RULES)
 @pytest.mark.parametrize("name", catalog.names())
 def test_passes_are_what_went_through_the_network(name, statistics, labeling):
-    """Every work of the catalog counts its passes right, under every rule for statistics and labels."""
-    for work in catalog.make(name).works(task(statistics=statistics, labeling=labeling)).values():
-        assert passed(work, NETWORK) == tuple(work.passes(3, 5 if work.views else 0))
+    """Two rounds of every method of the catalog count what its visits send forward and back, under every rule."""
+    entry, shared = catalog.entry(name), task(statistics=statistics, labeling=labeling)
+    method = catalog.make(name, {key: 0.39 for key in ("tau", "threshold") if key in catalog.options(name)})
+    held = holdings(all_labels=entry.all_labels, pooled=entry.pooled, place=entry.places[0])
+    simulation = simulate(method, shared, held)
+    weights = tree.flatten(NETWORK.init(torch.Generator())["params"])
+    counter = Passing(weights["conv1/conv/weight"].shape, weights["conv3/conv/weight"].shape)
+    visit = simulation._visit
+
+    def watched(*given):
+        with counter:
+            return visit(*given)
+
+    simulation._visit = watched  # the server's own computing, an embedding say, is nobody's visit
+    (_, last) = play(method, simulation, begin(method, shared), range(2))
+    assert (counter.forward, counter.backward) == (last.report.cost["forward"], last.report.cost["backward"])
 
 
 def test_passes_of_resnet9():
@@ -280,27 +295,21 @@ def test_hidden_labels_change_nothing(name):
 
 
 @HIDING
-def test_no_tensor_given_to_a_method_holds_a_hidden_label(name):
-    """Hidden labels are classes from 100 on, and nothing else is: no integer that a method ever gets is that large."""
-    held = holdings(classes=60)
-    labels = held.train.labels.clone()
-    labels[torch.from_numpy(~held.split.labeled)] += 100
-    spy, shared = Spy(catalog.make(name)), task(SmallCNN(1, 200, 4))
-    play(
-        spy,
-        simulate(spy, shared, Holdings(Examples(held.train.images, labels), held.split)),
-        begin(spy, shared),
-        range(2),
-    )
-    given = [leaf for kind in ("begin", "keep", "step", "finish") for what in spy.of(kind) for leaf in tensors(what)]
-    given += [leaf for _, _, batch in spy.of("step") for leaf in tensors(batch)]
-    whole = [leaf for leaf in given if not leaf.is_floating_point()]
-    assert len(whole) > 20
-    for leaf in whole:
-        if leaf.dtype == torch.uint8:
-            assert leaf.dim() == 4  # images
-        else:
-            assert not leaf.numel() or int(leaf.max()) < 100
+def test_no_tensor_given_to_a_method_depends_on_a_hidden_label(name):
+    """Everything a client is given in two rounds has the same bits when the hidden labels are others; and it is much."""
+    entry, shared, given = catalog.entry(name), task(), []
+    held = holdings(place=entry.places[0], pooled=entry.pooled)
+    hidden = torch.from_numpy(~held.split.labeled)
+    for shift in (0, 1):
+        labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
+        spy = Spy(catalog.make(name))
+        changed = replace(held, train=Examples(held.train.images, labels))
+        play(spy, simulate(spy, shared, changed), begin(spy, shared), range(2))
+        given.append(
+            [leaf for kind in ("begin", "keep", "step", "finish") for what in spy.of(kind) for leaf in tensors(what)]
+        )
+    assert len(given[0]) == len(given[1]) > 200
+    assert all(torch.equal(one, two) for one, two in zip(*given, strict=True))
     assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "drawn", "x_views")
     assert Local._fields == ("x", "y", "u", "labeled", "unlabeled", "views")
 
@@ -464,3 +473,101 @@ def test_a_remembered_client_does_not_hold_its_group():
     assert kept
     for leaf in tree.leaves(kept):
         assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+
+
+def test_who_is_silent_leaves_the_cohort():
+    """With probability 0.4 a client of three does not answer, the same in all trips of a round; one always does.
+
+    Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06.
+    """
+    simulation = simulate(Counting(), task(rounds=200), silent=0.4)
+    server, heard = begin(Counting(), task()), []
+    for played in play(Counting(), simulation, server, range(60)):
+        heard.append(len(played.report.cohort))
+        for trip in ("trip0", "trip1"):
+            assert len(played.server["ups"][trip]["mark"]) == heard[-1]
+            assert (played.server["ups"][trip]["mark"] - 100).tolist() == played.report.cohort
+    for number in range(60, 200):
+        simulation.open(number)
+        heard.append(len(simulation._there(simulation.cohort)))
+    assert min(heard) == 1
+    assert max(heard) == 3
+    assert abs(np.mean(heard) - 1.864) < 4 * 0.06
+    everybody = simulate(Counting(), task())
+    assert all(len(played.report.cohort) == 3 for played in play(Counting(), everybody, server, range(4)))
+
+
+def test_others_than_the_cohort_can_be_asked():
+    """All that are registered, in the order asked; the cohort stays, and each gets its own slice."""
+    simulation = simulate(Counting(trips=1), task())
+    simulation.open(0)
+    cohort = simulation.cohort
+    to = torch.tensor([2, 0, 3, 1])
+    each = {"mark": to.double(), "fuse": torch.full((4,), -1)}
+    up = simulation.ask("count", {"base": torch.tensor(0.0)}, each, to)
+    assert simulation.answered.tolist() == [2, 0, 3, 1]
+    assert torch.equal(simulation.cohort, cohort)
+    assert up["mark"].tolist() == [2, 0, 3, 1]
+    assert up["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
+    assert simulation.clients == 4
+
+
+@BOTH
+def test_the_server_trains_on_its_own_rows(executor):
+    """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
+    method = Counting(trips=1, views=())
+    simulation = simulate(
+        method, task(), holdings(place="server"), executor=executor, serving=Batching(5, epochs=2), budget=Budget()
+    )
+    down = {"base": torch.tensor(0.0), "mark": torch.tensor(1.0).double(), "fuse": torch.tensor(-1)}
+    for visit in range(2):
+        simulation.open(visit)
+        up = simulation.ask_server("count", down)
+        assert float(up["visits"]) == visit
+        assert int(up["labeled"]) == sum(a for a, _ in SIZES)
+        assert int(up["unlabeled"]) == 0
+        assert float(up["steps"]) == 2 * round(18 / 5)
+    assert simulation.cost.bytes_down == simulation.cost.bytes_up == 0
+    assert simulation.cost.labeled_steps == 2 * 2 * round(18 / 5)
+
+
+def test_a_schedule_reaches_clients_and_server_half():
+    """Under a cosine to zero over 4 rounds each round moves the model less; the last one by 15 % of the rate."""
+    shared = task(rounds=4, schedule=Cosine(), optimizer=SGD(0.1))
+    simulation = simulate(FedAvg(), shared, cohort=4)
+    rates = []
+    for number in range(4):
+        simulation.open(number)
+        rates.append(simulation.works["train"].task.optimizer.lr)
+        assert simulation.task.optimizer.lr == rates[-1]
+    assert rates == pytest.approx([0.1, 0.08536, 0.05, 0.01464], abs=1e-5)
+
+
+@BOTH
+def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor):
+    """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
+    shared = task(optimizer=SGD(0.1))
+    method, held = FedAvg(), holdings(place="some")
+    simulation = simulate(method, shared, held, executor=executor, cohort=4)
+    server = begin(method, shared)
+    simulation.open(0)
+    up = simulation.ask("train", server)
+    assert up["weight"].tolist() == [16.0, 0.0, 20.0, 0.0]
+    assert same(tree.index(up["params"], 1), server["params"])
+    (played,) = play(method, simulate(method, shared, held, executor=executor, cohort=4), server, range(1))
+    assert furthest(played.server["params"], tree.weighted_mean(up["params"], up["weight"])) == 0
+    alone = simulate(method, shared, holdings(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2)
+    (played,) = play(method, alone, server, range(1))
+    assert same(played.server, server)
+
+
+def test_a_pooled_federation_is_one_client_with_everything():
+    """All rows but nobody's, the server's too, at client 0; the cohort is that one client."""
+    for place, labeled in (("clients", 18), ("server", 18), ("some", 11)):
+        held = holdings(place=place, pooled=True)
+        local, _ = held.local(0)
+        assert (int(local.labeled), int(local.unlabeled)) == (labeled, 40)
+        simulation = simulate(FedAvg(FixMatch()), task(), held)
+        simulation.open(0)
+        assert simulation.cohort.tolist() == [0]
+        assert simulation.clients == 1

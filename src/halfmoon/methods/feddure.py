@@ -182,7 +182,7 @@ class Regulated(Work):
         """
         forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
         shared = self.task.statistics == "joint"
-        whole, whole_back = (forward, backward) if shared else (unlabeled, labeled + unlabeled)
+        whole, whole_back = (backward, backward) if shared else (unlabeled, labeled + unlabeled)
         tangent = 2 * whole
         if self.options.coarse:
             tangent = whole_back = unlabeled
