@@ -9,6 +9,7 @@ from typing import Any, Literal
 from halfmoon.errors import UserError, nearest
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.fedmatch import FedMatch
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.methods.fedloke import FedLoKe
@@ -167,6 +168,43 @@ _ENTRIES = (
         HeteroFL(),
         ANYWHERE,
         all_labels=True,
+    ),
+    Entry(
+        "fedmatch",
+        "FedMatch",
+        "FedMatch, ICLR 2021",
+        "one half of the parameters learns from labels, the other from guesses that similar clients share",
+        FedMatch(),
+        ANYWHERE,
+    ),
+    Entry(
+        "fedmatch-feddpl",
+        "FedMatch + FedDPL",
+        "FedMatch, ICLR 2021; FedDB, IJCAI 2024",
+        "FedMatch with its own guesses divided by each client's mean prediction",
+        FedMatch(debias=True),
+        ANYWHERE,
+    ),
+    Entry(
+        "fedmatch-semifl",
+        "FedMatch (SemiFL's version)",
+        "FedMatch, ICLR 2021; SemiFL, NeurIPS 2022",
+        "halves of the parameters learn from labels and from confident guesses: no helpers, no penalties",
+        FedMatch(
+            helpers=0,
+            tau=0.95,
+            labeled_weight=1.0,
+            consistency_weight=0.0,
+            unlabeled_weight=1.0,
+            l2_weight=0.0,
+            l1_weight=0.0,
+            l1_threshold=0.0,
+            delta_threshold=None,
+            sigma_start=0.5,
+            psi_start=0.5,
+            view="weak",
+        ),
+        ANYWHERE,
     ),
 )
 

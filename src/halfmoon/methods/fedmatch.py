@@ -1,0 +1,419 @@
+"""FedMatch (Jeong et al., ICLR 2021): parameters in two parts, and clients that ask clients like them.
+
+Each kernel is theta = sigma + psi: sigma learns from labels, psi from unlabeled images, neither from the other's loss.
+A client takes first the step on L_s(sigma) = labeled_weight CE(y, f(x)), then the one on
+
+    L_u(psi) = consistency_weight (1/H) sum_j KL(p_j || p) + unlabeled_weight CE(label, f(strong))
+               + l2_weight ||sigma - psi||^2 + l1_weight ||psi||_1,
+
+over images of which its own p(un-augmented u) is sure (max p >= tau). p_j are helpers: other clients' psi on the
+client's received sigma. `label` is what most of the client and its helpers vote for. The server hands out the H nearest
+clients of all that it has met, by the distance of their predictions on one fixed image of noise; without helpers the
+first term is gone and the label is the client's own. Labels lie at clients, or at the server: it then trains sigma at
+the beginning of a round (as the authors' code does), and psi alone goes up.
+
+server: sigma, psi, stats; on its shelf the psi and the embedding of every client met.  down: the same three, every
+`interval` rounds with helpers (H psi and who is there).  memory: sigma, psi as the server last knew them.  up: sigma
+(where there are labels), psi, stats, embedding (C floats), how many entries changed.
+
+Bytes: an entry travels where it has moved by more than `delta_threshold` from what the receiver has (the paper's sparse
+communication), as 4 bytes of index and its value; a tree of which more than half has moved travels whole. What has not
+travelled is not used either. The paper gives shares of parameters in place of bytes. It is the wire format that is
+counted: to form it, the server of a real federation has to keep what each client has, 2 P each.
+
+Departures from the authors' code:
+- Biases and normalizations belong to sigma: their networks have neither (`norm` "none"; there sigma and psi are all).
+- The noise is embedded by the client, as the server knows no size of images. Normalized, its pixels are whole numbers.
+- sigma is averaged over the clients with labels; in their two scenarios all clients have some, or none.
+- Downloads below the threshold are left out; there, all server weights then overwrite them. The entries of psi that go
+  up are cut at `l1_threshold`; there, those that changed go up uncut. A first meeting is counted whole.
+- Learning rates follow the task. Theirs fall to a third when a client's validation loss has not improved for 5 rounds
+  (20, labels at the server): no client here has validation images. At 1 / (2 l2_weight), plain SGD sets psi to sigma in
+  one step, and from twice that it diverges: their rate, 1e-3, moves it by 2 % a step.
+- For labels at the server they set l1_weight, l1_threshold and delta_threshold to 1e-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad_and_value
+
+from halfmoon import tree
+from halfmoon.errors import UserError
+from halfmoon.methods.averaging import average
+from halfmoon.models import forward, track
+from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Sample, Task, Work, sample
+
+INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class FedMatch:
+    """FedMatch; the defaults are those of the authors' code for labels at clients (the paper's tau is 0.85).
+
+    `helpers` is H; they come in every `interval`-th round, for that visit (1: in every round). `mean`: whether the
+    first two terms of L_u are means over the images the client is sure of, or over all. `ties`: which class wins among
+    equally many votes, the "first" by number (theirs) or the client's "own". `view` is the one that is guessed on.
+    sigma and psi start as `sigma_start` and `psi_start` times the initial kernels. `delta_threshold` None: whole trees
+    travel and nothing is remembered. `debias` divides the client's own prediction by its mean over the client's rows
+    (FedDPL, FedDB Eq. 14) before it votes and is judged. Raises `UserError` for a count below its least value.
+    """
+
+    helpers: int = 2
+    interval: int = 10
+    tau: float = 0.75
+    labeled_weight: float = 10.0
+    consistency_weight: float = 1e-2
+    unlabeled_weight: float = 1e-2
+    l2_weight: float = 10.0
+    l1_weight: float = 1e-4
+    l1_threshold: float = 5e-6
+    delta_threshold: float | None = 5e-5
+    sigma_start: float = 1.0
+    psi_start: float = 0.2
+    view: Literal["plain", "weak"] = "plain"
+    mean: Literal["all", "used"] = "used"
+    ties: Literal["first", "own"] = "first"
+    debias: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("helpers", self.helpers, 0), ("interval", self.interval, 1)):
+            if value < least:
+                raise UserError(f"FedMatch's {name} is {value}: it must be at least {least}.")
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        """Return what clients do in the task's round, and what a server with labels does."""
+        return {
+            "train": Disjoint(task, (self.view, "strong"), self, self._due(task)),
+            "serve": Teaching(task, (), self),
+        }
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Take the initial kernels apart; the rest belongs to sigma."""
+        kernel = kernels(model["params"])
+        psi = tree.map(lambda leaf: leaf * self.psi_start, kernel)
+        sigma = composed(model["params"], tree.map(lambda leaf: leaf * (self.sigma_start - 1), kernel))
+        return {"sigma": sigma, "psi": psi, "stats": model["stats"]}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Teach sigma where the server has labels, let the cohort train, average the parts, embed who came back."""
+        down = {"sigma": server["sigma"], "psi": server["psi"], "stats": server.get("stats", {})}
+        if federation.labeled:
+            down = {**down, **federation.ask_server("serve", down)}
+        each = self._nearest(down["psi"], federation) if self._due(task) else None
+        up = federation.ask("train", down, each)
+        for place, client in enumerate(federation.answered.tolist()):
+            federation.shelf.put(f"psi-{client}", tree.index(up["psi"], place))
+            federation.shelf.put(f"embedding-{client}", {"vector": up["embedding"][place]})
+        sigma = average({"sigma": up["sigma"], "weight": up["labels"]}, down)
+        rest = {"psi": up["psi"], "stats": up["stats"], "weight": torch.ones_like(up["labels"])}
+        return {**sigma, **average(rest)}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return sigma + psi, without the entries of psi up to `l1_threshold`."""
+        params = composed(server["sigma"], cut(server["psi"], self.l1_threshold))
+        return {"params": params, "stats": server.get("stats", {})}
+
+    def _due(self, task: Task) -> int:
+        """Return how many helpers come in the task's round: all or none."""
+        return 0 if (task.round + 1) % self.interval else self.helpers
+
+    def _nearest(self, psi: Tree, federation: Federation) -> Tree:
+        """Return the helpers of each client of the cohort: psi, leaves (K, H, ...), and who is "there", (K, H)."""
+        shelf, known = federation.shelf, {}
+        for key in shelf.keys():  # noqa: SIM118
+            if key.startswith("embedding-"):
+                known[int(key.removeprefix("embedding-"))] = (shelf.get(key) or {})["vector"]
+        chosen = [nearest(known, client, self.helpers) for client in federation.cohort.tolist()]
+        nobody = tree.zeros_like(psi)
+        there = torch.tensor([[float(k < len(own)) for k in range(self.helpers)] for own in chosen])
+        trees = [
+            tree.stack([shelf.get(f"psi-{k}") or nobody for k in own] + [nobody] * (self.helpers - len(own)))
+            for own in chosen
+        ]
+        return {"helpers": tree.stack(trees), "there": there.to(next(tree.leaves(psi)))}
+
+
+def nearest(known: dict[int, Tensor], client: int, count: int) -> list[int]:
+    """Return up to `count` other clients by the distance of their embeddings (C,); none for a client without one."""
+    if client not in known:
+        return []
+    away = {other: float((vector - known[client]).norm()) for other, vector in known.items() if other != client}
+    return sorted(away, key=lambda other: (away[other], other))[:count]
+
+
+@dataclass(frozen=True)
+class Teaching(Work):
+    """The server's own training: sigma on its labels.
+
+    down: sigma, psi, stats.  up: sigma, stats.  Nothing is remembered.
+    """
+
+    options: FedMatch = FedMatch()
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Start from sigma, with a fresh optimizer."""
+        return {"sigma": down["sigma"], "stats": down["stats"], "optimizer": self.task.optimizer.init(down["sigma"])}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take one step on L_s."""
+        new, loss = labeled_step(self.task, self.options.labeled_weight, carry, down["psi"], batch)
+        return new, Notes(loss, {}, ())
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Return sigma and the statistics."""
+        return {"sigma": carry["sigma"], "stats": carry["stats"]}, {}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count one forward and one backward pass of the labeled images."""
+        return Passes(labeled, labeled)
+
+
+@dataclass(frozen=True)
+class Disjoint(Work):
+    """The client of FedMatch in a round with `helpers` helpers: sigma's step, then psi's."""
+
+    options: FedMatch = FedMatch()
+    helpers: int = 0
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the view whose mean prediction debiases."""
+        return (self.options.view,) if self.options.debias else ()
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return that nothing has been received."""
+        if self.options.delta_threshold is None:
+            return {}
+        parts = {name: tree.zeros_like(down[name]) for name in ("sigma", "psi")}
+        return {**parts, "met": torch.zeros((), dtype=torch.float64, device=next(tree.leaves(down["psi"])).device)}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Bring sigma and psi up to date, and look at all rows where guesses are debiased."""
+        threshold = self.options.delta_threshold
+        received = {name: down[name] for name in ("sigma", "psi")}
+        carry: Tree = {}
+        if threshold is not None:
+            met = memory["met"]
+            fresh = {name: patched(memory[name], received[name], threshold) for name in received}
+            carry["changed"] = {
+                name: torch.where(met > 0, changes(memory[name], received[name], threshold), tree.size(received[name]))
+                for name in received
+            }
+            received = tree.select(met > 0, fresh, received)
+        carry |= {**received, "received": received, "stats": down["stats"]}
+        carry["optimizer"] = self.task.optimizer.init(received["sigma"])
+        carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
+        if self.options.debias:
+            guess = sweep_logits(self.task, composed(**received), down["stats"], data.views[self.options.view])
+            carry["prior"] = prior(guess)
+        return carry
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take sigma's step, if there are labeled images, then psi's with the new sigma."""
+        labeled = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
+        if len(batch.x):
+            carry, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
+        helped = self._ask_helpers(down, carry, batch)
+        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["psi"], carry, batch, *helped)
+        moments, pseudo, samples = seen
+        psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
+        stats = carry["stats"]
+        for each in moments:
+            stats = track(stats, each)
+        return {**carry, "psi": psi, "psi_optimizer": optimizer, "stats": stats}, Notes(labeled + loss, samples, pseudo)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send what changed, and the prediction on noise; a client without labels has nothing to say of sigma."""
+        threshold, received = self.options.delta_threshold, carry["received"]
+        sent = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
+        memory: Tree = {}
+        up: Tree = {"stats": carry["stats"], "labels": (data.labeled > 0).double()}
+        if threshold is not None:
+            up["changed"] = {
+                "down": carry["changed"],
+                "up": {name: changes(received[name], sent[name], threshold) for name in sent},
+            }
+            sent = {name: patched(received[name], sent[name], threshold) for name in sent}
+            memory = {**sent, "met": torch.ones_like(up["labels"])}
+            if self.helpers:
+                new = [tree.index(down["helpers"], k) for k in range(self.helpers)]
+                counts = [changes(received["psi"], each, threshold) for each in new]
+                up["changed"]["down"] = {**carry["changed"], "helpers": torch.stack(counts)}
+        image = self.task.normalize(noise(data.u)).to(data.u.device)
+        embedding = self.task.network.predict(composed(**sent), carry["stats"], image)[0].softmax(-1)
+        return {**sent, **up, "embedding": embedding}, memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count labeled images, both views and each helper's pass; only with helpers the guessed view teaches."""
+        shared = self.task.labeling == "batch" and self.task.statistics == "joint"
+        taught = 2 if self.helpers or shared else 1
+        return Passes(labeled + (2 + self.helpers) * unlabeled, labeled + taught * unlabeled)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count the image of noise, and all rows where guesses are debiased."""
+        return 1 + (unlabeled if self.sweep else 0)
+
+    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+        """Return the bytes of the sparse wire format, or those of whole trees where nothing is thresholded."""
+        back = tree.nbytes(up["stats"]) + up["embedding"].nbytes
+        there = tree.nbytes(down["stats"])
+        teaches = bool(up["labels"] > 0)
+        if "changed" in up:
+            there += sum(wire(down[name], up["changed"]["down"][name]) for name in ("sigma", "psi"))
+            back += sum(
+                wire(up[name], count) for name, count in up["changed"]["up"].items() if teaches or name == "psi"
+            )
+        else:
+            there += sum(tree.nbytes(down[name]) for name in ("sigma", "psi"))
+            back += sum(tree.nbytes(up[name]) for name in ("sigma", "psi") if teaches or name == "psi")
+        if self.helpers:
+            counts = up["changed"]["down"]["helpers"] if "changed" in up else None
+            for k in range(self.helpers):
+                if down["there"][k] > 0:
+                    whole = tree.index(down["helpers"], k)
+                    there += tree.nbytes(whole) if counts is None else wire(whole, counts[k])
+        return there, back
+
+    def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple]:
+        """Return L_u(psi), and (moments, pseudo-labels, samples)."""
+        o = self.options
+        strong, quiet, moments = self._look(composed(carry["sigma"], psi), carry["stats"], batch)
+        own = debiased(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
+        confidence, label = own.softmax(-1).max(-1)
+        used = (confidence >= o.tau).to(strong.dtype)
+        each = torch.zeros_like(used)
+        if self.helpers:
+            logits, there = helped
+            apart = F.kl_div(
+                quiet.log_softmax(-1).expand_as(logits), logits.log_softmax(-1), reduction="none", log_target=True
+            )
+            share = there / there.sum().clamp_min(1)
+            each = o.consistency_weight * (share[:, None] * apart.sum(-1)).sum(0)
+            label = vote(label, logits.argmax(-1), there, logits.shape[-1], o.ties)
+        each = each + o.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
+        count = used.sum().clamp_min(1) if o.mean == "used" else len(used)
+        far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
+        penalty = o.l2_weight * far + o.l1_weight * tree.sum_of(leaf.abs().sum() for leaf in tree.leaves(psi))
+        samples: dict[str, Sample] = {"penalty": sample(penalty)}
+        return (each * used).sum() / count + penalty, (moments, (Pseudo(label, confidence, used),), samples)
+
+    def _look(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
+        """Return the logits (b, classes) of strong and guessed view, and the moments."""
+        network, joint = self.task.network, self.task.statistics == "joint"
+        strong, view = batch.u["strong"], batch.u[self.options.view]
+        if self.task.labeling == "running":
+            (loud,), _, moments = forward(network, theta, joint, (strong,))
+            with torch.set_grad_enabled(bool(self.helpers)):
+                return loud, network.predict(theta, stats, view), moments
+        if self.helpers:
+            (loud, quiet), _, moments = forward(network, theta, joint, (strong, view))
+        else:
+            (loud,), (quiet,), moments = forward(network, theta, joint, (strong,), (view,))
+        return loud, quiet, moments
+
+    @torch.no_grad()
+    def _ask_helpers(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the helpers' logits (H, b, classes) and who is there (H,); nothing in a round without them."""
+        if not self.helpers:
+            return ()
+        helpers, network, view = self._patched_helpers(down, carry), self.task.network, batch.u[self.options.view]
+        logits = []
+        for k in range(self.helpers):
+            theta = composed(carry["received"]["sigma"], tree.index(helpers, k))
+            running = self.task.labeling == "running"
+            logits.append(network.predict(theta, carry["stats"], view) if running else network.train(theta, view)[0])
+        return torch.stack(logits).detach(), down["there"].to(view.dtype)
+
+    def _patched_helpers(self, down: Tree, carry: Tree) -> Tree:
+        """Return the helpers' psi, leaves (H, ...), where they differ from the client's own."""
+        threshold = self.options.delta_threshold
+        return down["helpers"] if threshold is None else patched(carry["received"]["psi"], down["helpers"], threshold)
+
+
+def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
+    """Return the carry after a step of "sigma" on weight * CE(y, f(x; sigma + psi)), and that loss."""
+
+    def loss(sigma: Tree) -> tuple[Tensor, Tree]:
+        logits, moments = task.network.train(composed(sigma, psi), batch.x)
+        return weight * supervised(logits, batch.y), moments
+
+    gradient, (value, moments) = grad_and_value(loss, has_aux=True)(carry["sigma"])
+    sigma, optimizer = task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])
+    return {**carry, "sigma": sigma, "optimizer": optimizer, "stats": track(carry["stats"], moments)}, value
+
+
+def vote(own: Tensor, others: Tensor, there: Tensor, classes: int, ties: Literal["first", "own"]) -> Tensor:
+    """Return the class (b,) that most of own (b,) and others (H, b) name; `there` (H,) says which of these vote."""
+    names = torch.arange(classes, device=own.device)
+    mine = (own[..., None] == names).to(there.dtype)
+    votes = mine + (there[:, None, None] * (others[..., None] == names)).sum(0)
+    return (votes + 0.5 * mine if ties == "own" else votes).argmax(-1)
+
+
+def kernels(params: Tree) -> Tree:
+    """Return the kernels of convolutions and linear layers: the leaves of two dimensions or more."""
+    found: Tree = {}
+    for name, part in params.items():
+        if isinstance(part, dict):
+            inner = kernels(part)
+            if inner:
+                found[name] = inner
+        elif part.dim() >= 2:
+            found[name] = part
+    return found
+
+
+def composed(sigma: Tree, psi: Tree) -> Tree:
+    """Return theta: sigma + psi, where there is a psi."""
+    theta: Tree = {}
+    for name, part in sigma.items():
+        if isinstance(part, dict):
+            theta[name] = composed(part, psi.get(name, {}))
+        else:
+            theta[name] = part + psi[name] if name in psi else part
+    return theta
+
+
+def cut(psi: Tree, threshold: float) -> Tree:
+    """Return psi without its entries up to `threshold`."""
+    return tree.map(lambda leaf: torch.where(leaf.abs() > threshold, leaf, 0.0), psi)
+
+
+def patched(old: Tree, new: Tree, threshold: float) -> Tree:
+    """Return `old` with the entries of `new` that are further away than `threshold`."""
+    return tree.map(lambda a, b: torch.where((b - a).abs() > threshold, b, a), old, new)
+
+
+def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
+    """Return how many entries `patched` takes over, as float64."""
+    return tree.sum_of(
+        ((b - a).abs() > threshold).sum().double() for a, b in zip(tree.leaves(old), tree.leaves(new), strict=True)
+    )
+
+
+def wire(whole: Tree, count: Tensor) -> int:
+    """Return the bytes of `count` entries of a tree with an index each, or of the whole tree if that is less."""
+    entry = tree.nbytes(whole) // tree.size(whole) + INDEX_BYTES
+    return min(tree.nbytes(whole), int(count) * entry)
+
+
+def noise(like: Tensor) -> Tensor:
+    """Return the one image that models are compared on, uint8 (1, C, H, W) for images `like` (n, C, H, W).
+
+    Normal pixels of mean and deviation 125, cut at 0 and 255: always the same ones, and no part of a run's randomness.
+    """
+    shape = tuple(like.shape[-3:])
+    uniform = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
+    low, high = (torch.special.ndtr(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
+    pixels = 125 + 125 * torch.special.ndtri(low + (high - low) * uniform)
+    return pixels.round().clamp(0, 255).to(torch.uint8)
