@@ -23,6 +23,7 @@ from halfmoon import tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import track
 from halfmoon.objectives import Objective, Supervised
+from halfmoon.objectives.base import follow
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
 
@@ -75,8 +76,7 @@ class LocalTraining(Work):
             stats = track(stats, moments)
         new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
         if self.objective.decay is not None:
-            keep = 1 - self.objective.decay
-            new["teacher"] = tree.map(lambda old, now: torch.lerp(old, now, keep), carry["teacher"], params)
+            new |= follow(carry, params, self.objective.decay)
         return new, Notes(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:

@@ -2,7 +2,23 @@
 
 from halfmoon.objectives.base import Objective, Seen
 from halfmoon.objectives.fixmatch import FixMatch
+from halfmoon.objectives.mean_teacher import MeanTeacher
+from halfmoon.objectives.mixmatch import MixMatch
+from halfmoon.objectives.pi import PiModel
+from halfmoon.objectives.pseudo import PseudoLabel
+from halfmoon.objectives.remixmatch import ReMixMatch
 from halfmoon.objectives.supervised import Supervised
 from halfmoon.objectives.uda import UDA
 
-__all__ = ["UDA", "FixMatch", "Objective", "Seen", "Supervised"]
+__all__ = [
+    "UDA",
+    "FixMatch",
+    "MeanTeacher",
+    "MixMatch",
+    "Objective",
+    "PiModel",
+    "PseudoLabel",
+    "ReMixMatch",
+    "Seen",
+    "Supervised",
+]

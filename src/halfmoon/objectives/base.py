@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon import tree
 from halfmoon.models import forward
-from halfmoon.tree import Tree
+from halfmoon.tree import Tree, leaves
 from halfmoon.types import Batch, Local, Passes, Pseudo, Task
+
+Ramp = Literal["linear", "sigmoid"]
+"""How a weight grows: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017), for t from 0 to 1."""
 
 NOTHING: Tree = {}
 CHUNK = 250
@@ -32,7 +37,10 @@ class Objective:
     """A loss for one minibatch; its fields are its hyper-parameters.
 
     What it keeps beside the model (an averaged teacher, running class frequencies) travels and is averaged with it.
+    `decay` is the share that an averaged teacher keeps at each step, which is then what is evaluated; None: no teacher.
     """
+
+    decay: float | None = field(default=None, kw_only=True)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -54,14 +62,12 @@ class Objective:
         """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`Work.mixup`)."""
         return None
 
-    @property
-    def decay(self) -> float | None:
-        """Return the share that an averaged teacher keeps at each step, if it has one; the teacher is evaluated."""
-        return None
-
     def start(self, task: Task, model: Tree) -> Tree:
         """Return the server's first tree: `model` = {"params", "stats"} and what is kept beside it."""
-        return model if self.decay is None else {**model, "teacher": model["params"]}
+        if self.decay is None:
+            return model
+        steps = torch.zeros((), dtype=torch.float64, device=next(leaves(model["params"])).device)
+        return {**model, "teacher": model["params"], "teacher_steps": steps}
 
     def solution(self, server: Tree) -> Tree:
         """Return the model {"params", "stats"} that is evaluated."""
@@ -135,19 +141,48 @@ def supervised(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
 
 
+def guess_of(p: Tensor) -> Pseudo:
+    """Return the pseudo-labels that predictions p (b, classes) amount to, where all of them count alike."""
+    confidence, label = p.detach().max(-1)
+    return Pseudo(label, confidence, torch.ones_like(confidence))
+
+
+def follow(aside: Tree, params: Tree, decay: float) -> Tree:
+    """Return the averaged teacher in `aside` after it has seen `params`: teacher <- keep teacher + (1 - keep) params.
+
+    keep = min(decay, 1 - 1 / (steps + 1)): the plain mean of all models so far, until the decay forgets faster than
+    that (Tarvainen and Valpola's code). So a short run does not end with a teacher that is mostly the initial model.
+    """
+    steps = aside["teacher_steps"] + 1
+    new = 1 - (1 - 1 / (steps + 1)).clamp_max(decay)
+    teacher = tree.map(lambda old, now: old + new.to(old.dtype) * (now - old), aside["teacher"], params)
+    return {"teacher": teacher, "teacher_steps": steps}
+
+
+def ramped(task: Task, weight: float, share: float, shape: Ramp = "linear") -> float:
+    """Return a weight that grows from 0 over the first `share` of the run's rounds, in the round at hand; 0: no growth.
+
+    All steps of a round have one weight. "sigmoid" starts at exp(-5).
+    """
+    done = 1.0 if share <= 0 else min(1.0, task.round / (share * task.rounds))
+    return weight * (done if shape == "linear" else math.exp(-5 * (1 - done) ** 2))
+
+
 def debiased(logits: Tensor, prior: Tensor) -> Tensor:
     """Return logits (..., classes) whose softmax is proportional to softmax(logits) / prior (FedDB, Eq. 14)."""
     return logits - prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
 
 
 def prior(logits: Tensor) -> Tensor:
-    """Return the mean prediction (classes,) over rows (n, classes): FedDB's APP-U (Eq. 8)."""
-    return logits.softmax(-1).mean(0)
+    """Return the mean prediction (classes,) over rows (n, classes): FedDB's APP-U (Eq. 8); uniform over no row."""
+    return logits.softmax(-1).mean(0) if len(logits) else torch.full_like(logits.sum(0), 1 / logits.shape[-1])
 
 
 @torch.no_grad()
 def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
     """Return detached logits (n, classes) of all images (n, C, H, W), under the task's `labeling` statistics."""
+    if not len(images):
+        return next(leaves(params)).new_zeros(0, task.network.classes)
     if task.labeling == "running":
         return torch.cat([task.network.predict(params, stats, part).detach() for part in chunks(images)])
     return torch.cat([task.network.train(params, part)[0].detach() for part in chunks(images)])
@@ -158,20 +193,35 @@ def chunks(images: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
     yield from images.tensor_split(max(1, -(-len(images) // size)))
 
 
+def taught_and_guessed(
+    task: Task, params: Tree, stats: Tree, taught: tuple[Tensor, ...], guessed: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
+    """Return the logits of the `taught` groups, the detached ones of the `guessed`, and the moments of the passes.
+
+    Under the task's rules: which groups share a pass, and which statistics normalize those that are given labels.
+    """
+    joint = task.statistics == "joint"
+    if task.labeling == "batch":
+        return forward(task.network, params, joint, taught, guessed)
+    with torch.no_grad():
+        guesses = [task.network.predict(params, stats, group).detach() for group in guessed]
+    logits, _, moments = forward(task.network, params, joint, taught)
+    return logits, guesses, moments
+
+
+def guessing_passes(task: Task, taught: int, guessed: int) -> Passes:
+    """Count the images of `taught_and_guessed` and of one backward pass through it."""
+    shared = task.statistics == "joint" and task.labeling == "batch"
+    return Passes(taught + guessed, taught + (guessed if shared else 0))
+
+
 def weak_and_strong(task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
     """Return the logits of labeled (B, classes), strong (b, classes) and, detached, weak images, and the moments."""
-    weak, strong = batch.u["weak"], batch.u["strong"]
-    joint = task.statistics == "joint"
-    if task.labeling == "running":
-        with torch.no_grad():
-            guess = task.network.predict(params, stats, weak).detach()
-        (labeled, loud), _, moments = forward(task.network, params, joint, (batch.x, strong))
-    else:
-        (labeled, loud), (guess,), moments = forward(task.network, params, joint, (batch.x, strong), (weak,))
-    return labeled, loud, guess, moments
+    groups = (batch.x, batch.u["strong"])
+    (labeled, strong), (weak,), moments = taught_and_guessed(task, params, stats, groups, (batch.u["weak"],))
+    return labeled, strong, weak, moments
 
 
 def weak_and_strong_passes(task: Task, labeled: int, unlabeled: int) -> Passes:
     """Count the images of `weak_and_strong` and of one backward pass through it."""
-    shared = task.statistics == "joint" and task.labeling == "batch"
-    return Passes(labeled + 2 * unlabeled, labeled + (2 if shared else 1) * unlabeled)
+    return guessing_passes(task, labeled + unlabeled, unlabeled)

@@ -1,0 +1,213 @@
+"""FedDB (IJCAI 2024): divide a client's own class bias out of its pseudo-labels, and balance the clients' average.
+
+A client's bias is its average prediction over all its unlabeled images, APP-U (Eq. 8). Debiased pseudo-labeling (DPL,
+Eq. 14) divides every prediction by it before it is judged. Debiased model averaging (DMA, Eq. 16 and Algorithm 2)
+chooses the clients' weights so that the mean of their APP-U is near the uniform distribution.
+
+server: params, stats, and with `server_momentum` its momentum.  down: params, stats.  memory: with `keep_optimizer`,
+the optimizer's state.  up: params, stats, appu (`classes` floats more than FedAvg), weight.
+
+Where the authors' released code departs from the paper:
+* Algorithm 2 takes the norm over classes (Eq. 16 sums over clients: a slip). The code minimizes a mean of squares
+  without the root, rebuilds its optimizer at every iteration and decays the weights by 0.9: `dma` = "released" is that,
+  and comes within about 2 % of uniform weights. "paper", Algorithm 2 as printed, takes a softmax of the *weights* at
+  every iteration, which also pulls them together; "logits" descends on logits instead, and is the one that minimizes.
+* The paper's APP-U of an epoch covers all unlabeled images, the code's the confident ones: `accumulate_over`.
+* The loss of pseudo-labels is divided by all images in the paper (Eq. 5), by the confident ones in the code: `mean`,
+  the code's by default. The values of gamma and of `unlabeled_weight` are the code's: the paper gives none.
+* The code adds a server momentum of 0.5 (`server_momentum`), a cosine schedule (the task's), and keeps the clients'
+  momentum between rounds (`keep_optimizer`), of which the paper says nothing.
+* The paper gives a client's labeled images to its unlabeled set as well (the code, by an index error, other images).
+  That is for the split to do: here the sets are apart.
+* Both take whole sets as batches, one step an epoch. Here the batch rule is the run's; a minibatch of b of U images
+  moves APP-U by the share of an epoch that it is, gamma^(b / U), which is the paper's rule for whole sets.
+* A client without a confident image trains on its labels alone, in the same batches (the code: batches of 64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value
+
+from halfmoon import tree
+from halfmoon.methods.averaging import average, momentum_step
+from halfmoon.models import track
+from halfmoon.objectives import FixMatch
+from halfmoon.objectives.base import prior, sweep_logits
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
+
+DMA = Literal["paper", "released", "logits", "uniform", "size"]
+"""How the server weighs the clients: by their APP-U in one of three ways, all alike, or by their rows."""
+
+
+@dataclass(frozen=True)
+class FedDB:
+    """FedDB, Algorithms 1 to 3.
+
+    `tau`, `unlabeled_weight`, `mean`, `labels` and `debias` are FixMatch's: the paper guesses once a round, with the
+    received model, and judges the debiased guess. `accumulate`: whether APP-U follows the model while it trains, p <-
+    gamma p + (1 - gamma) p_e for every epoch, with p_e from the weak views of each "step" (one more forward pass of the
+    minibatch), from one more sweep when all steps are taken ("finish"), or not at all ("none").
+    `accumulate_over` "used" counts in p_e only images whose pseudo-label is used (of a "step"). Pseudo-labels always
+    come from the APP-U of the round's start; what is accumulated goes to the server.
+    `dma_steps` and `dma_lr` are the iterations of Algorithm 2 and their rate.
+    """
+
+    tau: float = 0.95
+    unlabeled_weight: float = 1.0
+    mean: Literal["all", "used"] = "used"
+    labels: Literal["step", "round"] = "round"
+    debias: bool = True
+    accumulate: Literal["step", "finish", "none"] = "step"
+    accumulate_over: Literal["all", "used"] = "all"
+    gamma: float = 0.5
+    dma: DMA = "paper"
+    dma_steps: int = 100
+    dma_lr: float = 1.0
+    server_momentum: float = 0.0
+    keep_optimizer: bool = True
+
+    @property
+    def objective(self) -> FixMatch:
+        """Return the clients' loss."""
+        return FixMatch(self.tau, self.unlabeled_weight, self.mean, labels=self.labels, debias=self.debias)
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        """Return the one thing a client does."""
+        views = self.objective.views
+        if self.accumulate == "step":
+            views = ("weak", "strong")
+        return {"train": Debiased(task, views, self)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model, and its momentum where the server has one."""
+        return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, and average with the weights of DMA; who has no rows weighs nothing."""
+        up = federation.ask("train", self.solution(task, server))
+        shares = up["weight"] if self.dma == "size" else mixture(up["appu"], self.dma, self.dma_steps, self.dma_lr)
+        trained = {"params": up["params"], "stats": up["stats"], "weight": shares * (up["weight"] > 0)}
+        new = average(trained, server)
+        if not self.server_momentum:
+            return new
+        params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
+        return {"params": params, "stats": new["stats"], "momentum": momentum}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the averaged model."""
+        return {"params": server["params"], "stats": server["stats"]}
+
+
+@dataclass(frozen=True)
+class Debiased(Work):
+    """The client of FedDB: FixMatch on debiased guesses, and an average prediction that follows the model."""
+
+    options: FedDB = FedDB()
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the view of APP-U."""
+        return ("weak",)
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Take the APP-U of the received model, and with `labels` "round" all guesses (Algorithm 3, lines 5 to 10)."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
+        guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"])
+        appu = prior(guess)
+        ready = {"guess": guess, "prior": appu}
+        seen = torch.zeros_like(appu[0])
+        return {**down, "optimizer": optimizer, "ready": ready, "appu": appu, "seen": seen, "rows": data.unlabeled}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take one optimizer step, and let APP-U follow the model in front of it."""
+        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry, batch)
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        stats = carry["stats"]
+        for moments in seen.moments:
+            stats = track(stats, moments)
+        new = {**carry, "params": params, "stats": stats, "optimizer": optimizer}
+        new["seen"] = carry["seen"] + len(batch.u_rows)
+        if self.options.accumulate == "step":
+            new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
+        return new, Notes(loss, {}, seen.pseudo)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the model, its APP-U, and its weight |labeled| + |unlabeled|."""
+        appu = carry["appu"]
+        if self.options.accumulate == "finish":
+            keep = self._keep(carry, carry["seen"])
+            appu = keep * appu + (1 - keep) * prior(
+                sweep_logits(self.task, carry["params"], carry["stats"], data.views["weak"])
+            )
+        up = {"params": carry["params"], "stats": carry["stats"], "appu": appu}
+        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        return {**up, "weight": (data.labeled + data.unlabeled).double()}, memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count FixMatch's images, and the weak views of one that accumulates at every step."""
+        forward, backward = self.options.objective.passes(self.task, labeled, unlabeled)
+        return Passes(forward + (unlabeled if self.options.accumulate == "step" else 0), backward)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count the sweep of `begin`, and that of `finish`."""
+        return (2 if self.options.accumulate == "finish" else 1) * unlabeled
+
+    def _loss(self, params: Tree, carry: Tree, batch: Batch):
+        return self.options.objective(self.task, params, carry["stats"], batch, {}, carry["ready"])
+
+    def _keep(self, carry: Tree, images: Tensor | int) -> Tensor:
+        """Return gamma to the number of epochs that so many images are."""
+        epochs = images / carry["rows"].clamp_min(1).to(carry["appu"].dtype)
+        return torch.full_like(epochs, self.options.gamma).pow(epochs)
+
+    def _accumulated(self, carry: Tree, batch: Batch, used: Tensor) -> Tensor:
+        """Return APP-U (classes,) after a step whose weak views have been looked at with the model in front of it."""
+        p = sweep_logits(self.task, carry["params"], carry["stats"], batch.u["weak"]).softmax(-1)
+        counted = torch.ones_like(p[:, :1]) if self.options.accumulate_over == "all" else used[:, None]
+        keep = self._keep(carry, len(p))
+        new = keep * carry["appu"] + (1 - keep) * (p * counted).sum(0) / counted.sum().clamp_min(1)
+        return torch.where(counted.sum() > 0, new, carry["appu"])
+
+
+def mixture(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.0) -> Tensor:
+    """Return DMA's weights (K,), float64, which sum to 1, for the clients' APP-U (K, classes).
+
+    Starting from 1 / K, `steps` times:
+    "paper" (Algorithm 2): a step down the norm of `distance`, then a softmax of the weights.
+    "released": one on its mean of squares, with Nesterov momentum 0.9 from a fresh start, which makes a step of
+    1.9 lr, and weight decay 0.9, then the softmax.
+    "logits": a step on the norm in logits whose softmax the weights are.
+    "uniform" is 1 / K.
+    """
+    appu = appu.double()
+    weights = torch.full_like(appu[:, 0], 1 / len(appu))
+    logits = torch.zeros_like(weights)
+    if dma == "uniform":
+        return weights
+    for _ in range(steps):
+        if dma == "paper":
+            weights = (weights - lr * grad(distance)(weights, appu)).softmax(0)
+        elif dma == "released":
+            slope = grad(lambda w: distance(w, appu).square() / appu.shape[1])(weights) + 0.9 * weights
+            weights = (weights - 1.9 * lr * slope).softmax(0)
+        else:
+            logits = logits - lr * grad(lambda z: distance(z.softmax(0), appu))(logits)
+            weights = logits.softmax(0)
+    return weights
+
+
+def distance(weights: Tensor, appu: Tensor) -> Tensor:
+    """Return the Euclidean distance () of the weighted mean of APP-U (K, classes) from uniform (Eq. 16)."""
+    return torch.linalg.vector_norm(weights @ appu - 1 / appu.shape[1])

@@ -1,0 +1,70 @@
+"""Pseudo-Label (Lee 2013): the class that the network finds most likely is the image's label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.models import forward
+from halfmoon.objectives.base import (
+    NOTHING,
+    Objective,
+    PseudoLabeling,
+    Ramp,
+    Seen,
+    debiased,
+    guessing_passes,
+    ramped,
+    supervised,
+    taught_and_guessed,
+)
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Passes, Pseudo, Task
+
+
+@dataclass(frozen=True)
+class PseudoLabel(PseudoLabeling, Objective):
+    """CE(y, f(x)) + w mean_i 1[max q_i >= tau] CE(argmax q_i, f(weak_i)), q = softmax f(weak): one view is both.
+
+    w grows to `unlabeled_weight` over the first `ramp` of the rounds. Lee has no threshold (tau = 0), and a weight that
+    stays 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's authors, which the
+    federated papers quote.
+    """
+
+    tau: float = 0.95
+    unlabeled_weight: float = 1.0
+    ramp: float = 0.4
+    ramp_shape: Ramp = "linear"
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return the one view."""
+        return ("weak",)
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen."""
+        groups = (batch.x, batch.u["weak"])
+        if self._again(task):
+            (labeled, logits), (guess,), moments = taught_and_guessed(task, params, stats, groups, groups[1:])
+        else:
+            (labeled, logits), _, moments = forward(task.network, params, task.statistics == "joint", groups)
+            guess = ready["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
+        if self.debias:
+            guess = debiased(guess, ready["prior"])
+        confidence, label = guess.softmax(-1).max(-1)
+        used = (confidence >= self.tau).to(logits.dtype)
+        taught = (F.cross_entropy(logits, label, reduction="none") * used).mean()
+        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
+        return supervised(labeled, batch.y) + weight * taught, Seen(moments, (Pseudo(label, confidence, used),))
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count one pass of all images, and one more of the guessed where running statistics normalize these."""
+        return guessing_passes(task, labeled + unlabeled, unlabeled if self._again(task) else 0)
+
+    def _again(self, task: Task) -> bool:
+        """Return whether the guesses need a pass of their own."""
+        return self.labels == "step" and task.labeling == "running"
