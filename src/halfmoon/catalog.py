@@ -8,15 +8,25 @@ from typing import Any, Literal
 
 from halfmoon.errors import UserError, nearest
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.feddb import FedDB
 from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.fedloke import FedLoKe
 from halfmoon.methods.fedmatch import FedMatch
+from halfmoon.methods.fml import FML
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL
-from halfmoon.methods.fedloke import FedLoKe
-from halfmoon.methods.fml import FML
-from halfmoon.objectives import UDA, FixMatch
+from halfmoon.objectives import (
+    UDA,
+    FixMatch,
+    MeanTeacher,
+    MixMatch,
+    Objective,
+    PiModel,
+    PseudoLabel,
+    ReMixMatch,
+    Supervised,
+)
 from halfmoon.types import Method
-
 
 Place = Literal["clients", "some", "server"]
 """Where labels lie: at every client, at some of them, or at the server alone."""
@@ -68,6 +78,15 @@ PROX = 0.01
 _FEDAVG = "McMahan et al. 2017"
 _FEDPROX = "Li et al. 2020"
 _FEDDURE = "FedDure, AAAI 2024"
+_FEDDB = "FedDB, IJCAI 2024"
+_CENTRAL = "SemiFL, NeurIPS 2022, Table 1"
+
+
+def _central(name: str, title: str, paper: str, about: str, objective: Objective) -> Entry:
+    """Return a centralized row: a federation of one, whose optimizer lives on from round to round."""
+    return Entry(name, title, paper, about, FedAvg(objective, keep_optimizer=True), ANYWHERE, pooled=True)
+
+
 _SEMIFL = "SemiFL, NeurIPS 2022"
 SEMIFL_PLACES: tuple[Place, ...] = ("server", "clients", "some")
 
@@ -129,6 +148,56 @@ _ENTRIES = (
         f"{_FEDPROX}; Sohn et al. 2020",
         "FixMatch with a proximal term",
         FedAvg(FixMatch(), prox=PROX),
+    ),
+    Entry("feddb", "FedDB", _FEDDB, "pseudo-labels and averages without each client's class bias", FedDB()),
+    Entry(
+        "fixmatch-feddpl",
+        "FixMatch-FedDPL",
+        f"{_FEDDB}, Table 4",
+        "FedDB's debiased pseudo-labels, averaged by rows",
+        FedAvg(FixMatch(labels="round", debias=True, mean="used"), keep_optimizer=True),
+    ),
+    Entry(
+        "supervised",
+        "Fully Supervised",
+        _CENTRAL,
+        "all rows in one place, all with labels: the ceiling of all",
+        FedAvg(keep_optimizer=True),
+        ANYWHERE,
+        all_labels=True,
+        pooled=True,
+    ),
+    _central(
+        "partially-supervised", "Partially Supervised", _CENTRAL, "the labeled rows in one place, alone", Supervised()
+    ),
+    _central("pi-model", "Pi-Model", "Laine and Aila 2017", "two views, one prediction", PiModel()),
+    _central(
+        "pseudo-label", "Pseudo-Label", "Lee 2013", "the likeliest class becomes the view's own label", PseudoLabel()
+    ),
+    _central(
+        "mean-teacher",
+        "Mean Teacher",
+        "Tarvainen and Valpola 2017",
+        "the average of past models says what a prediction should be",
+        MeanTeacher(),
+    ),
+    _central(
+        "mixmatch",
+        "MixMatch",
+        "Berthelot et al. 2019",
+        "sharpened guesses, and mixtures of images and labels",
+        MixMatch(),
+    ),
+    _central("uda", "UDA", "Xie et al. 2020", "sharpened guesses on weak views teach strong views", UDA()),
+    _central(
+        "remixmatch",
+        "ReMixMatch",
+        "Berthelot et al. 2020",
+        "aligned guesses anchor strong views, mixed and turned",
+        ReMixMatch(),
+    ),
+    _central(
+        "fixmatch", "FixMatch", "Sohn et al. 2020", "confident guesses on weak views label strong views", FixMatch()
     ),
     Entry(
         "fedloke",
