@@ -301,6 +301,57 @@ def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixtur
     assert cells[4:] == [f"2+{count}" for count in first["unlabeled_classes"]]
 
 
+SPLITS = {
+    "--labels-at server": "dir-dir (gamma 0.5), seed 0: 20 clients, 100 labeled (at the server) and 1,337 unlabeled images",
+    "--setting fedloke --gamma 0.1": (
+        "fedloke (gamma 0.1), seed 0: 20 clients, 100 labeled and 1,320 unlabeled images; 17 left to nobody"
+    ),
+    "--labels-at some --labeled-clients 1 --setting iid-iid": (
+        "iid-iid, seed 0: 20 clients, 100 labeled (at 1 client) and 1,337 unlabeled images"
+    ),
+    "--setting semifl-shards --classes-per-client 3": (
+        "semifl-shards (3 shards a client), seed 0: 20 clients, 100 labeled and 1,337 unlabeled images"
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "line"), SPLITS.items())
+def test_a_split_is_described_in_a_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """20 clients on 1,437 digits of which 100 (0.5 * 20 of each class) are labeled; 1,437 - 20 * 71 = 17 are over."""
+    assert cli.main(["data", "digits", *words.split()]) == 0
+    assert f"split: {line}" in capsys.readouterr().out.splitlines()
+
+
+def test_the_labels_of_a_server_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "data digits --labels-at server --labels 30 --clients 3 --setting semifl-iid --png b.png"
+    assert cli.main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(n for n, line in enumerate(lines) if line.startswith("client"))
+    server, *clients = (line.split() for line in lines[heading + 1 : -1])
+    assert server[:3] == ["server", "30", "0"]
+    assert server[4:] == ["3+0"] * 10
+    assert [(name, labeled, unlabeled) for name, labeled, unlabeled, *_ in clients] == [
+        (str(k), "0", "469")
+        for k in range(3)  # floor((1437 - 30) / 3)
+    ]
+    assert Path("b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stages_of_a_stream_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 1,337 unlabeled rows each of 20 clients gets floor(66.85) = 66, 22 in each of three stages: 440 in all."""
+    assert cli.main("data digits --setting fedmatch-stream --stages 3".split()) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "unlabeled images seen in 3 stages, one after the other: 440, 440, 440" in shown
+
+
+def test_a_split_of_ones_own_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    client = np.arange(1437) % 4 - 1
+    Split(client=client, labeled=client == 0, clients=3).save(Path("own.parquet"))
+    assert cli.main(["data", "--split", "own.parquet"]) == 0
+    line = "split: of your own: 3 clients, 359 labeled (at 1 client) and 718 unlabeled images; 360 left to nobody"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_methods_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["methods", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)

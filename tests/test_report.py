@@ -26,7 +26,8 @@ from halfmoon.report.tables import Result, comparison, spread
 
 def summary(method: str, seed: int, last: float | None, best: float | None, steps: int = 1200) -> dict[str, Any]:
     cost = {"labeled_steps": steps, "labeled_images": 12000, "unlabeled_images": 36000}
-    cost |= {"forward": 1_234_567, "backward": 48_000, "bytes_down": 1_500_000, "bytes_up": 1_000_000}
+    cost |= {"forward": 1_234_567, "backward": 48_000, "bytes_down": 1_500_000, "bytes_up": 23_456_789}
+    cost |= {"stored_client": 4_000, "stored_server": 0}
     return {
         "method": method.lower(),
         "title": method,
@@ -131,7 +132,7 @@ def test_the_reports_need_no_torch() -> None:
 def test_a_table_of_three_seeds_and_of_one() -> None:
     """Last 0.80, 0.82, 0.87: mean 0.83, squares of differences 9 + 1 + 16 = 26 in 1e-4, so s = sqrt(26 / 2) = 3.6056 %.
 
-    Best 0.9 three times: 90 with deviation 0. Sent: 1.5 MB down and 1.0 MB up are 2.5 MB.
+    Best 0.9 three times: 90 with deviation 0. 1,500,000 bytes are 1.50 MB and 4,000 bytes 0.00400 MB, 1 MB = 10^6.
     """
     rows = [Result.of(summary("FedDure", seed, last, 0.9)) for seed, last in enumerate((0.80, 0.82, 0.87))]
     rows.insert(1, Result.of(summary("FedAvg", 0, 0.5, None, steps=600)))
@@ -143,13 +144,47 @@ def test_a_table_of_three_seeds_and_of_one() -> None:
         "labeled steps",
         "forward (images)",
         "backward (images)",
-        "sent (MB)",
+        "sent down (MB)",
+        "sent up (MB)",
+        "kept by a client (MB)",
+        "kept by the server (MB)",
         "over",
     ]
+    sent = ["1.50", "23.5", "0.00400", "0"]
     assert table.cells == [
-        ["FedDure", "83.00 ± 3.61", "90.00 ± 0.00", "1,200", "1,234,567", "48,000", "2.5", "3 seeds"],
-        ["FedAvg", "50.00", "unknown", "600", "1,234,567", "48,000", "2.5", "1 seed"],
+        ["FedDure", "83.00 ± 3.61", "90.00 ± 0.00", "1,200", "1,234,567", "48,000", *sent, "3 seeds"],
+        ["FedAvg", "50.00", "unknown", "600", "1,234,567", "48,000", *sent, "1 seed"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "shown"),
+    [
+        ((12_345.678,), "12,346"),
+        ((99.96,), "100.0"),
+        ((0.000_004,), "0.00000400"),
+        ((2.0, 3.0), "2.50 ± 0.71"),
+        ((0.0, 0.0), "0"),
+    ],
+)
+def test_traffic_keeps_three_digits_however_small(megabytes: tuple[float, ...], shown: str) -> None:
+    """Digits follow the size of the mean: 2.00 and 3.00 have the mean 2.50 and s = sqrt(0.5) = 0.71."""
+    made = [summary("A", seed, 0.5, 0.5) for seed in range(len(megabytes))]
+    for each, sent in zip(made, megabytes, strict=True):
+        each["cost"]["bytes_up"] = round(sent * 1e6)
+    assert comparison([Result.of(each) for each in made]).cells[0][7] == shown
+
+
+def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
+    """Runs of the first version say nothing of what was kept; beside one that does, the mean would be of some seeds."""
+    old, new = summary("A", 0, 0.5, 0.5), summary("A", 1, 0.5, 0.5)
+    del old["cost"]["stored_client"], old["cost"]["stored_server"]
+    for runs in ([old], [old, new]):
+        table = comparison([Result.of(each) for each in runs])
+        assert table.cells[0][8:10] == ["", ""]
+        assert table.as_json()[0]["megabytes_client"] is None
+        (row,) = csv.DictReader(io.StringIO(table.as_csv()))
+        assert (row["megabytes_server"], float(row["megabytes_up"])) == ("", 23.456789)
 
 
 def test_costs_that_differ_between_seeds_show_it() -> None:
@@ -162,7 +197,20 @@ def test_the_table_as_text_and_markdown() -> None:
     table = comparison([Result.of(summary("A|B", 0, 0.5, 0.625)), Result.of(summary("Longer", 0, 0.25, 0.5))])
     text = table.as_text().splitlines()
     assert " ".join(text[0].split()) == " ".join(table.headings)
-    assert text[2].split() == ["A|B", "50.00", "62.50", "1,200", "1,234,567", "48,000", "2.5", "1", "seed"]
+    assert text[2].split() == [
+        "A|B",
+        "50.00",
+        "62.50",
+        "1,200",
+        "1,234,567",
+        "48,000",
+        "1.50",
+        "23.5",
+        "0.00400",
+        "0",
+        "1",
+        "seed",
+    ]
     assert text[2].index("50.00") == text[3].index("25.00")
     assert len({len(line) for line in text}) == 1
     lines = table.as_markdown().splitlines()
@@ -186,7 +234,8 @@ def test_the_table_as_csv_and_json_is_not_rounded() -> None:
     assert value["method"] == "A, B"
     assert value["seeds"] == [0, 1]
     assert value["best_percent"] is None
-    assert value["megabytes_sent"] == {"mean": 2.5, "deviation": 0.0}
+    assert value["megabytes_down"] == {"mean": 1.5, "deviation": 0.0}
+    assert value["megabytes_client"] == {"mean": 0.004, "deviation": 0.0}
     assert repr(value["last_percent"]["deviation"]) == row["last_percent_deviation"]
 
 
@@ -297,6 +346,7 @@ def measured(clients: int, classes: int) -> dict[str, Any]:
             "clients": clients,
             "classes": [f"class {n}" for n in range(classes)],
         },
+        "server": None,
         "each": [
             {"labeled_classes": a.tolist(), "unlabeled_classes": b.tolist()}
             for a, b in zip(labeled, unlabeled, strict=True)
@@ -354,3 +404,31 @@ def test_a_side_without_any_image_is_drawn(tmp_path: Path) -> None:
         each["labeled_classes"] = [0, 0]
     bubbles(split, tmp_path / "bubbles.png")
     assert holds(picture(tmp_path / "bubbles.png"), look(0).color) == 0
+
+
+def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
+    """Return (first, last) of the runs of pixel columns of a picture that hold a color, without the legend's."""
+    held = (picture(path) == [int(color[n : n + 2], 16) for n in (1, 3, 5)]).all(-1).any(0)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], held, [0]])))
+    return [(int(a), int(b) - 1) for a, b in edges.reshape(-1, 2)][:-1]
+
+
+def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
+    """Three clients, of whom none has labels: one column of labeled bubbles, left of all three of unlabeled ones.
+
+    With labels at the last client, too, there are two, the second above that client.
+    """
+    split, path = measured(3, 2), tmp_path / "bubbles.png"
+    split["server"] = {"labeled": 7, "labeled_classes": [3, 4]}
+    for each in split["each"]:
+        each.update({"labeled_classes": [0, 0], "unlabeled_classes": [40, 40]})
+    bubbles(split, path)
+    (labeled,) = columns_of(path, look(0).color)
+    clients = columns_of(path, look(1).color)
+    assert len(clients) == 3
+    assert labeled[1] < clients[0][0]
+    gaps = np.diff([sum(span) / 2 for span in (labeled, *clients)])
+    assert gaps[0] == pytest.approx(2 * gaps[1], abs=2)  # an empty column lies between
+    split["each"][2]["labeled_classes"] = [4, 4]
+    bubbles(split, path)
+    assert columns_of(path, look(0).color)[1:] == clients[2:]

@@ -238,12 +238,10 @@ def show_data(console: Console, facts: Mapping[str, Any]) -> None:
     )
     rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
     show(console, ["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
-    drawn = f" (gamma {scenario['gamma']:g})" if "dir" in scenario["setting"] else ""
-    say(
-        console,
-        f"\nsplit: {scenario['setting']}{drawn}, seed {scenario['seed']}: {split['counts']['clients']} clients, "
-        f"{split['counts']['labeled']:,} labeled and {split['counts']['unlabeled']:,} unlabeled images",
-    )
+    say(console, f"\n{_split_line(scenario, split)}")
+    if len(split["stages"]) > 1:
+        parts = ", ".join(f"{count:,}" for count in split["stages"])
+        say(console, f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
     named = {
         "internal imbalance": split["internal"],
         "external imbalance, labeled": split["external"]["labeled"],
@@ -258,15 +256,41 @@ def show_data(console: Console, facts: Mapping[str, Any]) -> None:
             say(console, f"{name}: {facts[name]}")
 
 
+def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
+    """Return in a sentence how a split was made and what it holds."""
+    counts, setting = split["counts"], scenario.get("setting", "of your own")
+    made = setting
+    if "dir" in setting or "fedloke" in setting:
+        made += f" (gamma {scenario['gamma']:g})"
+    elif "shards" in setting:
+        made += f" ({scenario['classes_per_client']} shards a client)"
+    seed = f", seed {scenario['seed']}" if "seed" in scenario else ""
+    labeled = f"{counts['labeled']:,} labeled"
+    holders = sum(client["labeled"] > 0 for client in split["each"])
+    if split["server"]:
+        labeled += " (at the server)"
+    elif holders < counts["clients"]:
+        labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
+    nobody = f"; {counts['nobody']:,} left to nobody" if counts["nobody"] else ""
+    return (
+        f"split: {made}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
+        f"images{nobody}"
+    )
+
+
 def _show_clients(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class."""
-    each = facts["split"]["each"]
+    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class; a server's first."""
+    each, server = facts["split"]["each"], facts["split"]["server"]
     classes = facts["classes"] if len(facts["classes"]) <= SHOWN_CLASSES else []
+    named = [(str(number), client) for number, client in enumerate(each[:SHOWN_CLIENTS])]
+    if server:
+        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(facts["classes"])}
+        named.insert(0, ("server", {**server, **none}))
     rows = []
-    for number, client in enumerate(each[:SHOWN_CLIENTS]):
+    for name, client in named:
         pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
         cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
-        rows.append([str(number), str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
+        rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
     show(console, ["client", "labeled", "unlabeled", "internal", *classes], rows)
     if len(each) > SHOWN_CLIENTS:
         say(console, f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")

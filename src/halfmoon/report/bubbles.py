@@ -16,6 +16,7 @@ SHOWN = 40
 """At most so many clients are drawn."""
 
 _POINTS = 72  # per inch
+_APART = 2  # columns that a server takes: its own, and an empty one
 
 
 def areas(counts: np.ndarray, largest: float) -> np.ndarray:
@@ -34,24 +35,31 @@ def chosen(clients: int, most: int = SHOWN) -> np.ndarray:
 def bubbles(summary: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a split: clients from left to right, classes upwards, labeled images above, unlabeled below.
 
-    `summary` is the dict of `halfmoon.data.measure.summary`. Raise UserError if the picture cannot be written.
+    A server that has labeled images stands left of the clients, apart. `summary` is the dict of
+    `halfmoon.data.measure.summary`. Raise UserError if the picture cannot be written.
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]
     shown = chosen(clients)
+    server = summary["server"]
+    before = _APART if server else 0
+    columns = before + len(shown)
     height = float(np.clip(2.1 / len(classes), 0.055, 0.21))  # inches a class
-    width = float(np.clip(5.6 / len(shown), 0.135, 0.3))  # inches a client
+    width = float(np.clip(5.6 / columns, 0.135, 0.3))  # inches a client
     longest = max(len(name) for name in classes)
-    made = figure(max(4.0, width * len(shown) + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
+    made = figure(max(4.0, width * columns + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
     panels = made.subplots(2, 1, sharex=True)
     # Many classes lie closer than a bubble needs to be seen; theirs may overlap.
     largest = (0.95 * _POINTS * min(width, max(height, 0.09))) ** 2
     for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
-        counts = np.array([summary["each"][k][f"{kind}_classes"] for k in shown]).reshape(len(shown), len(classes))
+        counts = np.zeros((columns, len(classes)), np.int64)
+        counts[before:] = [summary["each"][k][f"{kind}_classes"] for k in shown]
+        if server and kind == "labeled":
+            counts[0] = server["labeled_classes"]
         _panel(axes, counts, largest, look(number).color)
         axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold")
         _mark(axes.yaxis, [str(name) for name in classes], height)
-    _mark(panels[1].xaxis, [str(k) for k in shown], width / 2.2)
+    _mark(panels[1].xaxis, [str(k) for k in shown], width / 2.2, ["server"] if server else [], before)
     what = "client" if clients <= SHOWN else f"client ({SHOWN} of {clients} shown, evenly chosen)"
     panels[1].set_xlabel(what, fontsize=8.5)
     write(made, path)
@@ -100,7 +108,8 @@ def _leading(number: float) -> int:
     return int(number // unit * unit)
 
 
-def _mark(axis: Any, names: list[str], inches: float) -> None:
-    """Name as many ticks as have room, `inches` each."""
+def _mark(axis: Any, names: list[str], inches: float, ahead: Sequence[str] = (), first: int = 0) -> None:
+    """Name as many ticks as have room, `inches` each, from the place `first` on; those `ahead` stand from 0 on."""
     every = max(1, int(np.ceil(0.115 / inches)))
-    axis.set_ticks(range(0, len(names), every), names[::every], fontsize=7.5)
+    places = [*range(len(ahead)), *range(first, first + len(names), every)]
+    axis.set_ticks(places, [*ahead, *names[::every]], fontsize=7.5)

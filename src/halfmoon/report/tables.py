@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from halfmoon.errors import UserError
 
 @dataclass(frozen=True)
 class Result:
-    """What one run reached and spent: accuracies as shares, passes in images, traffic in bytes both ways."""
+    """What one run reached and spent: accuracies as shares, passes in images, what was sent and kept in bytes.
+
+    `client` is the largest memory that a client kept between its rounds, `server` the most that the server kept; None
+    where a run is from a version that did not measure it.
+    """
 
     method: str
     seed: int
@@ -23,7 +28,10 @@ class Result:
     labeled_steps: int
     forward: int
     backward: int
-    sent: int
+    down: int
+    up: int
+    client: int | None = None
+    server: int | None = None
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], method: str | None = None) -> Result:
@@ -37,7 +45,10 @@ class Result:
             labeled_steps=cost["labeled_steps"],
             forward=cost["forward"],
             backward=cost["backward"],
-            sent=cost["bytes_down"] + cost["bytes_up"],
+            down=cost["bytes_down"],
+            up=cost["bytes_up"],
+            client=cost.get("stored_client"),
+            server=cost.get("stored_server"),
         )
 
 
@@ -57,7 +68,12 @@ class _Column(NamedTuple):
     key: str  # in CSV and JSON
     heading: str
     of: Callable[[Result], float | None]
-    digits: int
+    digits: int | None  # after the point; None: as many as show three significant ones
+    missing: str = "unknown"
+
+
+def _megabytes(count: int | None) -> float | None:
+    return None if count is None else count / 1e6
 
 
 _COLUMNS = (
@@ -66,7 +82,11 @@ _COLUMNS = (
     _Column("labeled_steps", "labeled steps", lambda r: r.labeled_steps, 0),
     _Column("forward_images", "forward (images)", lambda r: r.forward, 0),
     _Column("backward_images", "backward (images)", lambda r: r.backward, 0),
-    _Column("megabytes_sent", "sent (MB)", lambda r: r.sent / 1e6, 1),  # 1 MB = 10^6 bytes
+    # 1 MB = 10^6 bytes; what methods send and keep differs by orders of magnitude.
+    _Column("megabytes_down", "sent down (MB)", lambda r: _megabytes(r.down), None),
+    _Column("megabytes_up", "sent up (MB)", lambda r: _megabytes(r.up), None),
+    _Column("megabytes_client", "kept by a client (MB)", lambda r: _megabytes(r.client), None, ""),
+    _Column("megabytes_server", "kept by the server (MB)", lambda r: _megabytes(r.server), None, ""),
 )
 
 
@@ -96,7 +116,7 @@ class Table:
         return [
             [
                 line.method,
-                *(_cell(line.values[column.key], column.digits) for column in _COLUMNS),
+                *(_cell(line.values[column.key], column) for column in _COLUMNS),
                 "1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds",
             ]
             for line in self.lines
@@ -165,14 +185,20 @@ def _line(method: str, group: Sequence[Result]) -> Line:
     return Line(method, tuple(result.seed for result in group), values)
 
 
-def _cell(value: Spread | None, digits: int) -> str:
+def _cell(value: Spread | None, column: _Column) -> str:
     if value is None:
-        return "unknown"
+        return column.missing
+    digits = _digits(value.mean) if column.digits is None else column.digits
     text = f"{value.mean:,.{digits}f}"
     # What every seed spends alike has no deviation worth a word; an accuracy always has one.
-    if value.deviation is None or (value.deviation == 0 and digits != 2):
+    if value.deviation is None or (value.deviation == 0 and column.digits != 2):
         return text
     return f"{text} ± {value.deviation:,.{digits}f}"
+
+
+def _digits(mean: float) -> int:
+    """Return the digits after the point that show three significant ones; a large number keeps all before it."""
+    return max(0, 2 - math.floor(math.log10(mean))) if mean > 0 else 0
 
 
 def _padded(row: Sequence[str], widths: Sequence[int], gap: str) -> str:
