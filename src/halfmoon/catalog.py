@@ -12,8 +12,10 @@ from halfmoon.methods.feddb import FedDB
 from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.fedloke import FedLoKe
 from halfmoon.methods.fedmatch import FedMatch
+from halfmoon.methods.fedrgd import FedRGD
 from halfmoon.methods.fml import FML
 from halfmoon.methods.heterofl import HeteroFL
+from halfmoon.methods.semifed import SemiFed
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.objectives import (
     UDA,
@@ -274,6 +276,29 @@ _ENTRIES = (
             view="weak",
         ),
         ANYWHERE,
+    ),
+    Entry(
+        "fedrgd",
+        "FedRGD",
+        "FedRGD (SSFL), IEEE BigData 2021",
+        "FixMatch, averaged in random groups; meant for norm = 'group'",
+        FedRGD(),
+        ANYWHERE,
+    ),
+    Entry(
+        "fedrgd-feddpl",
+        "FedRGD + FedDPL",
+        "FedRGD (SSFL), IEEE BigData 2021; FedDB, IJCAI 2024",
+        "FedRGD with guesses divided by each client's mean prediction; meant for norm = 'group'",
+        FedRGD(FixMatch(debias=True)),
+        ANYWHERE,
+    ),
+    Entry(
+        "semifed",
+        "SemiFed",
+        "Lin et al. 2021",
+        "consistency, and labels for good where enough clients' models agree",
+        SemiFed(),
     ),
 )
 

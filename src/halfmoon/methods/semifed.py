@@ -1,0 +1,227 @@
+"""SemiFed (Lin, Lou, Xiong and Shahabi 2021): unlabeled images get a label for good once enough models agree on it.
+
+At every step a client learns from labels, and its prediction on an image that RandAugment has changed follows that on
+the image itself:
+
+    loss = mean CE(y, f(x)) + unlabeled_weight * mean KL(p(u) || p(strong(u))),    p(u) detached.
+
+Every `interval` rounds the server sends, beside the global model, the models that its clients sent last. A client's
+image on which enough of them agree, each with a confidence of `tau` or more, joins its labeled images: from then on the
+first mean runs over it too and the second no longer does.
+
+server: params, stats; on its shelf the last models of up to `peers` clients.  down: params, stats, in labeling rounds
+also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1 where there is none,
+and a mark of the rows they belong to.  up: params, stats, weight (|labeled| + |unlabeled|).
+
+There is no public code, and the paper itself could not be had: this file follows its abstract and what others write of
+it. Not verified, hence options: `tau` and how it moves over the rounds (`tau_last`), `agree`, `interval`,
+`unlabeled_weight`, and whether all models or those that agree have to be confident (`confident`). With ten clients all
+models are sent (`peers`); of more clients, the models sent last are. The receiver's own last model is one of them.
+A labeled minibatch is as large as the batch rule says: accepted images are learned from where they are drawn, among the
+unlabeled ones. They are looked at in the view `view`, which in the paper is the image itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad_and_value
+
+from halfmoon import tree
+from halfmoon.errors import UserError
+from halfmoon.methods.averaging import average
+from halfmoon.models import forward, track
+from halfmoon.objectives.base import sweep_logits
+from halfmoon.tree import Tree
+from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work
+
+NONE = -1
+
+
+@dataclass(frozen=True)
+class SemiFed:
+    """SemiFed; no default is verified.
+
+    `tau` is the confidence that a vote needs, moving in a straight line to `tau_last` in the last round (None: it
+    stays); `agree` the share of the models that have to name one class. `confident`: "agreeing" counts confident votes
+    alone, "all" accepts an image only if every model is confident of its own vote. `peers` is how many clients' models
+    go out at most. Raises `UserError` for a share or a count that cannot be.
+    """
+
+    tau: float = 0.95
+    tau_last: float | None = None
+    agree: float = 0.8
+    confident: Literal["agreeing", "all"] = "agreeing"
+    interval: int = 10
+    peers: int = 10
+    unlabeled_weight: float = 1.0
+    view: Literal["plain", "weak"] = "plain"
+
+    def __post_init__(self) -> None:
+        if self.interval < 1 or self.peers < 0:
+            raise UserError(
+                f"SemiFed labels every {self.interval} rounds with {self.peers} peers: interval has to be at least 1, "
+                "peers at least 0."
+            )
+        if self.agree <= 0:
+            raise UserError(f"SemiFed's agree is {self.agree}: it is the share of models, above 0, at most 1.")
+
+    def works(self, task: Task) -> Mapping[str, Work]:
+        """Return what a client does in the task's round."""
+        return {"train": Growing(task, (self.view, "strong"), self, self._labels(task))}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model."""
+        return model
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, after labeling in a labeling round, and average; keep who sent what."""
+        down = {"params": server["params"], "stats": server.get("stats", {})}
+        last = Last(federation, self.peers)
+        known = last.models(down) if self._labels(task) else []
+        up = federation.ask("train", {**down, "peers": tree.stack(known)} if known else down)
+        last.put(task.round, up)
+        return average(up, down)
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the averaged model."""
+        return {"params": server["params"], "stats": server.get("stats", {})}
+
+    def threshold(self, task: Task) -> float:
+        """Return the confidence that a vote needs in the task's round."""
+        last = self.tau if self.tau_last is None else self.tau_last
+        return self.tau + (last - self.tau) * task.round / max(1, task.rounds - 1)
+
+    def _labels(self, task: Task) -> bool:
+        return (task.round + 1) % self.interval == 0
+
+
+@dataclass(frozen=True)
+class Last:
+    """The models that up to `count` clients sent last, on the server's shelf: a newcomer takes the oldest's place."""
+
+    federation: Federation
+    count: int
+
+    def models(self, like: Tree) -> list[Tree]:
+        """Return the models there are, each with the names of `like`."""
+        shelf = self.federation.shelf
+        found = [shelf.get(f"model-{place}") for place in range(self.count)]
+        return [{name: model.get(name, {}) for name in like} for model in found if model is not None]
+
+    def put(self, round: int, up: Tree) -> None:
+        """Keep the uploads of those who answered."""
+        if not self.count:
+            return
+        shelf, nobody = self.federation.shelf, torch.full((self.count,), NONE)
+        book = shelf.get("book") or {"client": nobody, "round": nobody}
+        client, when = book["client"].tolist(), book["round"].tolist()
+        for k, number in enumerate(self.federation.answered.tolist()):
+            place = client.index(number) if number in client else when.index(min(when))
+            client[place], when[place] = number, round
+            shelf.put(f"model-{place}", {name: tree.index(up[name], k) for name in ("params", "stats")})
+        shelf.put("book", {"client": torch.tensor(client), "round": torch.tensor(when)})
+
+
+@dataclass(frozen=True)
+class Growing(Work):
+    """The client of SemiFed: label, in a round in which it `labels`, then train."""
+
+    options: SemiFed = SemiFed()
+    labels: bool = False
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the view that is voted on."""
+        return (self.options.view,) if self.labels else ()
+
+    @property
+    def whole(self) -> bool:
+        """Return that something is remembered of each row."""
+        return True
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return that no row has a label: of how many rows is not known yet."""
+        device = next(tree.leaves(down["params"])).device
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return {"labels": none, "mark": torch.zeros((), dtype=torch.float64, device=device)}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Start from the server's model; in a labeling round let it and the peers label rows that have no label."""
+        labels, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), data.u.sum().double()
+        if len(memory["labels"]) == len(data.u):  # in a stream other rows may have come
+            labels = torch.where(memory["mark"] == mark, memory["labels"], labels)
+        if self.labels:
+            accepted = self._vote(down, data)
+            labels = torch.where(labels == NONE, accepted, labels)
+        model = {"params": down["params"], "stats": down["stats"]}
+        return {**model, "optimizer": self.task.optimizer.init(down["params"]), "labels": labels, "mark": mark}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+        """Take one optimizer step."""
+        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry, batch)
+        moments, pseudo = seen
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        stats = carry["stats"]
+        for each in moments:
+            stats = track(stats, each)
+        return {**carry, "params": params, "stats": stats, "optimizer": optimizer}, Notes(loss, {}, pseudo)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the model with its weight; the labels stay."""
+        weight = (data.labeled + data.unlabeled).double()
+        up = {"params": carry["params"], "stats": carry["stats"], "weight": weight}
+        return up, {"labels": carry["labels"], "mark": carry["mark"]}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count labeled images and both views; under running statistics the target is a pass of its own."""
+        again = unlabeled if self.task.labeling == "running" else 0
+        return Passes(labeled + 2 * unlabeled + again, labeled + 2 * unlabeled)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count all unlabeled rows once for each voting model; too many while fewer than `peers` have been met."""
+        return unlabeled * (1 + self.options.peers) if self.labels else 0
+
+    def _vote(self, down: Tree, data: Local) -> Tensor:
+        """Return for each row (U,) the class that enough models name, or -1."""
+        o, images = self.options, data.views[self.options.view]
+        peers = down.get("peers", {"params": {}, "stats": {}})
+        count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
+        models = [down, *(tree.index(peers, k) for k in range(count))]
+        said = [sweep_logits(self.task, each["params"], each["stats"], images).softmax(-1).max(-1) for each in models]
+        confidence, label = (torch.stack([each[part] for each in said]) for part in (0, 1))
+        sure = confidence >= o.threshold(self.task)
+        names = torch.arange(self.task.network.classes, device=label.device)
+        for_class = label[..., None] == names
+        counted = for_class & sure[..., None] if o.confident == "agreeing" else for_class
+        votes, winner = counted.sum(0).max(-1)
+        accepted = votes >= ceil(round(o.agree * len(models), 9))
+        if o.confident == "all":
+            accepted = accepted & sure.all(0)
+        return torch.where(accepted, winner, NONE)
+
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple]:
+        """Return the loss, and (moments, pseudo-labels)."""
+        network, view, strong = self.task.network, batch.u[self.options.view], batch.u["strong"]
+        joint = self.task.statistics == "joint"
+        (labeled, plain, loud), _, moments = forward(network, params, joint, (batch.x, view, strong))
+        target = plain.detach()
+        if self.task.labeling == "running":
+            with torch.no_grad():
+                target = network.predict(params, carry["stats"], view).detach()
+        stored = carry["labels"][batch.u_rows]
+        has = (stored != NONE).to(plain.dtype)
+        own = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
+        accepted = F.cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
+        taught = (own + accepted.sum()) / (len(batch.x) + has.sum()).clamp_min(1)
+        apart = F.kl_div(loud.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        consistent = (apart * (1 - has)).sum() / (1 - has).sum().clamp_min(1)
+        confidence, guess = target.softmax(-1).max(-1)
+        pseudo = Pseudo(torch.where(has > 0, stored, guess), confidence, has)
+        return taught + self.options.unlabeled_weight * consistent, (moments, (pseudo,))
