@@ -302,7 +302,9 @@ def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixtur
 
 
 SPLITS = {
-    "--labels-at server": "dir-dir (gamma 0.5), seed 0: 20 clients, 100 labeled (at the server) and 1,337 unlabeled images",
+    "--labels-at server": (
+        "dir-dir (gamma 0.5), seed 0: 20 clients, 100 labeled (at the server) and 1,337 unlabeled images"
+    ),
     "--setting fedloke --gamma 0.1": (
         "fedloke (gamma 0.1), seed 0: 20 clients, 100 labeled and 1,320 unlabeled images; 17 left to nobody"
     ),
@@ -339,7 +341,7 @@ def test_the_labels_of_a_server_have_a_row(capsys: pytest.CaptureFixture[str]) -
 
 def test_stages_of_a_stream_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 1,337 unlabeled rows each of 20 clients gets floor(66.85) = 66, 22 in each of three stages: 440 in all."""
-    assert cli.main("data digits --setting fedmatch-stream --stages 3".split()) == 0
+    assert cli.main(["data", "digits", "--setting", "fedmatch-stream", "--stages", "3"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "unlabeled images seen in 3 stages, one after the other: 440, 440, 440" in shown
 
