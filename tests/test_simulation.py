@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from halfmoon import catalog, tree
 from halfmoon.budget import Budget
 from halfmoon.client import Diverged
 from halfmoon.data.draw import Batching
+from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Examples
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
@@ -571,3 +572,16 @@ def test_a_pooled_federation_is_one_client_with_everything():
         simulation.open(0)
         assert simulation.cohort.tolist() == [0]
         assert simulation.clients == 1
+
+
+def test_labeled_rows_can_be_unlabeled_ones_as_well():
+    """A client's unlabeled rows are all its rows; with all labels each row counts once; the server's stay labeled."""
+    held = replace(holdings(), reuse_labeled=True)
+    for k, (labeled, unlabeled) in enumerate(SIZES):
+        local, hidden = held.local(k)
+        assert (int(local.labeled), int(local.unlabeled)) == (labeled, labeled + unlabeled)
+        assert len(hidden) == labeled + unlabeled
+        images = {image.numpy().tobytes() for image in local.u}
+        assert all(image.numpy().tobytes() in images for image in local.x)
+        assert astuple(replace(held, all_labels=True).own(k)) == (labeled + unlabeled, 0)
+    assert int(replace(holdings(place="server"), reuse_labeled=True).local(SERVER)[0].unlabeled) == 0

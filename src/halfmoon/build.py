@@ -317,7 +317,7 @@ def _experiment(config: Config, shared: World) -> Experiment:
     runtime = Simulation(
         method,
         shared.task,
-        Holdings(shared.train, shared.split, entry.all_labels, entry.pooled),
+        Holdings(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled),
         views=shared.views,
         batching=shared.batching,
         budget=Budget(config.budget, reference, catalog.entry(config.reference or config.method).all_labels),

@@ -39,7 +39,7 @@ SECTIONS = {
     "rounds": ("cohort", "rounds", "seed", "silent"),
     "batches": (
         "labeled_batch", "unlabeled_batch", "epochs", "epoch", "steps", "server_batch", "server_epochs", "statistics",
-        "labeling", "budget", "reference",
+        "labeling", "reuse_labeled", "budget", "reference",
     ),
     "network and optimizer": (
         "network", "width", "norm", "optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm",

@@ -75,6 +75,7 @@ class Config:
     )
     labeled_clients: Annotated[int | None, "with labels_at some: how many clients hold labels"] = None
     classes_per_client: Annotated[int, "with setting semifl-shards: shards, each of one class, of a client"] = 2
+    reuse_labeled: Annotated[bool, "put a client's labeled images among its unlabeled ones as well (FedDB)"] = False
     stages: Annotated[int, "parts of each client's unlabeled images that are seen one after the other"] = 1
     min_size: Annotated[int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean"] = None
     split_seed: Annotated[int, "seed of the split, apart from the seed of training"] = 0

@@ -30,13 +30,15 @@ class Holdings:
     """Who holds what: the training images (on the device that trains), and the split.
 
     With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers. `pooled`
-    puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one.
+    puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one. With
+    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1).
     """
 
     train: Examples
     split: Split
     all_labels: bool = False
     pooled: bool = False
+    reuse_labeled: bool = False
 
     @property
     def clients(self) -> int:
@@ -50,7 +52,7 @@ class Holdings:
     def own(self, client: int, stage: int | None = None) -> Holding:
         """Return how many rows the client trains on."""
         given = self.given(client, stage)
-        return Holding(given.labeled + given.unlabeled, 0) if self.all_labels else given
+        return Holding(len(self._union(client, stage)), 0) if self.all_labels else given
 
     def given(self, client: int, stage: int | None = None) -> Holding:
         """Return how many rows the split gives to the client."""
@@ -65,11 +67,19 @@ class Holdings:
         x = torch.from_numpy(self._rows(client, True, stage)).to(labels.device)
         u = torch.from_numpy(self._rows(client, False, stage)).to(labels.device)
         if self.all_labels:
-            x, u = torch.cat([x, u]).sort().values, u[:0]
+            x, u = torch.from_numpy(self._union(client, stage)).to(labels.device), u[:0]
         counts = torch.tensor([len(x), len(u)], device=labels.device)
         return Local(images[x], labels[x], images[u], counts[0], counts[1]), labels[u]
 
     def _rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+        if self.reuse_labeled and not labeled and client != SERVER:
+            return self._union(client, stage)
+        return self._given(client, labeled, stage)
+
+    def _union(self, client: int, stage: int | None) -> np.ndarray:
+        return np.union1d(*(self._given(client, labeled, stage) for labeled in (True, False)))
+
+    def _given(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
         if self.pooled:
             return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
         return self.split.rows(client, labeled, stage)
