@@ -9,6 +9,10 @@ is averaged with it. A client that has nothing to train on (no labels, and an ob
 
 server: params, stats and what the objective keeps beside.  down: the same.  memory: with `keep_optimizer`, the
 optimizer's state.  up: what came down, trained, and weight.
+
+Departures: FedProx (Algorithm 2) draws clients in proportion to their rows and averages them alike; here, as in FedAvg,
+they are drawn alike and averaged by rows, so that the term is all that differs. A row counts whether it is labeled or
+not. Batch-normalization statistics, of which neither paper speaks, are averaged like parameters.
 """
 
 from __future__ import annotations
