@@ -162,13 +162,14 @@ def parsed(rates: str) -> tuple[float, ...]:
 
 @lru_cache(maxsize=8)
 def fixed(network: Network) -> dict[str, tuple[bool, ...]]:
-    """Return which dimensions of each parameter stay whole: those of image channels and classes.
+    """Return which dimensions of each parameter stay whole: those of image channels, classes and kernels.
 
-    They are the ones that change with the network's channels and classes.
+    Outputs and inputs are a leaf's first two, hidden unless they change with the network's channels or classes.
     """
     other = replace(network, channels=network.channels + 1, classes=network.classes + 1)
     ours, theirs = (tree.flatten(each.init(torch.Generator())["params"]) for each in (network, other))
-    return {path: tuple(a != b for a, b in zip(ours[path].shape, theirs[path].shape, strict=True)) for path in ours}
+    pairs = {path: zip(leaf.shape, theirs[path].shape, strict=True) for path, leaf in ours.items()}
+    return {path: tuple(d > 1 or a != b for d, (a, b) in enumerate(sizes)) for path, sizes in pairs.items()}
 
 
 def cut(params: Tree, rate: float, kept: Mapping[str, tuple[bool, ...]]) -> Tree:

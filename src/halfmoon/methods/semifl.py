@@ -85,15 +85,14 @@ class SemiFL:
         stats = server.get("stats", {})
         if task.round == 0:
             stats = estimate(federation, server, self.sbn)
-        model, momentum = {"params": server["params"], "stats": stats}, server["momentum"]
+        params, share = server["params"], 0.0
+        model = {"params": params, "stats": stats}
         up = federation.ask("train", model)
-        if self.fine_tune:
-            params, momentum = combine(model["params"], up, momentum, self.server_momentum)
+        if federation.labeled and not self.fine_tune:
+            params, share = federation.ask_server("fine-tune", model)["params"], 0.5
+        params, momentum = combine(params, up, server["momentum"], self.server_momentum, share)
+        if federation.labeled and self.fine_tune:
             params = federation.ask_server("fine-tune", {**model, "params": params})["params"]
-        else:
-            own = federation.ask_server("fine-tune", model)
-            share = 0.5 if float(own["weight"]) else 0.0
-            params, momentum = combine(own["params"], up, momentum, self.server_momentum, share)
         new = {"params": params, "stats": stats, "momentum": momentum}
         return {**new, "stats": estimate(federation, new, self.sbn)}
 

@@ -87,13 +87,13 @@ def estimate(federation: Federation, server: Tree, over: Over, serving: bool = T
         "server": (),
     }[over]
     counts = [federation.ask("census", down, to=clients) for clients in asked]
-    if serving:
+    if serving and federation.labeled:
         counts.append(tree.map(lambda leaf: leaf[None], federation.ask_server("census", down)))
-    rows = torch.stack([each["rows"].sum() for each in counts]).sum()
-    if not bool(rows > 0):
+    rows = sum(float(each["rows"].sum()) for each in counts)
+    if not rows:
         raise UserError(
-            f"static batch normalization over '{over}' finds no image to look at: the server holds none; "
-            "set sbn to 'all' or 'cohort'."
+            f"static batch normalization over '{over}' finds no image to look at: the server has none; set sbn to "
+            "'all' or 'cohort'."
         )
     sums = [tree.map(lambda leaf: leaf.sum(0), each["moments"]) for each in counts]
     return tree.map(lambda *leaves: torch.stack(leaves).sum(0) / rows, *sums)
