@@ -13,8 +13,8 @@ up: params, stats, weight.
 
 Departures: where the authors' released code departs from the paper, this file follows the paper, which is what others
 compare with. That code has no trained F-reg, the opposite sign of d (`sign`), soft pseudo-labels above a threshold of
-0.6, a weight of the unlabeled loss that is ramped up, C-reg on weak views, a falling learning rate, and labeled-only
-steps at the start of every visit. What the paper leaves open is a field below; `regulator_bias`, `regulator_lr` and
+0.6, a ramped weight of the unlabeled loss, C-reg on weak views, a learning rate that warms up anew, and labeled-only
+steps at the start of every visit. What the paper leaves open is an option; `regulator_bias`, `regulator_lr` and
 `through_weights` have the values that did best in our trials.
 """
 
