@@ -363,9 +363,25 @@ def test_methods_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
         assert {name: option["default"] for name, option in each["options"].items()} == {
             name: option.default for name, option in options.items()
         }
-        assert each["labels"] == catalog.entry(each["name"]).labels
+        entry = catalog.entry(each["name"])
+        assert each["labels"] == entry.labels
+        assert (each["labels_at"], each["centralized"]) == (list(entry.places), entry.pooled)
     assert cli.main(["methods", "fedavg-fixmatch"]) == 0
-    assert "tau = 0.95" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "tau = 0.95" in shown
+    assert "\n  labels_at: clients, some\n" in shown
+    assert "centralized" not in shown
+
+
+def test_centralized_methods_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods"]) == 0
+    federated, centralized = capsys.readouterr().out.split("centralized, all rows in one place:\n")
+    assert federated.startswith("name ")
+    assert centralized.startswith("name ")
+    for name in catalog.names():
+        lines = (centralized if catalog.entry(name).pooled else federated).splitlines()
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1
+        assert f"{name}: {catalog.entry(name).about}" in centralized  # what each one is comes after both tables
 
 
 # Progress

@@ -352,18 +352,19 @@ def _methods(given: argparse.Namespace) -> int:
     from rich.console import Console
 
     from halfmoon import catalog
-    from halfmoon.console import say, show
+    from halfmoon.console import show_methods
 
     entries = [catalog.entry(name) for name in given.names or catalog.names()]
     if given.json:
         _print_json([_method(each.name) for each in entries])
         return 0
-    console = Console()
-    rows = [[each.name, each.title, each.labels, each.paper] for each in entries]
-    show(console, ["name", "title", "labels needed", "paper"], rows)
-    for each in entries:
-        options = [f"{name} = {toml.shown(option.default)}" for name, option in catalog.options(each.name).items()]
-        say(console, f"\n{each.name}: {each.about}\n  {', '.join(options)}")
+    options = {
+        each.name: ", ".join(
+            f"{key} = {toml.shown(value.default)}" for key, value in catalog.options(each.name).items()
+        )
+        for each in entries
+    }
+    show_methods(Console(), entries, options)
     return 0
 
 
@@ -375,7 +376,8 @@ def _method(name: str) -> dict[str, Any]:
         key: {"default": option.default, "type": expected(option.type)} for key, option in catalog.options(name).items()
     }
     about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
-    return {"name": name, **about, "oracle": entry.all_labels, "options": options}
+    about |= {"labels_at": list(entry.places), "oracle": entry.all_labels, "centralized": entry.pooled}
+    return {"name": name, **about, "options": options}
 
 
 def _data(given: argparse.Namespace) -> int:

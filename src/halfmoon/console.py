@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from halfmoon.catalog import Entry
 
 Row = dict[str, Any]
 WIDE = 90  # columns of a terminal that has room for a progress bar
@@ -225,6 +228,20 @@ def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
         for each in (header, *rows)
     ]
     return "\n".join(each.rstrip() for each in lines)
+
+
+def show_methods(console: Console, entries: Sequence[Entry], options: Mapping[str, str]) -> None:
+    """Print a table of methods, the centralized ones in one of their own; then each one's places and `options`."""
+    pooled = [each for each in entries if each.pooled]
+    federated = [each for each in entries if not each.pooled]
+    header = ["name", "title", "labels needed", "paper"]
+    for heading, group in (("", federated), ("centralized, all rows in one place:", pooled)):
+        if group and heading:
+            say(console, f"\n{heading}" if federated else heading)
+        if group:
+            show(console, header, [[each.name, each.title, each.labels, each.paper] for each in group])
+    for each in [*federated, *pooled]:
+        say(console, f"\n{each.name}: {each.about}\n  labels_at: {', '.join(each.places)}\n  {options[each.name]}")
 
 
 def show_data(console: Console, facts: Mapping[str, Any]) -> None:
