@@ -7,26 +7,42 @@ values, meaning) only the default and the values are renewed. A test demands tha
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from halfmoon import catalog, cli
+import numpy as np
+import torch
+
+from halfmoon import catalog, cli, tree
 from halfmoon import config as settings
 from halfmoon.augment import Normalize
+from halfmoon.budget import Budget
+from halfmoon.data.draw import Batching, Views
+from halfmoon.data.split import SERVER, Split
+from halfmoon.evaluate import Examples
+from halfmoon.experiment import initial_model
 from halfmoon.models import SmallCNN
+from halfmoon.objectives import Objective
 from halfmoon.optim import Adam
+from halfmoon.sim import Holdings, Simulation
 from halfmoon.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = ("run", "compare", "methods", "data", "resume")
+CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20
+"""The federation in which methods are measured: clients, those of a round, rounds, and a client's images."""
+_NOWHERE = "nothing: all rows lie in one place"
 
 _GENERATED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 _DEFAULTS = re.compile(r"(<!-- defaults: ([\w-]+) -->\n)(.*?)(<!-- /defaults -->)", re.DOTALL)
@@ -77,27 +93,175 @@ def method_options() -> str:
     return table(["method", "options and defaults"], rows)
 
 
+class Measured(NamedTuple):
+    """Bytes in units of the model's: what a participant gets and sends in a round, and what is kept between rounds."""
+
+    down: float
+    up: float
+    client: float
+    server: float
+
+
+def costs() -> str:
+    """Return a table of what every method sends and keeps, in words and as measured, and where it departs from what."""
+    rows, first = [], {}
+    for name in catalog.names():
+        each = catalog.entry(name)
+        before = first.setdefault(type(each.method), name)
+        moves = f"as `{before}`" if before != name else _moves(type(each.method))
+        moves, cells = (_NOWHERE, ["-"] * 4) if each.pooled else (moves, [_units(value) for value in measured(name)])
+        links = ", ".join(f"[{part.__name__}](#departures-of-{part.__name__.lower()})" for part in _parts(name))
+        rows.append([f"`{name}`", each.title, each.paper, each.labels, moves, *cells, links])
+    header = ["name", "method", "paper", "labels needed", "what travels and what stays"]
+    return table([*header, "down", "up", "a client keeps", "the server keeps", "departures"], rows)
+
+
+def departures() -> str:
+    """Return what the files of methods and objectives say of where they depart from papers and authors' code."""
+    users: dict[type, list[str]] = {}
+    for name in catalog.names():
+        for part in _parts(name):
+            users.setdefault(part, []).append(f"`{name}`")
+    sections = []
+    for part, names in sorted(users.items(), key=lambda item: issubclass(item[0], Objective)):
+        of = "FedAvg's and FedProx's rows" if part.__name__ == "FedAvg" else ", ".join(names)
+        sections.append(f"### Departures of {part.__name__}\n\n{of}\n\n{_readings(part)}\n")
+    return "\n".join(sections)
+
+
+def _parts(name: str) -> list[type]:
+    """Return the method's class, and its objective's where that has something to say."""
+    method = catalog.entry(name).method
+    found = [type(method), *(type(one) for one in vars(method).values() if isinstance(one, Objective))]
+    return [part for part in found if _readings(part)]
+
+
+def _paragraphs(method: type) -> tuple[list[str], int]:
+    """Return the paragraphs of a method's file's docstring, and which of them says what travels.
+
+    Raise ValueError where none begins with "server:".
+    """
+    found = inspect.cleandoc(sys.modules[method.__module__].__doc__ or "").split("\n\n")
+    for number, words in enumerate(found):
+        if words.startswith("server:"):
+            return found, number
+    raise ValueError(f'the docstring of {method.__module__} has no paragraph that begins with "server:"')
+
+
+def _moves(method: type) -> str:
+    """Return what the docstring says of the four trees; raise ValueError where one of them is left out."""
+    found, number = _paragraphs(method)
+    parts = re.split(r"(?:^|\n|\s{2,})(server|down|memory|up):\s+", found[number])[1:]
+    if parts[::2] != ["server", "down", "memory", "up"]:
+        raise ValueError(f"the docstring of {method.__module__} has to say server, down, memory and up, in this order")
+    return " ".join(f"**{key}:** {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True))
+
+
+def _readings(part: type) -> str:
+    """Return where a method or an objective departs from its paper and the authors' code, and why; "" for nowhere.
+
+    Of a method: what follows the paragraph "server:" in its file's docstring, by custom "Departures: ...", with the
+    departures of files that it shares with others. Of an objective: its own docstring, where that says more than the
+    loss.
+    """
+    if issubclass(part, Objective):
+        words = re.sub(r"\s*\bRaises\b.*", "", inspect.cleandoc(part.__doc__ or ""), flags=re.DOTALL)
+        loss, _, rest = words.partition("\n\n")
+        return f"`{' '.join(loss.split())}`\n\n{_escaped(rest)}" if rest else ""
+    found, number = _paragraphs(part)
+    return _escaped("\n\n".join([*found[number + 1 :], *_shared(part)]))
+
+
+def _shared(method: type) -> list[str]:
+    """Return the paragraphs "Departure ..." of the files of methods that are no method themselves and are used here."""
+    own = {type(catalog.entry(name).method).__module__ for name in catalog.names()}
+    used = {getattr(each, "__module__", None) or "" for each in vars(sys.modules[method.__module__]).values()}
+    helpers = sorted(name for name in used - own if name.startswith("halfmoon.methods."))
+    found = []
+    for name in helpers:
+        for words in inspect.cleandoc(sys.modules[name].__doc__ or "").split("\n\n"):
+            kind, colon, rest = words.partition(":")
+            if colon and kind in ("Departure", "Departures"):
+                found.append(f"Of `{name.rpartition('.')[2]}`, which other methods share:{rest}")
+    return found
+
+
+def _escaped(words: str) -> str:
+    return words.replace("<", "&lt;")
+
+
+@cache
+def measured(name: str) -> Measured:
+    """Play a method for a few rounds, with labels in the first place that it can use, and weigh what it sends.
+
+    One that sends something every `interval` rounds plays that long, and the next one.
+    """
+    entry = catalog.entry(name)
+    every = catalog.options(name).get("interval")
+    rounds = ROUNDS if every is None else every.default + 1
+    shared = Task(SmallCNN(1, 10), Adam(), Normalize((0.5,), (0.5,)), rounds=rounds)
+    options: dict[str, Any] = {"views": Views(), "batching": Batching(LABELED, LABELED), "budget": Budget(), "seed": 0}
+    runtime = Simulation(entry.method, shared, _holdings(entry), cohort=COHORT, **options)
+    model = initial_model(shared, 0, torch.device("cpu"))
+    server = entry.method.start(shared, model)
+    for number in range(rounds):
+        runtime.open(number)
+        server = entry.method.round(runtime.task, server, runtime)
+        runtime.stored(tree.nbytes(server))
+    cost = runtime.cost
+    each_visit = cost.bytes_down / (rounds * COHORT), cost.bytes_up / (rounds * COHORT)
+    return Measured(*(count / tree.nbytes(model) for count in (*each_visit, cost.stored_client, cost.stored_server)))
+
+
+def _holdings(entry: catalog.Entry) -> Holdings:
+    """Return random images: every client has as many labeled and as many unlabeled ones."""
+    client = np.repeat(np.arange(CLIENTS), LABELED + UNLABELED)
+    labeled = np.tile(np.arange(LABELED + UNLABELED) < LABELED, CLIENTS)
+    if entry.places[0] == "server":
+        client = np.where(labeled, SERVER, client)
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (len(client), 1, 8, 8), generator=draw, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (len(client),), generator=draw)
+    return Holdings(Examples(images, labels), Split(client, labeled, CLIENTS), entry.all_labels)
+
+
+def _units(value: float) -> str:
+    """Return a number of models with two digits that count."""
+    if not value:
+        return "0"
+    value = float(f"{value:.1e}")
+    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f} P"
+
+
 def passes() -> str:
-    """Return what a step of each method on B labeled and b unlabeled images sends through the classifier."""
+    """Return what a step of each method on B labeled and b unlabeled images sends through the classifier.
+
+    And what is looked at once a visit, of L and U rows, before its steps or instead of any.
+    """
     shared = Task(SmallCNN(), Adam(), Normalize((0.5,) * 3, (0.5,) * 3))
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in catalog.names():
-        work = catalog.make(name).works(shared)["train"]
-        terms = [f"{_terms(*each)}" for each in zip(work.passes(1, 0), work.passes(0, 1), strict=True)]
+        works = catalog.make(name).works(shared)
+        work = next(iter(works.values()))
+        terms = [_terms(*each, "Bb") for each in zip(work.passes(1, 0), work.passes(0, 1), strict=True)]
         costs = [f"{one.forward}, {one.backward}" for one in (work.passes(10, 10), work.passes(10, 90))]
-        rows.setdefault((*terms, *costs), []).append(f"`{name}`")
-    header = ["method", "forward", "backward", "both at 10 + 10", "both at 10 + 90"]
+        looks = {"": work} | {f"{key}: ": each for key, each in works.items() if not each.trains}
+        once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
+        rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
+    header = ["method", "forward", "backward", "once a visit", "both at 10 + 10", "both at 10 + 90"]
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
-def _terms(labeled: int, unlabeled: int) -> str:
-    factors = ((labeled, "B"), (unlabeled, "b"))
+def _terms(labeled: int, unlabeled: int, letters: str) -> str:
+    factors = zip((labeled, unlabeled), letters, strict=True)
     return " + ".join(f"{'' if factor == 1 else factor}{letter}" for factor, letter in factors if factor)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "methods": methods,
+    "costs": costs,
+    "departures": departures,
     "method-options": method_options,
     "passes": passes,
 }
