@@ -78,10 +78,13 @@ def options() -> str:
 
 
 def methods() -> str:
-    """Return a table of the catalog."""
-    entries = [catalog.entry(name) for name in catalog.names()]
-    rows = [[f"`{each.name}`", each.title, each.labels, each.about, each.paper] for each in entries]
-    return table(["name", "method", "labels needed", "in a sentence", "paper"], rows)
+    """Return a table of the catalog, and one of its centralized methods."""
+    tables = {False: "", True: ""}
+    for pooled in tables:
+        entries = [each for each in map(catalog.entry, catalog.names()) if each.pooled == pooled]
+        rows = [[f"`{each.name}`", each.title, each.labels, each.about, each.paper] for each in entries]
+        tables[pooled] = table(["name", "method", "labels needed", "in a sentence", "paper"], rows)
+    return f"{tables[False]}\nCentralized, with all images in one place, to compare with:\n\n{tables[True]}"
 
 
 def method_options() -> str:
