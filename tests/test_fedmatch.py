@@ -379,6 +379,16 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
     assert first > second + 1.5
 
 
+@pytest.mark.parametrize("threshold", [None, 5e-5])
+def test_a_weight_that_is_no_number_is_not_left_out(threshold):
+    """Not below any threshold, it goes up, where the driver sees it and stops."""
+    work = work_of(FedMatch(delta_threshold=threshold))
+    down, nan = down_of(line(1, 2), line(3, 4)), float("nan")
+    up, _ = finished(work, down, work.remember(down, torch.Generator()), line(nan, 0), line(3, nan))
+    for name, place in (("sigma", 0), ("psi", 1)):
+        assert up[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
+
+
 @pytest.mark.parametrize("threshold", [None, 0.0])
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):

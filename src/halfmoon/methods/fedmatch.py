@@ -199,18 +199,14 @@ class Disjoint(Work):
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Bring sigma and psi up to date, and look at all rows where guesses are debiased."""
-        threshold = self.options.delta_threshold
         received = {name: down[name] for name in ("sigma", "psi")}
-        carry: Tree = {}
-        if threshold is not None:
-            met = memory["met"]
-            fresh = {name: patched(memory[name], received[name], threshold) for name in received}
-            carry["changed"] = {
-                name: torch.where(met > 0, changes(memory[name], received[name], threshold), tree.size(received[name]))
-                for name in received
-            }
-            received = tree.select(met > 0, fresh, received)
-        carry |= {**received, "received": received, "stats": down["stats"]}
+        changed = {name: changes(part, part, -1.0) for name, part in received.items()}
+        if memory:
+            known = memory["met"] > 0
+            some = {name: changes(memory[name], part, self._delta) for name, part in received.items()}
+            fresh = {name: patched(memory[name], part, self._delta) for name, part in received.items()}
+            changed, received = tree.select(known, some, changed), tree.select(known, fresh, received)
+        carry = {**received, "received": received, "changed": changed, "stats": down["stats"]}
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
         if self.options.debias:
@@ -234,24 +230,19 @@ class Disjoint(Work):
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send what changed, and the prediction on noise; a client without labels has nothing to say of sigma."""
-        threshold, received = self.options.delta_threshold, carry["received"]
-        sent = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
-        memory: Tree = {}
-        up: Tree = {"stats": carry["stats"], "labels": (data.labeled > 0).double()}
-        if threshold is not None:
-            up["changed"] = {
-                "down": carry["changed"],
-                "up": {name: changes(received[name], sent[name], threshold) for name in sent},
-            }
-            sent = {name: patched(received[name], sent[name], threshold) for name in sent}
-            memory = {**sent, "met": torch.ones_like(up["labels"])}
-            if self.helpers:
-                new = [tree.index(down["helpers"], k) for k in range(self.helpers)]
-                counts = [changes(received["psi"], each, threshold) for each in new]
-                up["changed"]["down"] = {**carry["changed"], "helpers": torch.stack(counts)}
+        received, labels = carry["received"], (data.labeled > 0).double()
+        new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
+        there = dict(carry["changed"])
+        if self.helpers:
+            helpers = [tree.index(down["helpers"], k) for k in range(self.helpers)]
+            there["helpers"] = torch.stack([changes(received["psi"], each, self._delta) for each in helpers])
+        back = {name: changes(received[name], new[name], self._delta) for name in new}
+        sent = {name: patched(received[name], new[name], self._delta) for name in new}
         image = self.task.normalize(noise(data.u)).to(data.u.device)
         embedding = self.task.network.predict(composed(**sent), carry["stats"], image)[0].softmax(-1)
-        return {**sent, **up, "embedding": embedding}, memory
+        up = {**sent, "stats": carry["stats"], "embedding": embedding, "labels": labels}
+        memory = {} if self.options.delta_threshold is None else {**sent, "met": torch.ones_like(labels)}
+        return {**up, "changed": {"down": there, "up": back}}, memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count labeled images, both views and each helper's pass; only with helpers the guessed view teaches."""
@@ -264,25 +255,27 @@ class Disjoint(Work):
         return 1 + (unlabeled if self.sweep else 0)
 
     def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
-        """Return the bytes of the sparse wire format, or those of whole trees where nothing is thresholded."""
+        """Return the bytes of the sparse wire format; those of whole trees where nothing is thresholded."""
+        counts, parts = up["changed"], ("sigma", "psi")
+        there = tree.nbytes(down["stats"]) + sum(self._wire(down[name], counts["down"][name]) for name in parts)
+        there += sum(
+            self._wire(tree.index(down["helpers"], k), counts["down"]["helpers"][k])
+            for k in range(self.helpers)
+            if down["there"][k] > 0
+        )
         back = tree.nbytes(up["stats"]) + up["embedding"].nbytes
-        there = tree.nbytes(down["stats"])
-        teaches = bool(up["labels"] > 0)
-        if "changed" in up:
-            there += sum(wire(down[name], up["changed"]["down"][name]) for name in ("sigma", "psi"))
-            back += sum(
-                wire(up[name], count) for name, count in up["changed"]["up"].items() if teaches or name == "psi"
-            )
-        else:
-            there += sum(tree.nbytes(down[name]) for name in ("sigma", "psi"))
-            back += sum(tree.nbytes(up[name]) for name in ("sigma", "psi") if teaches or name == "psi")
-        if self.helpers:
-            counts = up["changed"]["down"]["helpers"] if "changed" in up else None
-            for k in range(self.helpers):
-                if down["there"][k] > 0:
-                    whole = tree.index(down["helpers"], k)
-                    there += tree.nbytes(whole) if counts is None else wire(whole, counts[k])
-        return there, back
+        taught = parts if up["labels"] > 0 else ("psi",)
+        return there, back + sum(self._wire(up[name], counts["up"][name]) for name in taught)
+
+    @property
+    def _delta(self) -> float:
+        """Return how far an entry has to move to travel; -1 where all do."""
+        return -1.0 if self.options.delta_threshold is None else self.options.delta_threshold
+
+    def _wire(self, whole: Tree, count: Tensor) -> int:
+        """Return the bytes of `count` entries of a tree, each with an index, or of the whole tree if that is less."""
+        entry = tree.nbytes(whole) // tree.size(whole) + INDEX_BYTES
+        return min(tree.nbytes(whole), int(count) * entry)
 
     def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple]:
         """Return L_u(psi), and (moments, pseudo-labels, samples)."""
@@ -326,18 +319,14 @@ class Disjoint(Work):
         """Return the helpers' logits (H, b, classes) and who is there (H,); nothing in a round without them."""
         if not self.helpers:
             return ()
-        helpers, network, view = self._patched_helpers(down, carry), self.task.network, batch.u[self.options.view]
+        network, view, received = self.task.network, batch.u[self.options.view], carry["received"]
+        helpers = patched(received["psi"], down["helpers"], self._delta)
         logits = []
         for k in range(self.helpers):
-            theta = composed(carry["received"]["sigma"], tree.index(helpers, k))
+            theta = composed(received["sigma"], tree.index(helpers, k))
             running = self.task.labeling == "running"
             logits.append(network.predict(theta, carry["stats"], view) if running else network.train(theta, view)[0])
         return torch.stack(logits).detach(), down["there"].to(view.dtype)
-
-    def _patched_helpers(self, down: Tree, carry: Tree) -> Tree:
-        """Return the helpers' psi, leaves (H, ...), where they differ from the client's own."""
-        threshold = self.options.delta_threshold
-        return down["helpers"] if threshold is None else patched(carry["received"]["psi"], down["helpers"], threshold)
 
 
 def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
@@ -386,25 +375,18 @@ def composed(sigma: Tree, psi: Tree) -> Tree:
 
 def cut(psi: Tree, threshold: float) -> Tree:
     """Return psi without its entries up to `threshold`."""
-    return tree.map(lambda leaf: torch.where(leaf.abs() > threshold, leaf, 0.0), psi)
+    return tree.map(lambda leaf: torch.where(leaf.abs() <= threshold, 0.0, leaf), psi)
 
 
 def patched(old: Tree, new: Tree, threshold: float) -> Tree:
-    """Return `old` with the entries of `new` that are further away than `threshold`."""
-    return tree.map(lambda a, b: torch.where((b - a).abs() > threshold, b, a), old, new)
+    """Return `old` with the entries of `new` that are further away than `threshold`, or that are no numbers."""
+    return tree.map(lambda a, b: torch.where((b - a).abs() <= threshold, a, b), old, new)
 
 
 def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
     """Return how many entries `patched` takes over, as float64."""
-    return tree.sum_of(
-        ((b - a).abs() > threshold).sum().double() for a, b in zip(tree.leaves(old), tree.leaves(new), strict=True)
-    )
-
-
-def wire(whole: Tree, count: Tensor) -> int:
-    """Return the bytes of `count` entries of a tree with an index each, or of the whole tree if that is less."""
-    entry = tree.nbytes(whole) // tree.size(whole) + INDEX_BYTES
-    return min(tree.nbytes(whole), int(count) * entry)
+    pairs = zip(tree.leaves(old), tree.leaves(new), strict=True)
+    return tree.sum_of((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
 
 
 def noise(like: Tensor) -> Tensor:
