@@ -35,7 +35,7 @@ def one(value: float) -> torch.Tensor:
 def test_pi_model_by_hand():
     """Views x = 1 and x = 2 have (3/4, 1/4) and (9/10, 1/10): both squares are 0.15^2, and so is the mean over classes.
 
-    With p = 3/4, q = 9/10 the term is (p - q)^2, its derivative 2 (p - q) (p (1 - p) * 1 - q (1 - q) * 2): through both.
+    With p = 3/4, q = 9/10 it is (p - q)^2, with derivative 2 (p - q) (p (1 - p) * 1 - q (1 - q) * 2): through both.
     """
     given = batch([1], [0])._replace(u={"weak": one(1), "weak2": one(2)})
     loss, gradient, seen = judge(PiModel(unlabeled_weight=2.0, ramp=0), given)
