@@ -45,7 +45,7 @@ def learner(task: Task, model: Tree) -> Tree:
 
 
 def kept(model: Tree, *names: str) -> Tree:
-    """Return the named parts of a learner for a client's memory, without empty ones, which no store gives back."""
+    """Return named parts of a learner for a memory, without empty ones: a flat tree keeps no trace of these."""
     return {name: model[name] for name in names if model[name]}
 
 
