@@ -84,7 +84,7 @@ def test_a_client_of_half_width_gets_the_leading_half():
 
 
 def test_sizes_are_rounded_up_and_no_name_is_needed():
-    """A rate of 0.3 leaves ceil(1.2) = 2 and ceil(2.4) = 3 channels; 0.7 of 10 is 7, whatever floats make of it.
+    """A rate of 0.3 leaves ceil(1.2) = 2 and ceil(2.4) = 3 channels; 0.28 of 25 is 7, though as floats it is more.
 
     Whole dimensions are found though hidden ones are as large: 4 channels, 4 classes, 4 hidden ones.
     """
@@ -93,8 +93,8 @@ def test_sizes_are_rounded_up_and_no_name_is_needed():
     assert sizes["conv1/conv/weight"] == (2, 4, 3, 3)
     assert sizes["conv2/conv/weight"] == (3, 2, 3, 3)
     assert sizes["head/weight"] == (4, 3)
-    ten = SmallCNN(1, 2, 10)
-    assert shapes(cut(ten.init(torch.Generator())["params"], 0.7, fixed(ten)))["conv1/conv/bias"] == (7,)
+    odd = SmallCNN(1, 2, 25)
+    assert shapes(cut(odd.init(torch.Generator())["params"], 0.28, fixed(odd)))["conv1/conv/bias"] == (7,)
 
 
 def test_a_wide_resnet_is_cut_through_its_shortcuts():
@@ -299,8 +299,8 @@ def test_widths_lift(options):
 
 
 def test_the_cohort_alone_may_be_counted():
-    """sbn "cohort" counts the rows of the round's clients, "all" those of everybody."""
-    held = holdings(all_labels=True)
+    """sbn "cohort" counts the rows of the round's clients, "all" those of all clients; the server's are left out."""
+    held = holdings(all_labels=True, place="server")
     for sbn in ("all", "cohort"):
         method = HeteroFL(sbn=sbn)
         (played,) = play(method, simulate(method, task(), held), begin(method, task()), range(1))

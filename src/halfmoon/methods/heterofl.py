@@ -10,11 +10,11 @@ Supervised: all rows count as labeled. With `rates` "1" and `masked` False this 
 normalization; with `server_momentum` 0.5 and `keep_optimizer` too it is the row "HeteroFL" of SemiFL's tables.
 
 server: params, stats, and with server_momentum its buffer.  down: the client's part of params.  memory: with
-`keep_optimizer` the optimizer's state.  up: that part, trained, present (classes,), weight.  About 2 r^2 of FedAvg's
+`keep_optimizer` the optimizer's state.  up: that part, trained, present (classes,), weight.  About r^2 of FedAvg's
 bytes; but the census sends the whole network to all whose rows are counted (the authors' code pools the data for it).
 
-Departures from the authors' code: client k has the rate k modulo the number of rates for good, where that code hands
-them out in blocks of clients; the mask follows the rows a client holds, as there.
+Departures: client k has the rate k modulo the number of rates for good, where the authors' code hands them out in
+blocks of clients. The mask also says whose rows of the head are averaged: without it, all clients' are.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ the clients (FedDB's table, IJCAI 2024) the same file adds CE on the client's la
 no rows, takes no step.
 
 server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server.
-up: params, weight (1, or 0 from a client that was sure of nothing).  census (see `static`): the model once more to all
-whose rows are counted: with `sbn` "all", as in the authors' code, every client of the federation in every round.
+up: params, weight (1, or 0 from a client that was sure of nothing). For the statistics the model travels once more, to
+all whose rows are counted (`static`): with `sbn` "all", as in the authors' code, to every client in every round.
 
-The paper's text gives no hyper-parameters; the defaults are those of the authors' code. Departures from it:
+Departures: the paper's text names few hyper-parameters; the defaults are those of the authors' code, but for these.
+
 - Statistics are counted by the row within each client (`static`); the first ones before round 1, as there.
 - Epochs and batch sizes are the batch rule's, under which a last batch is filled, not cut. One that holds all rows at
   once ("rest") cycles the fix set.
