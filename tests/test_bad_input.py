@@ -140,12 +140,12 @@ def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str
     """By the option, before any data is read, and by a saved split: the reason, and the methods that can."""
     before = listing()
     reason = (
-        "halfmoon: method feddure needs labels in some rows of every client, but they are in the server's own rows; "
+        "halfmoon: method feddure needs labels at every client, but they are at the server; "
     )
     for words in ("run --method feddure --labels-at server", "run --method feddure --labels-at server --data nowhere"):
         assert cli.main(words.split()) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"{reason}choose another labels_at, or one of: fedavg-sl, ")
+        assert said.startswith(f"{reason}choose another labels_at, or one of: semifl, ")
         assert said.count("\n") == 1
     assert listing() == before
     assert cli.main("data digits --labels-at server --clients 4 --save s.parquet".split()) == 0

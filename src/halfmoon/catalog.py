@@ -34,9 +34,9 @@ Place = Literal["clients", "some", "server"]
 """Where labels lie: at every client, at some of them, or at the server alone."""
 
 PLACES: dict[Place, str] = {
-    "clients": "some rows of every client",
-    "some": "some rows of some clients",
-    "server": "the server's own rows",
+    "clients": "every client",
+    "some": "some clients",
+    "server": "the server",
 }
 
 
@@ -62,7 +62,7 @@ class Entry:
         """Return in words where the method expects labels."""
         if self.all_labels:
             return "all rows (upper bound)"
-        return "some of all rows, in one place" if self.pooled else ", or ".join(PLACES[p] for p in self.places)
+        return "some of all rows, in one place" if self.pooled else " or ".join(PLACES[p] for p in self.places)
 
 
 ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
@@ -309,8 +309,9 @@ def names() -> list[str]:
 
 
 def names_at(place: Place) -> list[str]:
-    """Return the names of the methods that can use labels at this place."""
-    return [each.name for each in _ENTRIES if place in each.places]
+    """Return the names of the federated methods for few labels that can use them at this place."""
+    found = (each for each in _ENTRIES if not each.all_labels and not each.pooled)
+    return [each.name for each in found if place in each.places]
 
 
 def entry(name: str) -> Entry:

@@ -246,7 +246,7 @@ def check_place(method: str, place: Any) -> None:
     entry = catalog.entry(method)
     if place not in entry.places:
         raise UserError(
-            f"method {method} needs labels in {entry.labels}, but they are in {catalog.PLACES[place]}; "
+            f"method {method} needs labels at {entry.labels}, but they are at {catalog.PLACES[place]}; "
             f"choose another labels_at, or one of: {', '.join(catalog.names_at(place))}."
         )
 

@@ -18,7 +18,7 @@ Where the authors' released code departs from the paper:
 * The code adds a server momentum of 0.5 (`server_momentum`), a cosine schedule (the task's), and keeps the clients'
   momentum between rounds (`keep_optimizer`), of which the paper says nothing.
 * The paper gives a client's labeled images to its unlabeled set as well (the code, by an index error, other images).
-  That is for the split to do: here the sets are apart.
+  That is for the run to say (`reuse_labeled`): by default the sets are apart.
 * Both take whole sets as batches, one step an epoch. Here the batch rule is the run's; a minibatch of b of U images
   moves APP-U by the share of an epoch that it is, gamma^(b / U), which is the paper's rule for whole sets.
 * A client without a confident image trains on its labels alone, in the same batches (the code: batches of 64).

@@ -167,7 +167,8 @@ class Simulation:
 
     def stored(self, server: int) -> None:
         """Take note of the bytes of the server's tree; what lies on its shelf counts too."""
-        self.cost.stored_server = max(self.cost.stored_server, server + self.store.held("shelf/"))
+        beside = self.store.held("shelf/") + self.store.held(f"client/{SERVER}")
+        self.cost.stored_server = max(self.cost.stored_server, server + beside)
 
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
@@ -192,7 +193,8 @@ class Simulation:
         for client, outcome in zip(clients, outcomes, strict=True):
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
-                self.cost.stored_client = max(self.cost.stored_client, tree.nbytes(outcome.memory))
+                if client != SERVER:
+                    self.cost.stored_client = max(self.cost.stored_client, tree.nbytes(outcome.memory))
             for name, new in outcome.samples.items():
                 self._samples[name] = add(self._samples.get(name), new)
             own = self.holdings.own(client, self._stage)
