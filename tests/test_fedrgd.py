@@ -115,6 +115,10 @@ def test_groups_are_given_back_by_hand():
     assert new["groups"]["params"]["w"].flatten().tolist() == [2.0, 10.0]
     assert new["params"]["w"].tolist() == [10.0]
 
+    federation = Answers(values, [6.0, 8.0])  # where the server has labels, its copies start from the mean over groups
+    method.round(shared.at(2), new, federation)
+    assert [float(down["params"]["w"]) for down, _ in federation.given[1:]] == [10.0, 10.0]
+
 
 def test_groups_are_equal_random_and_reproducible():
     """Sizes differ by one at most; a pair of ten clients falls into one group of two as often as chance has it.
@@ -166,6 +170,21 @@ def test_return_group_changes_who_starts_where():
     groups = runs[1][0].server["groups"]["params"]["head"]["bias"][:, 0]
     assert starts[1] == set(groups.tolist())
     assert furthest(runs[1][1].server["params"], runs[0][1].server["params"]) > 1e-6
+
+
+def test_groups_survive_a_checkpoint_in_both_executors():
+    """With `return_group` and nothing tracked: loop = vmap, and a tree that was flattened plays the same round."""
+    method, shared = FedRGD(SURE, return_group=True), task(GROUPED, optimizer=SGD(0.05))
+    rounds = []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, executor=executor)
+        first, second = play(method, simulation, begin(method, shared), range(2))
+        flat = tree.unflatten(tree.flatten(first.server))
+        assert "stats" not in flat
+        (again,) = play(method, simulate(method, shared, executor=executor), flat, range(1, 2))
+        assert same(again.server, second.server)
+        rounds.append(second.server)
+    assert furthest(*rounds) < 1e-12
 
 
 def test_the_servers_copies_are_plain_training():
