@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,11 +139,15 @@ def test_groups_are_equal_random_and_reproducible():
     assert mean([]) == {}
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_with_equal_groups_it_is_fedavg(norm):
-    """Four equal clients in two groups, labels at clients, one model for all: FedAvg with FixMatch, to rounding."""
+@pytest.mark.parametrize(("norm", "decay"), [("group", None), ("batch", None), ("batch", 0.9)])
+def test_with_equal_groups_it_is_fedavg(norm, decay):
+    """Four equal clients in two groups, labels at clients, one model for all: FedAvg with FixMatch, to rounding.
+
+    So is its averaged teacher, where it has one.
+    """
     held, shared = holdings(((4, 8),) * 4), task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5))
-    ours, theirs = FedRGD(SURE, keep_optimizer=True), FedAvg(SURE, keep_optimizer=True)
+    objective = replace(SURE, decay=decay)
+    ours, theirs = FedRGD(objective, keep_optimizer=True), FedAvg(objective, keep_optimizer=True)
     server = begin(ours, shared)
     one = play(ours, simulate(ours, shared, held, cohort=4), server, range(3))
     two = play(theirs, simulate(theirs, shared, held, cohort=4), server, range(3))
@@ -150,8 +155,9 @@ def test_with_equal_groups_it_is_fedavg(norm):
         assert furthest(a.server, b.server) < 1e-12
         assert furthest(a.state["client"], b.state["client"]) < 1e-12
         assert a.report.cost == b.report.cost
+        assert furthest(ours.solution(shared, a.server), theirs.solution(shared, b.server)) < 1e-12
     assert furthest(one[-1].server, server) > 1e-2
-    other = FedRGD(SURE, keep_optimizer=True, groups=3)  # of two, one and one
+    other = FedRGD(objective, keep_optimizer=True, groups=3)  # of two, one and one
     (first, *_) = play(other, simulate(other, shared, held, cohort=4), server, range(1))
     assert furthest(first.server, one[0].server) > 1e-4
 
@@ -173,16 +179,17 @@ def test_return_group_changes_who_starts_where():
 
 
 def test_groups_survive_a_checkpoint_in_both_executors():
-    """With `return_group` and nothing tracked: loop = vmap, and a tree that was flattened plays the same round."""
-    method, shared = FedRGD(SURE, return_group=True), task(GROUPED, optimizer=SGD(0.05))
-    rounds = []
+    """With `return_group`, a teacher and nothing tracked: loop = vmap, and a flattened tree plays the same round."""
+    method, shared = FedRGD(replace(SURE, decay=0.9), return_group=True), task(GROUPED, optimizer=SGD(0.05))
+    held, rounds = holdings(place="server"), []
     for executor in ("loop", "vmap"):
-        simulation = simulate(method, shared, executor=executor)
+        simulation = simulate(method, shared, held, executor=executor)
         first, second = play(method, simulation, begin(method, shared), range(2))
         flat = tree.unflatten(tree.flatten(first.server))
         assert "stats" not in flat
-        (again,) = play(method, simulate(method, shared, executor=executor), flat, range(1, 2))
+        (again,) = play(method, simulate(method, shared, held, executor=executor), flat, range(1, 2))
         assert same(again.server, second.server)
+        assert set(method.solution(shared, flat)) == {"params", "stats"}
         rounds.append(second.server)
     assert furthest(*rounds) < 1e-12
 

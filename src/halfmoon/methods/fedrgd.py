@@ -9,8 +9,9 @@ w_server,s is a copy of the server's model that it trains on its own labels in t
 the labels lie at the clients there is no such copy, and w_s = mean_{k in s} w_k. The third ingredient is GroupNorm in
 place of batch normalization: that is the network's `norm` = "group", which a configuration has to set.
 
-server: params, stats; with `return_group` also groups, leaves (S, ...).  down: params, stats.  memory: with
-`keep_optimizer`, the optimizer's state.  up: params, stats.
+server: params, stats and what the objective keeps beside; with `return_group` also groups, leaves (S, ...).  down:
+params, stats and the rest, of the mean or of one's group.  memory: with
+`keep_optimizer`, the optimizer's state.  up: what came down, trained.
 
 With labels at clients, groups of equal size and one model for all, this is FedAvg with equal weights. What is then
 left of the method is GroupNorm, and, in the authors' code, that users go on from their group's mean while only server
@@ -59,19 +60,20 @@ class FedRGD:
         """Return the clients' training, and that of the server's copies."""
         return {
             "train": LocalTraining(task, self.objective.views, self.objective, keep_optimizer=self.keep_optimizer),
-            "serve": LocalTraining(task, (), Supervised()),
+            "serve": LocalTraining(task, (), Supervised(decay=self.objective.decay)),
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and with `return_group` one for each group."""
+        """Remember the model (and what the objective keeps beside it), with `return_group` one for each group."""
+        model = self.objective.start(task, model)
         return {**model, "groups": tree.stack([model] * self.groups)} if self.return_group else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort and a copy of the server's model for each group train, and average twice."""
-        model = {"params": server["params"], "stats": server.get("stats", {})}
+        model = {"stats": {}, **{name: part for name, part in server.items() if name != "groups"}}
         group = grouped(federation.cohort.tolist(), task.round, self.groups)
         if self.return_group:
-            starts = {"params": server["groups"]["params"], "stats": server["groups"].get("stats", {})}
+            starts = {"stats": {}, **server["groups"]}
             mine = torch.tensor([group[k] for k in federation.cohort.tolist()])
             up = federation.ask("train", {}, tree.map(lambda leaf: leaf[mine], starts))
         else:
@@ -92,8 +94,8 @@ class FedRGD:
         return {**new, "groups": tree.stack([each or tree.index(starts, s) for s, each in enumerate(means)])}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the mean over groups."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
+        """Return the mean over groups, or its averaged teacher."""
+        return self.objective.solution({"stats": {}, **server})
 
 
 def grouped(cohort: Sequence[int], round: int, groups: int) -> dict[int, int]:
