@@ -111,7 +111,7 @@ class FedMatch:
             down = {**down, **federation.ask_server("serve", down)}
         each = self._nearest(down["psi"], federation) if self._due(task) else None
         up = federation.ask("train", down, each)
-        for place, client in enumerate(federation.answered.tolist()):
+        for place, client in enumerate(federation.answered.tolist() if self.helpers else ()):
             federation.shelf.put(f"psi-{client}", tree.index(up["psi"], place))
             federation.shelf.put(f"embedding-{client}", {"vector": up["embedding"][place]})
         sigma = average({"sigma": up["sigma"], "weight": up["labels"]}, down)
