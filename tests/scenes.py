@@ -12,8 +12,8 @@ import torch
 from halfmoon import rng, tree
 from halfmoon.augment import Normalize
 from halfmoon.budget import Budget
-from halfmoon.data.split import SERVER, Split
 from halfmoon.data.draw import Batching, Views
+from halfmoon.data.split import SERVER, Split
 from halfmoon.evaluate import Examples
 from halfmoon.experiment import Report
 from halfmoon.models import Network, SmallCNN

@@ -139,18 +139,16 @@ def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:
 def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str]) -> None:
     """By the option, before any data is read, and by a saved split: the reason, and the methods that can."""
     before = listing()
-    reason = (
-        "halfmoon: method feddure needs labels at every client, but they are at the server; "
-    )
+    reason = "halfmoon: method feddure needs labels at every client, but they are at the server; "
     for words in ("run --method feddure --labels-at server", "run --method feddure --labels-at server --data nowhere"):
         assert cli.main(words.split()) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"{reason}choose another labels_at, or one of: semifl, ")
         assert said.count("\n") == 1
     assert listing() == before
-    assert cli.main("data digits --labels-at server --clients 4 --save s.parquet".split()) == 0
+    assert cli.main(["data", "digits", "--labels-at", "server", "--clients", "4", "--save", "s.parquet"]) == 0
     capsys.readouterr()
-    assert cli.main("run --method feddure --split s.parquet --cohort 2".split()) == 2
+    assert cli.main(["run", "--method", "feddure", "--split", "s.parquet", "--cohort", "2"]) == 2
     assert capsys.readouterr().err.startswith(reason)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from halfmoon import config
 from halfmoon.config import Config
+from halfmoon.data import scenario
 from halfmoon.errors import UserError
 
 RUN = Path("folder/run.toml")
@@ -324,3 +325,10 @@ def test_identity_follows_the_numbers_only() -> None:
 def test_a_tilde_before_no_users_name_is_a_plain_path() -> None:
     """Found by a drawn configuration: `~0` is nobody's home."""
     assert Config(data="~0").data == str(Path("~0").absolute())
+
+
+def test_settings_are_those_of_the_scenario() -> None:
+    """The configuration spells them out, as it must not import what splits."""
+    assert get_args(config.kinds()["setting"]) == get_args(scenario.Setting)
+    assert get_args(config.kinds()["labels_at"]) == ("clients", "some", "server")
+    assert set(get_args(scenario.Place)) == {"clients", "some", "server"}

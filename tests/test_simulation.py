@@ -20,7 +20,7 @@ from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Examples
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
-from halfmoon.models import ResNet9, SmallCNN
+from halfmoon.models import ResNet9
 from halfmoon.objectives import FixMatch
 from halfmoon.optim import SGD, Cosine
 from halfmoon.sim import Holdings
@@ -297,7 +297,7 @@ def test_hidden_labels_change_nothing(name):
 
 @HIDING
 def test_no_tensor_given_to_a_method_depends_on_a_hidden_label(name):
-    """Everything a client is given in two rounds has the same bits when the hidden labels are others; and it is much."""
+    """Everything a client is given in two rounds has the same bits when the hidden labels are others."""
     entry, shared, given = catalog.entry(name), task(), []
     held = holdings(place=entry.places[0], pooled=entry.pooled)
     hidden = torch.from_numpy(~held.split.labeled)

@@ -26,6 +26,11 @@ from halfmoon.values import parse as parsed
 Scalar = bool | int | float | str
 Options = Mapping[str, Scalar | Mapping[str, Scalar]]
 
+Setting = Literal[
+    "iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir",
+    "fedloke", "fedloke-balanced", "fedmatch-iid", "fedmatch-noniid", "fedmatch-stream",
+]  # fmt: skip
+
 # What does not change a run's numbers, or is said by `method` and its own options.
 PLACE = {"run_dir", "data_dir", "cache", "device", "executor", "threads", "checkpoint_every", "memory_cap"}
 # Labeled images of each class and client where nothing says how many.
@@ -57,13 +62,7 @@ class Config:
     shrink: Annotated[int, "average-pool the images by this factor"] = 1
 
     clients: Annotated[int, "how many clients hold the data"] = 20
-    setting: Annotated[
-        Literal[
-            *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),
-            *("fedloke", "fedloke-balanced", "fedmatch-iid", "fedmatch-noniid", "fedmatch-stream"),
-        ],
-        "how labeled and unlabeled images lie among the clients",
-    ] = "dir-dir"
+    setting: Annotated[Setting, "how labeled and unlabeled images lie among the clients"] = "dir-dir"
     gamma: Annotated[float, "concentration of the Dirichlet draws; smaller is more uneven"] = 0.5
     labels_per_class: Annotated[
         float | None, "labeled images of each class, a client on average; none: 0.5 where nothing says how many"

@@ -48,6 +48,10 @@ class Task:
         return replace(self, optimizer=self.optimizer.with_lr(lr), round=round, rate=rate)
 
 
+NOTHING: dict[str, Tensor] = {}
+"""What a work gets that wants none."""
+
+
 class Local(NamedTuple):
     """What one client holds; rows beyond the counts (under vmap) repeat earlier ones."""
 
@@ -56,7 +60,7 @@ class Local(NamedTuple):
     u: Tensor  # (U, C, H, W) uint8, unlabeled images
     labeled: Tensor  # () how many of L are the client's
     unlabeled: Tensor  # () how many of U are the client's
-    views: dict[str, Tensor] = {}  # view name -> (U, C, H, W), one view of every unlabeled row, where a work sweeps
+    views: dict[str, Tensor] = NOTHING  # view name -> (U, C, H, W), of every unlabeled row, where a work sweeps
 
 
 class Batch(NamedTuple):
@@ -67,9 +71,9 @@ class Batch(NamedTuple):
     x_rows: Tensor  # (B,) int64, where each labeled image stands in Local.x
     u: dict[str, Tensor]  # view name -> (b, C, H, W), the views that the work asks for
     u_rows: Tensor  # (b,) int64, where each unlabeled image stands in Local.u
-    others: dict[str, Tensor] = {}  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
-    drawn: dict[str, Tensor] = {}  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
-    x_views: dict[str, Tensor] = {}  # view name -> (B, C, H, W), more views of the images in x
+    others: dict[str, Tensor] = NOTHING  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
+    drawn: dict[str, Tensor] = NOTHING  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
+    x_views: dict[str, Tensor] = NOTHING  # view name -> (B, C, H, W), more views of the images in x
 
 
 class Sample(NamedTuple):
