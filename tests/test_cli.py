@@ -257,7 +257,9 @@ def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str])
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     words = "run --method fedavg --rounds 40 --clients 4 --cohort 1 --evaluate-every 20 --run-dir r --threads 1"
-    command = [sys.executable, "-c", "import sys; from halfmoon.cli import main; sys.exit(main())"]
+    # Started in a shell's background, the tests inherit a SIGINT that is ignored.
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", heed + "from halfmoon.cli import main; sys.exit(main())"]
     play = subprocess.Popen([*command, *words.split()], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("r/checkpoint-*2.json")) and time.monotonic() < deadline:

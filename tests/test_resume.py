@@ -26,9 +26,11 @@ from halfmoon.store import Store
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 PARENT = """
-import json, os, sys
+import json, os, signal, sys
 import torch
 torch.set_num_threads(1)
+# Started in a shell's background, the tests inherit a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from halfmoon import Config, build, cli
 # What is imported, compiled and tuned on first use takes seconds: here, not in every fork.
 build.start(Config(rounds=1, clients=4, cohort=1, steps=1, width=4, device="cpu", beside=("fedavg-fixmatch",)))

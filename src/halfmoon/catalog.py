@@ -62,7 +62,10 @@ class Entry:
         """Return in words where the method expects labels."""
         if self.all_labels:
             return "all rows (upper bound)"
-        return "some of all rows, in one place" if self.pooled else " or ".join(PLACES[p] for p in self.places)
+        if self.pooled:
+            return "some of all rows, in one place"
+        *others, last = (PLACES[place] for place in self.places)
+        return f"{', '.join(others)} or {last}" if others else last
 
 
 ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
