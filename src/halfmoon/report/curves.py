@@ -45,7 +45,9 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     looks = {title: look(number) for number, title in enumerate(groups)}
     pseudo = {title: group for title, group in groups.items() if len(curve(group, "pseudo", "accuracy").rounds)}
     beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
-    made = figure((6.0 if pseudo else 4.0) + beside, 3.3)
+    width = 6.0 if pseudo else 4.0
+    columns, rows = _legend_grid(list(groups), width)
+    made = figure(width + beside, 3.3 if len(groups) <= _AT_THE_END else 3.3 + 0.19 * rows)
     if pseudo:
         grid = made.add_gridspec(2, 2, width_ratios=(1.5, 1))
         main = made.add_subplot(grid[:, 0])
@@ -62,9 +64,20 @@ def curves(runs: Sequence[Run], path: Path) -> None:
         _name_ends(main, ends, looks)
     else:
         handles, names = main.get_legend_handles_labels()
-        made.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8, handlelength=3.5)
+        legend = made.legend(
+            handles,
+            names,
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            fontsize=8,
+            handlelength=3.5,
+            alignment="left",
+        )
+        legend.set_title(_note(groups), {"size": 7.5})
+        legend.get_title().set_color(GRAY)
     note = _note(groups)
-    if note:
+    if note and len(groups) <= _AT_THE_END:
         made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
     write(made, path)
 
@@ -131,6 +144,13 @@ def _widen(axes: Axes) -> None:
     up = max(0.0, -0.03 * (top - bottom) - bottom)
     axes.set_xlim(left, right)
     axes.set_ylim(bottom + up, top + up)
+
+
+def _legend_grid(names: Sequence[str], width: float) -> tuple[int, int]:
+    """Return the columns of a legend that fit into `width` inches, and its rows with one for the note."""
+    longest = max(map(len, names), default=0)
+    columns = max(1, int(width / (0.75 + 0.055 * longest)))
+    return columns, -(-len(names) // columns) + 1
 
 
 def _at_least(low: float, high: float, span: float) -> tuple[float, float]:
