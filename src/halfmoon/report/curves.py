@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.font_manager import FontProperties
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -64,7 +65,7 @@ def curves(runs: Sequence[Run], path: Path) -> None:
         _name_ends(main, ends, looks)
     else:
         handles, names = main.get_legend_handles_labels()
-        legend = made.legend(
+        made.legend(
             handles,
             names,
             loc="outside lower left",
@@ -73,9 +74,9 @@ def curves(runs: Sequence[Run], path: Path) -> None:
             fontsize=8,
             handlelength=3.5,
             alignment="left",
-        )
-        legend.set_title(_note(groups), {"size": 7.5})
-        legend.get_title().set_color(GRAY)
+            title=_note(groups),
+            title_fontproperties=FontProperties(size=7.5),
+        ).get_title().set_color(GRAY)
     note = _note(groups)
     if note and len(groups) <= _AT_THE_END:
         made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
