@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.font_manager import FontProperties
 from matplotlib.axes import Axes
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from halfmoon.report.figures import GRAY, Look, figure, look, tidy, write
