@@ -16,7 +16,7 @@ from halfmoon import catalog, tree
 from halfmoon.budget import Budget
 from halfmoon.client import Diverged
 from halfmoon.data.draw import Batching
-from halfmoon.data.split import SERVER
+from halfmoon.data.split import SERVER, Split
 from halfmoon.evaluate import Examples
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
@@ -585,3 +585,23 @@ def test_labeled_rows_can_be_unlabeled_ones_as_well():
         assert all(image.numpy().tobytes() in images for image in local.x)
         assert astuple(replace(held, all_labels=True).own(k)) == (labeled + unlabeled, 0)
     assert int(replace(holdings(place="server"), reuse_labeled=True).local(SERVER)[0].unlabeled) == 0
+
+
+def test_a_stream_shows_each_stage_in_its_rounds():
+    """Three stages over six rounds: two rounds each; unlabeled rows come and go, labeled ones stay."""
+    held = holdings(((3, 9), (3, 6)))
+    rows = np.arange(len(held.split))
+    stage = np.where(held.split.labeled, 0, rows % 3).astype(np.int64)
+    held = replace(held, split=Split(held.split.client, held.split.labeled, 2, stage=stage))
+    assert [held.stage(number, 6) for number in range(6)] == [0, 0, 1, 1, 2, 2]
+    spy, shared = Spy(FedAvg(FixMatch())), task(rounds=6)
+    play(spy, simulate(spy, shared, held, cohort=2), begin(spy, shared), range(6))
+    seen = [data for _, _, data in spy.of("begin")]
+    assert len(seen) == 12
+    for place, data in enumerate(seen):
+        number, client = divmod(place, 2)
+        mine = rows[(held.split.client == client) & ~held.split.labeled & (stage == number // 2)]
+        assert torch.equal(data.u, held.train.images[torch.from_numpy(mine)])
+        assert int(data.unlabeled) == len(mine)
+        assert int(data.labeled) == 3
+    assert holdings().stage(3, 6) is None
