@@ -291,7 +291,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(pq, "write_table", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(UserError, match="disk full"):
         split.save(path)
     assert path.read_bytes() == old

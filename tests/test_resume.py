@@ -208,6 +208,29 @@ def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path
     assert_same(tmp_path / "run", straight)
 
 
+KILLED_AT_A_SPLIT = """
+import os, signal, sys
+from halfmoon import cli
+take = os.replace
+def replace(old, new):
+    if str(new).endswith("split.parquet"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    take(old, new)
+os.replace = replace
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_kill_while_a_split_is_written_leaves_nothing(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """The file that was not renamed any more is taken over, not left beside the run."""
+    root = tmp_path / "run"
+    command = [sys.executable, "-c", KILLED_AT_A_SPLIT, *f"{RUN} --run-dir {root}".split()]
+    assert subprocess.run(command, capture_output=True, cwd=tmp_path).returncode == -signal.SIGKILL
+    assert [path.name for path in root.iterdir() if "split" in path.name] == [".split.parquet.partial"]
+    assert shell(f"resume {root}").code == 0
+    assert_same(root, straight)
+
+
 def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
     """One kill at each of: the folder, its first checkpoint, between a round's memories and its checkpoint, the middle
     of a method, between methods, the end.

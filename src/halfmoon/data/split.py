@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from halfmoon.data.files import replacing
+from halfmoon import disk
 from halfmoon.data.images import Source
 from halfmoon.errors import UserError
 
@@ -121,9 +121,12 @@ class Split:
         if self.stage is not None:
             columns, schema = [*columns, self.stage], STAGED
         table = pa.table(columns, schema=schema.with_metadata({"halfmoon": json.dumps(facts, sort_keys=True)}))
+        parquet = pa.BufferOutputStream()
+        pq.write_table(table, parquet)
         try:
-            with replacing(path) as file:
-                pq.write_table(table, file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Under one name until it is whole: what a kill leaves there, the next attempt takes.
+            disk.replace(path, parquet.getvalue().to_pybytes())
         except OSError as error:
             raise UserError(f"{path}: the split cannot be written ({error}).") from error
 
