@@ -67,7 +67,7 @@ def options() -> str:
         for name in names:
             flag = f"--{name.replace('_', '-')}"
             kind = settings.kinds()[name]
-            no = f", `--no-{flag[2:]}`" if kind == bool | None else ""
+            no = f", `--no-{flag[2:]}`" if kind in (bool, bool | None) else ""
             where = ", ".join(command for command in COMMANDS if flag in takers[command])
             cells = [f"`{flag}`{no}", settings.expected(kind), _default(defaults[name]), where, settings.helps()[name]]
             rows.append(cells)

@@ -98,6 +98,15 @@ def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Pa
     assert chosen.options == {**own, "fedavg-fixmatch": {"tau": 0.9}}
 
 
+def test_a_flag_that_is_true_or_false_takes_no_value(fake: Fake) -> None:
+    """Alone it says yes, with no- before it no, and without it the default stands."""
+    words = "run --nesterov --momentum 0.9 --optimizer sgd --no-reuse-labeled --labeled-batch all"
+    assert cli.main(words.split()) == 0
+    chosen = fake.config
+    assert (chosen.nesterov, chosen.reuse_labeled, chosen.shared_views) == (True, False, False)
+    assert chosen.labeled_batch == "all"
+
+
 def test_compare_names_methods_seeds_and_a_free_folder(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "runs" / "digits-compare-seed0-1").mkdir(parents=True)
     words = "compare --methods feddure fedavg --seeds 0 2 --budget forwards --option feddure.hidden=8"

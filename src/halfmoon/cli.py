@@ -186,7 +186,7 @@ def _flag(group: Any, name: str) -> None:
         about += f" (default: {default})"
     flag = f"--{name.replace('_', '-')}"
     extra: dict[str, Any] = {"metavar": _metavar(kind)}
-    if kind == bool | None:
+    if kind in (bool, bool | None):
         extra = {"action": argparse.BooleanOptionalAction}
     elif kind == tuple[str, ...]:
         extra = {"metavar": "NAME", "nargs": "*"}
@@ -196,7 +196,8 @@ def _flag(group: Any, name: str) -> None:
 def _metavar(kind: Any) -> str:
     words = expected(kind)
     if "'" in words:
-        return "|".join(re.findall(r"'([\w-]+)'", words)) if "number" not in words else "N|rest"
+        names = "|".join(re.findall(r"'([\w-]+)'", words))
+        return f"N|{names}" if "number" in words else names
     return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
 
 
