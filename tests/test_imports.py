@@ -23,7 +23,7 @@ FLOORS = [
     {"budget", "catalog", "client", "record", "experiment"},
     {"sim", "flower", "config", "report"},
     {"build", "pieces"},
-    {"cli", "console"},
+    {"cli", "commands", "console"},
 ]
 """The modules and packages of each floor, from the ground up."""
 
@@ -31,7 +31,7 @@ NAMING = {"catalog", "build", "cli"}
 """Who may import a concrete method: the table of names, and what assembles runs."""
 
 LONGEST = 450
-LONGER = {"cli.py": 470}
+LONGER: dict[str, int] = {}
 """Files that are longer than they should be, and how long at most: numbers to take back, not to add to."""
 
 

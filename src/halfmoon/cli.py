@@ -1,4 +1,4 @@
-"""The command line: `halfmoon run | compare | methods | data | resume`.
+"""The command line: `halfmoon COMMAND`.
 
 Flags are the options of `halfmoon.config` and override a TOML file. Every mistake ends in one sentence on stderr:
 exit code 2 for a mistake of the user, 1 for a run that failed, 130 for Ctrl-C.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import re
 import shlex
@@ -18,10 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
 from halfmoon import toml
+from halfmoon.commands.base import Parser, command, complain, flags, print_json
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
 from halfmoon.values import expected
@@ -48,6 +49,9 @@ SECTIONS = {
     "views and measures": ("labeled_view", "strong_view", "shared_views", "flip", "confident", "evaluate_every"),
     "machine and run folder": ("device", "executor", "threads", "memory_cap", "checkpoint_every", "run_dir"),
 }  # fmt: skip
+MODULES: dict[str, ModuleType] = {}
+"""The commands that are modules of their own, by name."""
+
 SPLIT_OPTIONS = ("data_dir", "cache", *SECTIONS["clients and labels"])
 
 
@@ -63,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if "--debug" in words:
             raise
-        return _complain(str(error), _user_code(error))
+        return complain(str(error), _user_code(error))
     except KeyboardInterrupt:
         if "--debug" in words:
             raise
-        return _complain("stopped.", 130)
+        return complain("stopped.", 130)
     except BrokenPipeError:
         # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if "--debug" in words:
             raise
-        return _complain(f"{error.filename or 'a file'}: {error.strerror or error}.", 1)
+        return complain(f"{error.filename or 'a file'}: {error.strerror or error}.", 1)
 
 
 def _main(words: list[str]) -> int:
@@ -86,16 +90,17 @@ def _main(words: list[str]) -> int:
         "methods": _methods,
         "data": _data,
         "resume": _resume,
+        **{name: module.run for name, module in MODULES.items()},
     }
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UserError(f"unknown command {words[0]!r}: {nearest(words[0], commands)}")
-    parser = _parser()
+    parser, known = _parser()
     if not words:
         parser.print_help()
         return 0
     given, rest = parser.parse_known_args(words)
     if rest:
-        raise _leftover(given.command, rest)
+        raise _leftover(given.command, rest, known)
     if given.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
     return commands[given.command](given)
@@ -104,65 +109,37 @@ def _main(words: list[str]) -> int:
 # The parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are `UserError`s."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the complaint as one sentence."""
-        missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
-        if missing:
-            kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
-            what = f": it must be {expected(kind)}" if kind else ""
-            raise UserError(f"{missing[1]} has no value{what}.")
-        valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
-        if valued:
-            no = f" or --no-{valued[2]}" if "--no-" in message else ""
-            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{no} alone.")
-        raise UserError(message.removesuffix(".") + ".")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
+def _parser() -> tuple[Parser, dict[str, list[str]]]:
+    """Return the parser, and the flags of every command."""
+    parser = Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
-    run = _command(commands, "run", "train a method; without --method and --config: the main job on digits")
+    run = command(commands, "run", "train a method; without --method and --config: the main job on digits")
     _options(run, [name for names in SECTIONS.values() for name in names])
 
-    compare = _command(
-        commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... "
-    )
+    compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     _options(
         compare, [name for names in SECTIONS.values() for name in names if name not in ("method", "beside", "seed")]
     )
 
-    methods = _command(commands, "methods", "list the methods and their options", "[NAME ...] ")
+    methods = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
     methods.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
 
-    data = _command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
+    data = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
     data.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
     data.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
     data.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
     _options(data, ["data", *SPLIT_OPTIONS], own=False)
 
-    resume = _command(commands, "resume", "go on with a run that was stopped", "DIR ")
+    resume = command(commands, "resume", "go on with a run that was stopped", "DIR ")
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
-    return parser
 
-
-def _command(commands: Any, name: str, about: str, usage: str = "") -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        usage=f"halfmoon {name} {usage}[options]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
-    return parser
+    for module in MODULES.values():
+        module.add(commands)
+    return parser, {name: flags(each) for name, each in commands.choices.items()}
 
 
 def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = True) -> None:
@@ -201,8 +178,8 @@ def _metavar(kind: Any) -> str:
     return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
 
 
-def _leftover(command: str | None, rest: Sequence[str]) -> UserError:
-    """Return the complaint about the first argument that nobody takes."""
+def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list[str]]) -> UserError:
+    """Return the complaint about the first argument that nobody takes; `known` are the flags of every command."""
     flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:
         return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
@@ -215,13 +192,7 @@ def _leftover(command: str | None, rest: Sequence[str]) -> UserError:
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
         )
-    known = {"run": list(settings.kinds()), "compare": [*settings.kinds(), "methods", "seeds"]}
-    known |= {"data": ["data", *SPLIT_OPTIONS, "png", "save"], "resume": [], "methods": []}
-    choices = [each.replace("_", "-") for each in known[command]]
-    common = ["json", "debug", "help"]
-    common += ["config", "option"] if command in ("run", "compare") else ["config"] if command == "data" else []
-    flags = [f"--{each}" for each in [*choices, *common]]
-    return UserError(f"unknown option {flag!r}: {nearest(flag, flags)}")
+    return UserError(f"unknown option {flag!r}: {nearest(flag, known[command])}")
 
 
 def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
@@ -312,11 +283,11 @@ def _play(given: argparse.Namespace, folder: Path, play: Callable[[Watch], Outco
         if given.debug:
             raise
         kept = any((folder / name).exists() for name in ("run.json", "comparison.json"))
-        return _complain(f"stopped; {f'go on with: {_resuming(folder)}' if kept else 'nothing was saved yet.'}", 130)
+        return complain(f"stopped; {f'go on with: {_resuming(folder)}' if kept else 'nothing was saved yet.'}", 130)
     except Diverged as error:
         if given.debug:
             raise
-        return _complain(f"{error} The run folder is {folder}.", 1)
+        return complain(f"{error} The run folder is {folder}.", 1)
     if not watch.played:
         watch.say(f"{folder} is finished already; this is what came out.")
     _print_outcome(outcome, given.json)
@@ -331,7 +302,7 @@ def _print_outcome(outcome: Outcome, as_json: bool) -> None:
 
     table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
     if as_json:
-        _print_json(
+        print_json(
             {
                 "folder": str(outcome.folder),
                 "curves": str(outcome.curves),
@@ -357,7 +328,7 @@ def _methods(given: argparse.Namespace) -> int:
 
     entries = [catalog.entry(name) for name in given.names or catalog.names()]
     if given.json:
-        _print_json([_method(each.name) for each in entries])
+        print_json([_method(each.name) for each in entries])
         return 0
     options = {
         each.name: ", ".join(
@@ -398,7 +369,7 @@ def _data(given: argparse.Namespace) -> int:
             config = _of_split(config, config.split)
         found.append(_facts(config, given))
     if given.json:
-        _print_json({"data": found})
+        print_json({"data": found})
         return 0
     from rich.console import Console
 
@@ -447,15 +418,6 @@ def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
 
 
 # Words
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
-def _complain(words: str, code: int) -> int:
-    sys.stderr.write(f"halfmoon: {words}\n")
-    return code
 
 
 def _resuming(folder: Path) -> str:

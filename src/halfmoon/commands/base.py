@@ -1,0 +1,60 @@
+"""What every command is made of: a parser whose complaints are sentences, and how results are printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from typing import Any, NoReturn
+
+from halfmoon import config as settings
+from halfmoon.errors import UserError
+from halfmoon.values import expected
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint as one sentence."""
+        missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
+        if missing:
+            kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
+            what = f": it must be {expected(kind)}" if kind else ""
+            raise UserError(f"{missing[1]} has no value{what}.")
+        valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
+        if valued:
+            no = f" or --no-{valued[2]}" if "--no-" in message else ""
+            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{no} alone.")
+        raise UserError(message.removesuffix(".") + ".")
+
+
+def command(commands: Any, name: str, about: str, usage: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a new command; `usage` stands between its name and its options."""
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        usage=f"halfmoon {name} {usage}[options]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
+    return parser
+
+
+def flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long flags that a parser takes."""
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def complain(words: str, code: int) -> int:
+    """Write a sentence to stderr and return the exit code."""
+    sys.stderr.write(f"halfmoon: {words}\n")
+    return code
