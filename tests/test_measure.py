@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from halfmoon.data import SERVER, Split, summary
+from halfmoon.data import SERVER, Images, Source, Split, subset, summary
 from halfmoon.data.measure import counts, jensen_shannon, mix, total_variation
 
 # Client 0: labeled a a b, unlabeled b b. Client 1: labeled c, unlabeled c c c a. Client 2: labeled a. Nobody: one b.
@@ -126,3 +126,19 @@ def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert summary(SPLIT, LABELS, ("a", "b", "c"))["server"] is None
     assert summary(SPLIT, LABELS, ("a", "b", "c"))["stages"] == [6]
+
+
+def test_a_share_of_a_source_is_stratified_and_fixed() -> None:
+    """30 % of 100 and 20 rows are 30 and 6; a class of one row keeps it; test images all stay."""
+    labels = np.repeat([0, 1, 2], [100, 20, 1]).astype(np.int64)
+    pixels = np.arange(121, dtype=np.uint8).reshape(-1, 1, 1, 1)
+    source = Source("toy", Images(pixels, labels), Images(pixels, labels), ("a", "b", "c"), False, (0.5,), (0.5,))
+    part = subset(source, 0.3)
+    assert np.bincount(part.train.labels).tolist() == [30, 6, 1]
+    rows = part.train.images.ravel()
+    assert (np.diff(rows.astype(int)) > 0).all(), "in their old order"
+    assert (labels[rows] == part.train.labels).all()
+    assert part.test is source.test
+    assert (subset(source, 0.3).train.images == part.train.images).all()
+    assert set(rows.tolist()) < set(subset(source, 0.6).train.images.ravel().tolist())
+    assert subset(source, 1) is source

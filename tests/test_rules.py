@@ -301,3 +301,17 @@ def test_equal_classes_take_what_the_smallest_allows() -> None:
     assert (holder == -1).sum() == 70
     with pytest.raises(UserError, match="class c has 40 rows to share, fewer than one for each of 41 clients; ask"):
         rules.give_equal_classes(labels, "abc", 41, stream(0, "x"))
+
+
+def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:
+    """Three clients of 10, 20, 30 unlabeled and 4 labeled rows: a quarter is 2.5 -> 2, 5, 7.5 -> 8 (half to even)."""
+    client = np.repeat([0, 1, 2, -2], [14, 24, 34, 5])
+    labeled = np.concatenate([np.arange(n) < 4 for n in (14, 24, 34)] + [np.ones(5, bool)])
+    thin = rules.thin(client, labeled, 0.25, stream(0, "thin"))
+    assert [int((thin[~labeled] == k).sum()) for k in range(3)] == [2, 5, 8]
+    assert (thin[labeled] == client[labeled]).all(), "labeled rows stay, the server's too"
+    assert set(thin[~labeled]) == {-1, 0, 1, 2}
+    more = rules.thin(client, labeled, 0.5, stream(0, "thin"))
+    assert ((thin == -1) | (more == client)).all(), "the smaller share is inside the larger one"
+    least = rules.thin(client, labeled, 0.001, stream(0, "thin"))
+    assert [int((least[~labeled] == k).sum()) for k in range(3)] == [1, 1, 1]

@@ -286,3 +286,17 @@ def test_the_split_remembers_its_scenario() -> None:
     scenario = Scenario(clients=5, seed=9)
     origin = scenario.split(CIFAR[:500], 10, "cifar10").origin
     assert (origin.scenario, origin.source) == (asdict(scenario), "cifar10")
+
+
+def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
+    labels = np.arange(1000) % 10
+    whole = Scenario("dir-dir", clients=5, labels_per_class=2, seed=3).split(labels, 10)
+    half = Scenario("dir-dir", clients=5, labels_per_class=2, seed=3, unlabeled_share=0.5).split(labels, 10)
+    assert (half.labeled == whole.labeled).all()
+    assert (half.client[half.labeled] == whole.client[whole.labeled]).all()
+    for k in range(5):
+        mine = whole.rows(k, labeled=False)
+        assert len(half.rows(k, labeled=False)) == round(len(mine) / 2)
+        assert set(half.rows(k, labeled=False)) < set(mine)
+    with pytest.raises(UserError, match="unlabeled_share is 0; it must be above 0"):
+        Scenario(unlabeled_share=0)

@@ -28,6 +28,10 @@ def check(c: Any) -> None:
             raise UserError(f"{name} is {toml.shown(value)}: it must be a number above 0.")
     if c.label_ratio is not None and not 0 < c.label_ratio <= 1:
         raise UserError(f"label_ratio is {toml.shown(c.label_ratio)}: it must be above 0 and at most 1.")
+    for name in ("data_share", "unlabeled_share"):
+        value = getattr(c, name)
+        if not 0 < value <= 1:
+            raise UserError(f"{name} is {toml.shown(value)}: it must be above 0 and at most 1.")
     if not 0 <= c.confident <= 1:
         raise UserError(f"confident is {toml.shown(c.confident)}: it must be from 0 to 1.")
     if not 0 <= c.silent < 1:

@@ -35,7 +35,7 @@ MAIN_JOB = ("fedavg", "fedavg-fixmatch", "fedavg-sl")
 
 SECTIONS = {
     "method": ("method", "beside"),
-    "data": ("data", "data_dir", "cache", "image_size", "shrink"),
+    "data": ("data", "data_dir", "cache", "data_share", "image_size", "shrink"),
     "clients and labels": (*settings.SCENARIO, "split"),
     "rounds": ("cohort", "rounds", "seed", "silent"),
     "batches": (
@@ -52,7 +52,7 @@ SECTIONS = {
 MODULES: dict[str, ModuleType] = {}
 """The commands that are modules of their own, by name."""
 
-SPLIT_OPTIONS = ("data_dir", "cache", *SECTIONS["clients and labels"])
+SPLIT_OPTIONS = ("data_dir", "cache", "data_share", *SECTIONS["clients and labels"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -389,10 +389,10 @@ def _of_split(config: Config, path: Path) -> Config:
 
 def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
     """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
-    from halfmoon.data import load, summary
-    from halfmoon.pieces import split_of
+    from halfmoon.data import summary
+    from halfmoon.pieces import images, split_of
 
-    source = load(config.data, config.data_dir, cache=config.cache)
+    source = images(config)
     split = split_of(config, source)
     facts = summary(split, source.train.labels, source.classes)
     if given.png:

@@ -38,7 +38,7 @@ LABELS = 0.5
 # What a saved split decides in place of the options.
 SCENARIO = (
     *("clients", "setting", "gamma", "labels_per_class", "label_ratio", "labels", "labels_at", "labeled_clients"),
-    *("classes_per_client", "stages", "min_size", "split_seed"),
+    *("classes_per_client", "stages", "unlabeled_share", "min_size", "split_seed"),
 )
 # Three ways to say how many labels there are.
 AMOUNTS = ("labels_per_class", "label_ratio", "labels")
@@ -59,6 +59,7 @@ class Config:
     data_dir: Annotated[Path | None, "the folder where named data sets lie; none: the hub"] = None
     cache: Annotated[Path | None, "a folder that keeps decoded images; none: nothing is kept"] = None
     image_size: Annotated[int | None, "pad images with zeros to this size; none: what the network needs"] = None
+    data_share: Annotated[float, "share of the training images of each class that is used at all"] = 1.0
     shrink: Annotated[int, "average-pool the images by this factor"] = 1
 
     clients: Annotated[int, "how many clients hold the data"] = 20
@@ -76,6 +77,7 @@ class Config:
     classes_per_client: Annotated[int, "with setting semifl-shards: shards, each of one class, of a client"] = 2
     reuse_labeled: Annotated[bool, "put a client's labeled images among its unlabeled ones as well (FedDB)"] = False
     stages: Annotated[int, "parts of each client's unlabeled images that are seen one after the other"] = 1
+    unlabeled_share: Annotated[float, "share of each client's unlabeled images that it has"] = 1.0
     min_size: Annotated[int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean"] = None
     split_seed: Annotated[int, "seed of the split, apart from the seed of training"] = 0
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None

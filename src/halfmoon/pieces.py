@@ -9,7 +9,7 @@ import torch
 
 from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.config import Config
-from halfmoon.data import Images, Scenario, Source, Split, fit, shrink
+from halfmoon.data import Images, Scenario, Source, Split, fit, shrink, subset
 from halfmoon.data import load as load_source
 from halfmoon.data.draw import Batching, Views
 from halfmoon.errors import UserError
@@ -61,10 +61,14 @@ def world(config: Config, split: Split | None = None) -> World:
     return World(data, split, train, test, task, _views(config, data), batching, serving)
 
 
+def images(config: Config) -> Source:
+    """Return the images of a configuration as they are, of the training images the share that it wants."""
+    return subset(load_source(config.data, config.data_dir, cache=config.cache), config.data_share)
+
+
 def source(config: Config) -> Source:
     """Return the images of a configuration, shrunk and padded as it says and as its network needs."""
-    found = load_source(config.data, config.data_dir, cache=config.cache)
-    found = shrink(found, config.shrink)
+    found = shrink(images(config), config.shrink)
     size = config.image_size
     _, height, width, _ = found.train.images.shape
     least, multiple = {"resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
@@ -86,6 +90,7 @@ def scenario(config: Config) -> Scenario:
         labeled_clients=config.labeled_clients,
         classes_per_client=config.classes_per_client,
         stages=config.stages,
+        unlabeled_share=config.unlabeled_share,
         min_size=config.min_size,
         seed=config.split_seed,
     )

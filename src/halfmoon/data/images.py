@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from halfmoon.data.partition import stream
 from halfmoon.errors import UserError
 
 
@@ -109,6 +110,21 @@ def pool(images: np.ndarray, factor: int) -> np.ndarray:
     # Whole numbers only: the same bytes on every machine.
     total = blocks.sum(axis=(2, 4), dtype=np.uint32)
     return ((2 * total + area) // (2 * area)).astype(np.uint8)
+
+
+def subset(source: Source, share: float) -> Source:
+    """Return the source with a share of the training images of every class, at least one; the test images all stay.
+
+    The rows are the same for every run: a prefix of one permutation of each class, in their old order.
+    """
+    if share == 1:
+        return source
+    kept = np.zeros(len(source.train), bool)
+    for label in np.unique(source.train.labels):
+        rows = np.flatnonzero(source.train.labels == label)
+        chosen = stream(0, "share", source.name, str(label)).permutation(rows)
+        kept[chosen[: max(1, round(share * len(rows)))]] = True
+    return replace(source, train=Images(source.train.images[kept], source.train.labels[kept]))
 
 
 def shrink(source: Source, factor: int) -> Source:

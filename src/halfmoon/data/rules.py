@@ -232,3 +232,16 @@ def _log_dirichlet(gamma: float, shape: tuple[int, int], draw: np.random.Generat
 def _softmax(logs: np.ndarray) -> np.ndarray:
     shares = np.exp(logs - logs.max(1, keepdims=True))
     return shares / shares.sum(1, keepdims=True)
+
+
+def thin(client: np.ndarray, labeled: np.ndarray, share: float, draw: np.random.Generator) -> np.ndarray:
+    """Return the holders int64 (N,), of every client's unlabeled rows only `share`, at least one; the rest nobody's.
+
+    Of two shares the smaller one's rows are among the larger one's.
+    """
+    left = client.copy()
+    order = draw.permutation(len(client))
+    for k in np.unique(client[client >= 0]):
+        mine = order[(client[order] == k) & ~labeled[order]]
+        left[mine[max(1, round(share * len(mine))) :]] = -1
+    return left

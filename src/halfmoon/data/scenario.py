@@ -69,6 +69,8 @@ class Scenario:
     labeled_clients: for labels_at "some", how many clients, drawn at random, share the pool
     classes_per_client: shards of a client in semifl-shards
     stages: into how many stages the unlabeled rows of every client are cut at random
+    unlabeled_share: the share of every client's unlabeled rows that it has, at least one; the others are nobody's
+        (FedLoKe, CIKM 2023, Figure 7)
 
     In fedloke and fedloke-balanced with labels at clients there is no pool: a labeled client marks
     int(label_ratio * rows) of its own rows, or labels_per_class * classes; classes may be missing among them.
@@ -90,6 +92,7 @@ class Scenario:
     labeled_clients: int | None = None
     classes_per_client: int = 2
     stages: int = 1
+    unlabeled_share: float = 1.0
 
     def __post_init__(self) -> None:
         other = self.label_ratio is not None or self.labels is not None
@@ -111,6 +114,8 @@ class Scenario:
         held = _held(self, labels, names)
         part = self._one_draw if self._joint else self._two_draws
         client, labeled = part(labels, held, names)
+        if self.unlabeled_share < 1:
+            client = rules.thin(client, labeled, self.unlabeled_share, stream(self.seed, "split", "share"))
         origin = Origin(asdict(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _stage(self, client, labeled))
 
@@ -259,6 +264,8 @@ def _check(scenario: Scenario) -> None:
         raise UserError(f"classes_per_client is {s.classes_per_client}; there must be at least one.")
     if s.stages < 1:
         raise UserError(f"stages is {s.stages}; there must be at least one.")
+    if not 0 < s.unlabeled_share <= 1:
+        raise UserError(f"unlabeled_share is {s.unlabeled_share:g}; it must be above 0 and at most 1.")
     if s.setting == "fedmatch-stream" and s.stages == 1:
         raise UserError("fedmatch-stream has only one stage, which is fedmatch-noniid; set stages to 2 or more.")
 
