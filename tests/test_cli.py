@@ -27,6 +27,7 @@ from halfmoon.client import Diverged
 from halfmoon.config import Config
 from halfmoon.data import Split
 from halfmoon.errors import UserError
+from halfmoon.watch import Running
 
 
 @pytest.fixture(autouse=True)
@@ -408,6 +409,11 @@ def row(number: int, accuracy: float | None = None, pseudo: float | None = None)
     return result
 
 
+def running(title: str, rounds: int) -> Running:
+    """Return a run that begins."""
+    return Running(Path("r"), Config(rounds=rounds), title)
+
+
 def test_time_left_is_the_mean_pace_of_this_session() -> None:
     # Going on after round 10 of 40: 5 rounds in 20 s are 4 s a round; 25 rounds are left, so 100 s.
     progress = console.Progress("FedAvg", 40, first=10, began=1000.0)
@@ -422,9 +428,10 @@ def test_time_left_is_the_mean_pace_of_this_session() -> None:
 def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
     file = io.StringIO()
     watch = console.Lines(Console(file=file, width=40), clock=lambda: 0.0)
-    watch.begin("FedDure", rounds, 0)
+    run = running("FedDure", rounds)
+    watch.begin(run)
     for number in range(1, rounds + 1):
-        watch.round(row(number, 0.5, 0.25))
+        watch.round(run, row(number, 0.5, 0.25))
     lines = file.getvalue().splitlines()
     assert len(lines) == min(10, rounds)
     assert lines[-1] == f"FedDure: round {rounds}/{rounds}, accuracy 50.0 %, pseudo-labels 25.0 %, confident 12.5 %"
@@ -436,13 +443,14 @@ def test_a_terminal_gets_one_live_row_a_method() -> None:
     assert isinstance(watch, console.Rows)
     watch.clock = lambda: now[0]
     with watch:
-        watch.begin("FedAvg [labeled]", 4, 0)
+        one, other = running("FedAvg [labeled]", 4), running("FedDure", 4)
+        watch.begin(one)
         now[0] = 63.0
-        watch.round(row(1, 0.5))
-        watch.end({})
-        watch.begin("FedDure", 4, 0)
+        watch.round(one, row(1, 0.5))
+        watch.end(one, {})
+        watch.begin(other)
         now[0] = 73.0
-        watch.round(row(1, 0.25, 0.75))
+        watch.round(other, row(1, 0.25, 0.75))
         plain = Console(file=io.StringIO(), width=110)
         plain.print(watch.table())
         assert isinstance(plain.file, io.StringIO)
@@ -471,9 +479,10 @@ def test_durations(seconds: float | None, words: str) -> None:
 
 def test_json_on_a_pipe_shows_no_progress() -> None:
     watch = console.watcher(Console(file=io.StringIO()), json=True)
-    watch.begin("FedDure", 1, 0)
-    watch.round(row(1, 0.5))
-    watch.end({})
+    run = running("FedDure", 1)
+    watch.begin(run)
+    watch.round(run, row(1, 0.5))
+    watch.end(run, {})
     assert isinstance(watch, console.Quiet)
     assert isinstance(watch.console.file, io.StringIO)
     assert watch.console.file.getvalue() == ""

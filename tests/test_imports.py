@@ -22,7 +22,7 @@ FLOORS = [
     {"data", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment"},
     {"sim", "flower", "config", "report"},
-    {"build", "pieces"},
+    {"build", "pieces", "trackers", "watch"},
     {"cli", "commands", "console"},
 ]
 """The modules and packages of each floor, from the ground up."""

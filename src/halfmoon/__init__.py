@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfmoon.build import Outcome, Silence, Watch, compare, resume
+    from halfmoon.build import Outcome, compare, resume
     from halfmoon.build import start as run
     from halfmoon.client import Diverged
     from halfmoon.config import Config
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halfmoon.errors import UserError
     from halfmoon.pieces import World, world
     from halfmoon.types import Batch, Federation, Local, Method, Notes, Task, Work
+    from halfmoon.watch import Running, Silence, Watch, Watches
 
 _PLACES = {
     "run": ("halfmoon.build", "start"),
@@ -27,8 +28,10 @@ _PLACES = {
     "world": ("halfmoon.pieces", "world"),
     "World": ("halfmoon.pieces", "World"),
     "Outcome": ("halfmoon.build", "Outcome"),
-    "Watch": ("halfmoon.build", "Watch"),
-    "Silence": ("halfmoon.build", "Silence"),
+    "Running": ("halfmoon.watch", "Running"),
+    "Watch": ("halfmoon.watch", "Watch"),
+    "Watches": ("halfmoon.watch", "Watches"),
+    "Silence": ("halfmoon.watch", "Silence"),
     "Config": ("halfmoon.config", "Config"),
     "Diverged": ("halfmoon.client", "Diverged"),
     "UserError": ("halfmoon.errors", "UserError"),
@@ -56,6 +59,7 @@ __all__ = [
     "Method",
     "Notes",
     "Outcome",
+    "Running",
     "Scenario",
     "Silence",
     "Source",
@@ -63,6 +67,7 @@ __all__ = [
     "Task",
     "UserError",
     "Watch",
+    "Watches",
     "Work",
     "World",
     "compare",

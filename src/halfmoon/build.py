@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,48 +30,10 @@ from halfmoon.report.reading import Run
 from halfmoon.report.tables import Result, comparison
 from halfmoon.sim import Holdings, Simulation
 from halfmoon.store import Store
+from halfmoon.watch import SILENCE, Running, Watch, guarded
 
 SPLIT, COMPARISON = "split.parquet", "comparison.json"
 CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
-
-
-class Watch(Protocol):
-    """Somebody who looks on while runs are played."""
-
-    def begin(self, title: str, rounds: int, first: int) -> None:
-        """A method begins at round `first` of `rounds`."""
-        ...
-
-    def round(self, row: Row) -> None:
-        """A round is over; `row` is its line of metrics.jsonl."""
-        ...
-
-    def end(self, summary: Row) -> None:
-        """A method is through; `summary` is its summary.json."""
-        ...
-
-    def say(self, words: str) -> None:
-        """Something the user should know."""
-        ...
-
-
-class Silence:
-    """Look on without a word."""
-
-    def begin(self, title: str, rounds: int, first: int) -> None:
-        """Say nothing."""
-
-    def round(self, row: Row) -> None:
-        """Say nothing."""
-
-    def end(self, summary: Row) -> None:
-        """Say nothing."""
-
-    def say(self, words: str) -> None:
-        """Say nothing."""
-
-
-SILENCE = Silence()
 
 
 @dataclass(frozen=True)
@@ -99,6 +61,7 @@ def start(config: Config, watch: Watch = SILENCE) -> Outcome:
     Raises `UserError` for a configuration or data that cannot work, before anything is written, and
     `halfmoon.client.Diverged` when a loss is not a number.
     """
+    watch = guarded(watch)
     check_methods(config)
     root = config.run_dir or free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
@@ -108,6 +71,7 @@ def start(config: Config, watch: Watch = SILENCE) -> Outcome:
 
 def compare(config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,), watch: Watch = SILENCE) -> Outcome:
     """Play several methods, each with every seed, on the same split and cohorts; the first sets the shared budget."""
+    watch = guarded(watch)
     for words, names in (("methods", methods), ("seeds", seeds)):
         if not names or len(set(names)) < len(names):
             raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
@@ -136,6 +100,7 @@ def compare(config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,),
 
 def resume(root: Path, watch: Watch = SILENCE) -> Outcome:
     """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again."""
+    watch = guarded(watch)
     plan = disk.read(root / COMPARISON)
     if plan is not None:
         jobs = _parse_plan(plan, root)
@@ -216,11 +181,12 @@ def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
         if not (path / SPLIT).exists():
             shared.split.save(path / SPLIT)
         experiment = _experiment(config, shared)
-        watch.begin(entry.title, config.rounds, loaded.round if loaded else 0)
-        played = play(experiment, folder, loaded, watch.round)
+        run = Running(path, config, entry.title, loaded.round if loaded else 0)
+        watch.begin(run)
+        played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = _summary(config, folder, played)
         folder.finish(played["model"], _model_card(config, shared), summary)
-    watch.end(summary)
+    watch.end(run, summary)
     return summary
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from halfmoon.catalog import Entry
+    from halfmoon.watch import Running
 
 Row = dict[str, Any]
 WIDE = 90  # columns of a terminal that has room for a progress bar
@@ -56,7 +57,7 @@ class Progress:
 
 
 class Watcher(Protocol):
-    """A `halfmoon.build.Watch` that owns a part of the screen while it is entered."""
+    """A `halfmoon.watch.Watch` that owns a part of the screen while it is entered."""
 
     played: list[Progress]
 
@@ -66,15 +67,15 @@ class Watcher(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def begin(self, title: str, rounds: int, first: int) -> None:
+    def begin(self, run: Running) -> None:
         """A method begins."""
         ...
 
-    def round(self, row: Row) -> None:
+    def round(self, run: Running, row: Row) -> None:
         """A round is over."""
         ...
 
-    def end(self, summary: Row) -> None:
+    def end(self, run: Running, summary: Row) -> None:
         """A method is through."""
         ...
 
@@ -98,15 +99,15 @@ class Quiet:
     ) -> None:
         return None
 
-    def begin(self, title: str, rounds: int, first: int) -> None:
+    def begin(self, run: Running) -> None:
         """A method begins."""
-        self.played.append(Progress(title, rounds, first, self.clock()))
+        self.played.append(Progress(run.title, run.rounds, run.first, self.clock()))
 
-    def round(self, row: Row) -> None:
+    def round(self, run: Running, row: Row) -> None:
         """A round is over."""
         self.played[-1].add(row)
 
-    def end(self, summary: Row) -> None:
+    def end(self, run: Running, summary: Row) -> None:
         """A method is through."""
         self.played[-1].took = self.clock() - self.played[-1].began
 
@@ -118,15 +119,15 @@ class Quiet:
 class Lines(Quiet):
     """Print a plain line about every tenth of the rounds."""
 
-    def begin(self, title: str, rounds: int, first: int) -> None:
+    def begin(self, run: Running) -> None:
         """A method begins."""
-        super().begin(title, rounds, first)
-        if first:
-            self.say(f"{title}: going on after round {first} of {rounds}.")
+        super().begin(run)
+        if run.first:
+            self.say(f"{run.title}: going on after round {run.first} of {run.rounds}.")
 
-    def round(self, row: Row) -> None:
+    def round(self, run: Running, row: Row) -> None:
         """A round is over."""
-        super().round(row)
+        super().round(run, row)
         now = self.played[-1]
         if now.done * STEPS // now.rounds > (now.done - 1) * STEPS // now.rounds:
             say(self.console, line(now, self.clock()))
