@@ -1,15 +1,18 @@
-"""Accuracy on a test set, and the quality of pseudo-labels where the hidden labels live."""
+"""Accuracy on a test set, the quality of pseudo-labels where the hidden labels live, and what a model leans to."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon import tree
 from halfmoon.augment import Normalize
+from halfmoon.data.measure import jensen_shannon, mix
 from halfmoon.models import Network
 from halfmoon.tree import Tree
 from halfmoon.types import Pseudo
@@ -22,27 +25,75 @@ class Examples(NamedTuple):
     labels: Tensor  # (N,) int64
 
 
+class Tally(NamedTuple):
+    """What a model said of a test set, counted in one pass."""
+
+    confusion: Tensor  # (classes, classes) int64; rows: true class, columns: predicted class
+    loss: float  # mean cross-entropy
+
+    @property
+    def per_class(self) -> list[float]:
+        """Return the accuracy of each class, to six digits; 0 for a class without test images."""
+        shares = self.confusion.diagonal() / self.confusion.sum(1).clamp_min(1)
+        return [round(value, 6) for value in shares.tolist()]
+
+    def row(self) -> dict[str, float | list[float]]:
+        """Return {"accuracy", "loss", "per_class"}."""
+        accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
+        return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
+
+
 @torch.no_grad()
-def scores(
-    network: Network, model: Tree, normalize: Normalize, test: Examples, batch: int = 1000
-) -> dict[str, float | list[float]]:
-    """Return {"accuracy", "loss", "per_class"} of `model` under its tracked statistics."""
-    correct = torch.zeros(network.classes, dtype=torch.int64, device=test.labels.device)
-    seen = torch.bincount(test.labels, minlength=network.classes)
+def tally(network: Network, model: Tree, normalize: Normalize, test: Examples, batch: int = 1000) -> Tally:
+    """Count what `model` says of the test set under its tracked statistics."""
+    classes = network.classes
+    cells = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
     loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
     params = tree.channels_last(model["params"])
     for images, labels in zip(test.images.split(batch), test.labels.split(batch), strict=True):
         logits = network.predict(params, model["stats"], normalize(images))
         loss += F.cross_entropy(logits, labels, reduction="sum").double()
-        hit = labels[logits.argmax(-1) == labels]
-        correct += torch.bincount(hit, minlength=network.classes)
-    total = len(test.labels)
-    per_class = (correct / seen.clamp_min(1)).tolist()
-    return {
-        "accuracy": int(correct.sum()) / total,
-        "loss": float(loss) / total,
-        "per_class": [round(value, 6) for value in per_class],
-    }
+        cells += torch.bincount(labels * classes + logits.argmax(-1), minlength=classes * classes)
+    return Tally(cells.reshape(classes, classes), float(loss) / len(test.labels))
+
+
+def scores(
+    network: Network, model: Tree, normalize: Normalize, test: Examples, batch: int = 1000
+) -> dict[str, float | list[float]]:
+    """Return {"accuracy", "loss", "per_class"} of `model` under its tracked statistics."""
+    return tally(network, model, normalize, test, batch).row()
+
+
+@torch.no_grad()
+def mean_prediction(
+    network: Network, model: Tree, normalize: Normalize, images: Tensor, batch: int = 1000
+) -> np.ndarray:
+    """Return the mean class probabilities, float64 (classes,), of one or more images, uint8 (N, C, H, W).
+
+    Over unlabeled images it is FedDB's APP-U (IJCAI 2024, Equation 8), here under the model's tracked statistics.
+    """
+    total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
+    params = tree.channels_last(model["params"])
+    for some in images.split(batch):
+        total += network.predict(params, model["stats"], normalize(some)).double().softmax(-1).sum(0)
+    return (total / len(images)).cpu().numpy()
+
+
+def leaning(
+    app_u: np.ndarray, labeled: np.ndarray, unlabeled: np.ndarray, per_class: Sequence[float]
+) -> dict[str, Any]:
+    """Return what a model's bias follows: its prior over unlabeled images, or the labeled mix.
+
+    `app_u` (classes,) is its mean prediction of unlabeled images, `labeled` and `unlabeled` (classes,) count rows, and
+    `per_class` (classes,) is its test accuracy by class. The row holds app_u and the three others scaled to sum 1, None
+    where all are zero, and the Jensen-Shannon divergences (bits, 0 to 1) between "accuracy" and "app_u", js_app_u, and
+    between "accuracy" and "labeled", js_labeled (FedDB, IJCAI 2024, Figures 1 and 3).
+    """
+    accuracy, labeled, unlabeled = (mix(np.asarray(each, np.float64)) for each in (per_class, labeled, unlabeled))
+    shares = {"app_u": app_u, "labeled": labeled, "unlabeled": unlabeled, "accuracy": accuracy}
+    distances = {"js_app_u": jensen_shannon(accuracy, app_u), "js_labeled": jensen_shannon(accuracy, labeled)}
+    row: dict[str, Any] = {name: None if np.isnan(s).any() else s.round(6).tolist() for name, s in shares.items()}
+    return row | {name: None if np.isnan(js) else round(float(js), 6) for name, js in distances.items()}
 
 
 class Quality:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from halfmoon import rng, tree
-from halfmoon.evaluate import Examples, scores
+from halfmoon.evaluate import Examples, Tally, tally
 from halfmoon.manifest import Contents
 from halfmoon.record import Loaded, RunFolder
 from halfmoon.store import Store
@@ -48,6 +48,14 @@ class Runtime(Federation, Protocol):
         """End a round: what it measured."""
         ...
 
+    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+        """Return what the model {"params", "stats"} leans to: the row of `halfmoon.evaluate.leaning`.
+
+        It is measured on the unlabeled rows of this round's cohort and adds nothing to the cost; None where there is
+        no such row. `per_class` (classes,) is the model's test accuracy by class.
+        """
+        ...
+
     def restore(self, clients: Contents, cost: dict[str, int]) -> None:
         """Go on from a checkpoint: with what the store held then."""
         ...
@@ -72,14 +80,16 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
 
 
 def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
-    """Play the rounds that are left, and return the run's {"model", "accuracy", "cost"}.
+    """Play the rounds that are left, and return the run's {"model", "confusion", "accuracy", "cost"}.
 
+    "confusion" is that of the final model on the test set: rows are true classes, columns predicted ones.
     The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`,
     the folder's newest checkpoint, if there is one. Raises `halfmoon.client.Diverged` when a loss is not a number.
     """
     method, task, runtime = experiment.method, experiment.task, experiment.runtime
     device = experiment.test.labels.device
     server, first = _start(experiment, folder, loaded, device)
+    final: _Tested | None = None
     for number in range(first, task.rounds):
         began = time.perf_counter()
         runtime.open(number)
@@ -87,14 +97,30 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         runtime.stored(tree.nbytes(server))
         row = _row(number, runtime.close())
         if (number + 1) % experiment.evaluate_every == 0 or number + 1 == task.rounds:
-            model = method.solution(task, server)
-            row["test"] = scores(task.network, model, task.normalize, experiment.test)
+            final = _test(experiment, server)
+            row["test"] = final.said.row()
+            row["prior"] = runtime.prior(final.model, final.said.per_class)
         folder.log(row)
         if (number + 1) % experiment.checkpoint_every == 0 or number + 1 == task.rounds:
             _save(folder, number + 1, server, runtime, row["cost"])
         folder.time({"round": number + 1, "seconds": round(time.perf_counter() - began, 4)})
         watch(row)
-    return {"model": method.solution(task, server), **_result(folder.rows())}
+    if final is None:  # it was stopped between its last round and its end
+        final = _test(experiment, server)
+    return {"model": final.model, "confusion": final.said.confusion.tolist(), **_result(folder.rows())}
+
+
+class _Tested(NamedTuple):
+    """A model and what it said of the test set."""
+
+    model: Tree
+    said: Tally
+
+
+def _test(experiment: Experiment, server: Tree) -> _Tested:
+    task = experiment.task
+    model = experiment.method.solution(task, server)
+    return _Tested(model, tally(task.network, model, task.normalize, experiment.test))
 
 
 def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device) -> tuple[Tree, int]:
