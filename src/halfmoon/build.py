@@ -18,13 +18,14 @@ import torch
 from halfmoon import catalog, disk
 from halfmoon.budget import Budget
 from halfmoon.config import Config, check_methods, check_place, free_folder, identity, method_options, resolve, text
-from halfmoon.data import Split
+from halfmoon.data import Source, Split
+from halfmoon.data import summary as portrait
 from halfmoon.data.split import SERVER
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, device, network_name, world
-from halfmoon.record import CONFIG, TIMINGS, RunFolder
+from halfmoon.pieces import World, device, network_name, source, split_of, world
+from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
 from halfmoon.report.tables import Result, comparison
@@ -32,7 +33,7 @@ from halfmoon.sim import Holdings, Simulation
 from halfmoon.store import Store
 from halfmoon.watch import SILENCE, Running, Watch, guarded
 
-SPLIT, COMPARISON = "split.parquet", "comparison.json"
+SPLIT, HOLDINGS, COMPARISON = "split.parquet", "split.json", "comparison.json"
 CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
 
 
@@ -119,6 +120,46 @@ def resume(root: Path, watch: Watch = SILENCE) -> Outcome:
     return _play_all(root, jobs, _shared(jobs, Split.load(kept) if kept.exists() else None, watch), watch)
 
 
+def cell(config: Config, path: Path, watch: Watch = SILENCE) -> Row:
+    """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
+
+    Raise what `start` raises, and `halfmoon.record.Busy` where another process plays in that folder.
+    """
+    watch = guarded(watch)
+    check_methods(config)
+    job = Job(".", config)
+    shared = None
+    if not _finished(path, config):
+        kept = path / SPLIT
+        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch)
+        if device(config).type == "cpu":
+            keep_memory()
+    with _threads(config):
+        return _play(path, job, shared, watch)
+
+
+def portray(config: Config, path: Path) -> Row:
+    """Make a configuration's split in the folder `path`, train nothing, and return the folder's summary.
+
+    Raise what `cell` raises.
+    """
+    done = finished(path)
+    if done is not None:
+        return done
+    data = source(config)
+    split = split_of(config, data)
+    with _folder(path, config) as folder:
+        _save_split(path, split, data)
+        summary = {**_names(config), "classes": list(data.classes), "finished": True}
+        folder.conclude(summary)
+    return summary
+
+
+def finished(path: Path) -> Row | None:
+    """Return the summary of the finished run in a folder, None where there is none."""
+    return disk.read_json(path / SUMMARY) if RunFolder.made(path) else None
+
+
 def _jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
     for method in config.beside:
@@ -179,7 +220,7 @@ def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
         for warning in loaded.warnings if loaded else []:
             watch.say(warning)
         if not (path / SPLIT).exists():
-            shared.split.save(path / SPLIT)
+            _save_split(path, shared.split, shared.source)
         experiment = _experiment(config, shared)
         run = Running(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
@@ -188,6 +229,16 @@ def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
         folder.finish(played["model"], _model_card(config, shared), summary)
     watch.end(run, summary)
     return summary
+
+
+def _save_split(path: Path, split: Split, data: Source) -> None:
+    """Write the split and what it holds; the parquet last, as a run that goes on looks for it."""
+    counts = portrait(split, data.train.labels, data.classes)
+    try:
+        disk.replace(path / HOLDINGS, (json.dumps(counts) + "\n").encode())
+    except OSError as error:
+        raise Unwritable(f"{path}: {HOLDINGS} cannot be written ({disk.reason(error)}); free some space.") from error
+    split.save(path / SPLIT)
 
 
 def _finished(path: Path, config: Config) -> bool:
@@ -300,8 +351,8 @@ def _experiment(config: Config, shared: World) -> Experiment:
     )
 
 
-def _summary(config: Config, folder: RunFolder, played: Row) -> Row:
-    seconds = sum(row.get("seconds", 0.0) for row in disk.read_rows(folder.path / TIMINGS))
+def _names(config: Config) -> Row:
+    """Return what a summary says of any run."""
     return {
         "method": config.method,
         "title": catalog.entry(config.method).title,
@@ -309,6 +360,13 @@ def _summary(config: Config, folder: RunFolder, played: Row) -> Row:
         "setting": config.setting,
         "seed": config.seed,
         "rounds": config.rounds,
+    }
+
+
+def _summary(config: Config, folder: RunFolder, played: Row) -> Row:
+    seconds = sum(row.get("seconds", 0.0) for row in disk.read_rows(folder.path / TIMINGS))
+    return {
+        **_names(config),
         "accuracy": played["accuracy"],
         "cost": played["cost"],
         "seconds": round(seconds, 1),

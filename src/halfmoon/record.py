@@ -43,6 +43,10 @@ class Unwritable(UserError):
     """The disk refused: it is full, or the folder may not be written; what was saved before is intact."""
 
 
+class Busy(UserError):
+    """Another process is running in the folder."""
+
+
 class Loaded(NamedTuple):
     """A checkpoint that was read back."""
 
@@ -255,6 +259,11 @@ class RunFolder:
         """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
         self._own()
         self._write(MODEL, with_metadata(pack(model)[0], meta))
+        self.conclude(summary)
+
+    def conclude(self, summary: dict[str, Any]) -> None:
+        """Write `summary.json`, which ends the run."""
+        self._own()
         self._write(SUMMARY, (json.dumps(disk.finite(summary), indent=1) + "\n").encode())
 
     def _own(self) -> None:
@@ -271,7 +280,7 @@ class RunFolder:
             disk.flock(handle)
         except OSError as error:
             os.close(handle)
-            raise UserError(
+            raise Busy(
                 f"another process is running in {self.path}; wait for it, or choose another --run-dir."
             ) from error
         self._lock = handle
