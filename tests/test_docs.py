@@ -191,7 +191,10 @@ def test_the_form_of_a_text_keeps_its_words() -> None:
     assert form("a: 1") != form("b: 1")
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs" / "quickstart.md", ROOT / "README.md"], ids=name_of)
+PYTHON = [ROOT / "docs" / "quickstart.md", ROOT / "docs" / "trackers.md", ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
 def test_python_on_a_page_runs_and_prints_what_stands_below_it(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     printed = io.StringIO()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
 from halfmoon import toml
-from halfmoon.commands.base import Parser, command, complain, flags, print_json
+from halfmoon.commands.base import Parser, command, complain, flags, print_json, tracked
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
 from halfmoon.values import expected
@@ -116,11 +116,13 @@ def _parser() -> tuple[Parser, dict[str, list[str]]]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
     run = command(commands, "run", "train a method; without --method and --config: the main job on digits")
+    tracked(run)
     _options(run, [name for names in SECTIONS.values() for name in names])
 
     compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
+    tracked(compare)
     _options(
         compare, [name for names in SECTIONS.values() for name in names if name not in ("method", "beside", "seed")]
     )
@@ -136,6 +138,7 @@ def _parser() -> tuple[Parser, dict[str, list[str]]]:
 
     resume = command(commands, "resume", "go on with a run that was stopped", "DIR ")
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
+    tracked(resume)
 
     for module in MODULES.values():
         module.add(commands)
@@ -274,11 +277,14 @@ def _play(given: argparse.Namespace, folder: Path, play: Callable[[Watch], Outco
 
     from halfmoon.client import Diverged
     from halfmoon.console import watcher
+    from halfmoon.trackers import tracker
+    from halfmoon.watch import Watches
 
     watch = watcher(Console(stderr=True), given.json)
+    trackers = [tracker(given.tracker)] if given.tracker is not None else []
     try:
         with watch:
-            outcome = play(watch)
+            outcome = play(Watches(watch, *trackers, warn=watch.say))
     except KeyboardInterrupt:
         if given.debug:
             raise

@@ -44,6 +44,12 @@ def command(commands: Any, name: str, about: str, usage: str = "") -> argparse.A
     return parser
 
 
+def tracked(parser: argparse.ArgumentParser) -> None:
+    """Let a command that plays runs take --tracker; `halfmoon.trackers.tracker` knows the names."""
+    about = "also write every round for a tracker: tensorboard (needs halfmoon[tensorboard])"
+    parser.add_argument("--tracker", metavar="NAME", help=about)
+
+
 def flags(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long flags that a parser takes."""
     return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]

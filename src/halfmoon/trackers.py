@@ -1,0 +1,137 @@
+"""Trackers: what metrics.jsonl says, shown by programs of others while a run is played or after it.
+
+metrics.jsonl stays the source: a tracker is a `halfmoon.watch.Watch` that writes a copy, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon import disk
+from halfmoon.errors import UserError, nearest
+from halfmoon.experiment import Row
+from halfmoon.record import METRICS, TIMINGS
+from halfmoon.report.reading import Run
+from halfmoon.watch import Running, Silence, Watch
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+EVENTS = "tensorboard"
+"""The folder of a run's event files, in the run's own."""
+
+
+class TensorBoard(Silence):
+    """Write every run's rows for TensorBoard, into `tensorboard/` of the run's folder.
+
+    A number of a row becomes a scalar of the step `round`, under the names of its keys: `test/accuracy`, `train/loss`,
+    `cost/down`. Lists, such as accuracies of classes, and null stay out. The configuration is the text `config` at step
+    0. A run that goes on begins its event files anew, with the rows of metrics.jsonl up to its checkpoint, so that no
+    step is there twice and none is missing, whether or not the run was tracked before.
+    """
+
+    def __init__(self) -> None:
+        """Make ready to write; raise UserError where TensorBoard is not installed."""
+        self._open = _writer_type()
+        self._writers: dict[Path, SummaryWriter] = {}
+
+    def begin(self, run: Running) -> None:
+        """Begin the run's event files with its configuration and the rounds that were played before."""
+        if run.folder in self._writers:  # it was stopped, and goes on in the same process
+            self._writers.pop(run.folder).close()
+        self._writers[run.folder] = _begun(self._open, run.folder)
+
+    def round(self, run: Running, row: Row) -> None:
+        """Write a row's numbers, and bring them to the file."""
+        writer = self._writers[run.folder]
+        _write(writer, row, None)
+        writer.flush()
+
+    def end(self, run: Running, summary: Row) -> None:
+        """Close the run's event files."""
+        self._writers.pop(run.folder).close()
+
+
+TRACKERS: dict[str, Callable[[], Watch]] = {"tensorboard": TensorBoard}
+"""The trackers by their names on the command line."""
+
+
+def tracker(name: str) -> Watch:
+    """Return a tracker by its name on the command line; raise UserError for a name or a package that is missing."""
+    if name not in TRACKERS:
+        raise UserError(f"unknown tracker {name!r}: {nearest(name, TRACKERS)}")
+    return TRACKERS[name]()
+
+
+def replay(folder: Path) -> Path:
+    """Write the event files of a run that was played, from its metrics.jsonl, and return their folder.
+
+    Those that are there are replaced. Raise UserError where `folder` is no run or cannot be written, or TensorBoard is
+    not installed.
+    """
+    try:
+        _begun(_writer_type(), folder).close()
+    except OSError as error:
+        raise UserError(
+            f"{folder / EVENTS}: the event files cannot be written ({disk.reason(error)}); make the folder writable."
+        ) from error
+    return folder / EVENTS
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """Return the numbers of a row of metrics.jsonl by their place in it: {"test/accuracy": 0.5}, without the round."""
+    found: dict[str, float] = {}
+    waiting: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
+    while waiting:
+        name, value = waiting.pop(0)
+        if isinstance(value, dict):
+            waiting += [(f"{name}/{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = float(value)
+    return found
+
+
+def _writer_type() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("TensorBoard is not installed; install halfmoon[tensorboard] to use it.") from error
+    return SummaryWriter
+
+
+def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
+    """Return the writer of a run's new event files, which hold its configuration and the rows of its metrics.jsonl."""
+    run = Run.read(folder)
+    events = folder / EVENTS
+    for old in events.glob("events.out.tfevents.*"):
+        with suppress(FileNotFoundError):
+            old.unlink()
+    # A TensorBoard that has read the old files drops all their steps on the purge.
+    writer = writer_type(str(events), purge_step=0)
+    writer.add_text("config", f"```toml\n{run.config}```", 0)
+    ends = _ends(folder)
+    for row in run.rows:
+        _write(writer, row, ends.get(row["round"]))
+    writer.flush()
+    return writer
+
+
+def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
+    """Add a row's numbers, at a time in seconds since 1970 or now."""
+    for name, value in scalars(disk.finite(row)).items():
+        writer.add_scalar(name, value, row["round"], when)
+
+
+def _ends(folder: Path) -> dict[int, float]:
+    """Return when each round ended, in seconds since 1970, as if all were played without a break up to the last."""
+    path = folder / METRICS
+    took = {row["round"]: float(row["seconds"]) for row in disk.read_rows(folder / TIMINGS)}  # the latest of a round
+    now = path.stat().st_mtime if path.exists() else 0.0
+    ends = {}
+    for number in sorted(took, reverse=True):
+        ends[number] = now
+        now -= took[number]
+    return ends
