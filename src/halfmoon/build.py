@@ -225,7 +225,7 @@ def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
         run = Running(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
         played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
-        summary = _summary(config, folder, played)
+        summary = _summary(config, shared, folder, played)
         folder.finish(played["model"], _model_card(config, shared), summary)
     watch.end(run, summary)
     return summary
@@ -237,7 +237,10 @@ def _save_split(path: Path, split: Split, data: Source) -> None:
     try:
         disk.replace(path / HOLDINGS, (json.dumps(counts) + "\n").encode())
     except OSError as error:
-        raise Unwritable(f"{path}: {HOLDINGS} cannot be written ({disk.reason(error)}); free some space.") from error
+        raise Unwritable(
+            f"{path}: {HOLDINGS} cannot be written ({disk.reason(error)}). "
+            f"First mend that, then go on with: {_resuming(path)}"
+        ) from error
     split.save(path / SPLIT)
 
 
@@ -363,12 +366,14 @@ def _names(config: Config) -> Row:
     }
 
 
-def _summary(config: Config, folder: RunFolder, played: Row) -> Row:
+def _summary(config: Config, shared: World, folder: RunFolder, played: Row) -> Row:
     seconds = sum(row.get("seconds", 0.0) for row in disk.read_rows(folder.path / TIMINGS))
     return {
         **_names(config),
         "accuracy": played["accuracy"],
         "cost": played["cost"],
+        "classes": list(shared.source.classes),
+        "confusion": played["confusion"],
         "seconds": round(seconds, 1),
         "finished": True,
     }
