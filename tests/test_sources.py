@@ -492,7 +492,7 @@ def test_an_unknown_name_or_folder_is_said(tmp_path: Path) -> None:
 
 
 def test_every_name_has_a_line() -> None:
-    assert list(names()) == ["digits", "cifar10", "fashion_mnist"]
+    assert list(names()) == ["digits", "cifar10", "cifar100", "svhn", "cinic10", "fashion_mnist", "tiny_imagenet"]
     assert all(line and "\n" not in line for line in names().values())
 
 
@@ -586,7 +586,8 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     asked = []
     pixels = noise(3, 32)
 
-    def load_dataset(repository: str, split: str) -> Rows:
+    def load_dataset(repository: str, config: str | None, split: str) -> Rows:
+        assert config is None
         asked.append((repository, split))
         return Rows(records(pixels, [2, 0, 1]), ["x", "y", "z"])
 
@@ -618,13 +619,13 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bad_row_of_the_hub_is_named(
     monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], message: str
 ) -> None:
-    fake_hub(monkeypatch, lambda repository, split: Rows(rows, None))
+    fake_hub(monkeypatch, lambda repository, config, split: Rows(rows, None))
     with pytest.raises(UserError, match=message):
         load("someone/things")
 
 
 def test_without_library_or_network_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(repository: str, split: str) -> Rows:
+    def offline(repository: str, config: str | None, split: str) -> Rows:
         raise ConnectionError("no route to host")
 
     fake_hub(monkeypatch, offline)
@@ -643,7 +644,7 @@ def test_the_real_library_gives_what_the_fake_does(monkeypatch: pytest.MonkeyPat
         {"image": [{"bytes": encode(x), "path": None} for x in pixels], "label": [0, 1, 1, 0]},
         features=features,
     )
-    monkeypatch.setattr(datasets, "load_dataset", lambda repository, split: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda repository, config, split: rows)
     source = load("someone/things")
     np.testing.assert_array_equal(source.train.images, pixels)
     assert (source.train.labels.tolist(), source.classes) == ([0, 1, 1, 0], ("no", "yes"))

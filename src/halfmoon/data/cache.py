@@ -19,15 +19,16 @@ Decoded = tuple[Images, tuple[str, ...] | None]
 READER = 1
 
 
-def keep(folder: Path | None, files: Sequence[Path], read: Callable[[], Decoded]) -> Decoded:
+def keep(folder: Path | None, files: Sequence[Path], read: Callable[[], Decoded], form: str = "") -> Decoded:
     """Return what `read` gives for `files`, from `folder` where it was kept before, and keep it there.
 
-    The key is made of the files' paths, sizes and times of change. A kept file that is damaged is read anew
+    The key is made of the files' paths, sizes and times of change, and of `form`, which tells apart readers that
+    give other pixels for the same files. A kept file that is damaged is read anew
     and replaced. With no folder, only `read` is called. Raise UserError where the folder cannot be written.
     """
     if folder is None:
         return read()
-    path = folder / f"images-{key(files)}.npz"
+    path = folder / f"images-{key(files, form)}.npz"
     try:
         with np.load(path, allow_pickle=False) as kept:
             names = tuple(str(name) for name in kept["names"])
@@ -42,9 +43,9 @@ def keep(folder: Path | None, files: Sequence[Path], read: Callable[[], Decoded]
     return images, names
 
 
-def key(files: Sequence[Path]) -> str:
-    """Return 16 hexadecimal digits that change with the path, size or time of change of any file."""
-    digest = hashlib.sha256(f"{READER}".encode())
+def key(files: Sequence[Path], form: str = "") -> str:
+    """Return 16 hexadecimal digits that change with `form` and the path, size or time of change of any file."""
+    digest = hashlib.sha256(f"{READER}{form}".encode())
     for path in files:
         facts = path.stat()
         digest.update(f"\0{path.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())

@@ -42,15 +42,18 @@ def decode(data: bytes, place: str) -> np.ndarray:
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def stack(images: Iterable[tuple[bytes, str]], count: int) -> np.ndarray:
+def stack(images: Iterable[tuple[bytes, str]], count: int, rgb: bool = False) -> np.ndarray:
     """Return `count` encoded images, each with the place it comes from, as uint8 (count, H, W, C).
 
+    With `rgb` a gray image gets three equal channels; sets such as Tiny ImageNet mix both modes.
     Raise UserError as `decode` does, and where size or channels differ from the first image.
     """
     result: np.ndarray | None = None
     first = ""
     for row, (data, place) in enumerate(images):
         pixels = decode(data, place)
+        if rgb and pixels.shape[2] == 1:
+            pixels = np.repeat(pixels, 3, axis=2)
         if result is None:
             result, first = np.empty((count, *pixels.shape), np.uint8), place
         if pixels.shape != result.shape[1:]:

@@ -15,13 +15,17 @@ from halfmoon.errors import UserError
 
 LAYOUT = (
     "or give --data-dir a folder with train*.parquet and test*.parquet, with train/CLASS/*.png and "
-    "test/CLASS/*.png, or with the four idx files"
+    "test/CLASS/*.png, or with the set's official files (docs/data.md names them)"
 )
 
 
-def read(repository: str, test: str) -> tuple[Images, Images, tuple[str, ...] | None]:
+def read(
+    repository: str, test: str, config: str | None = None, rgb: bool = False
+) -> tuple[Images, Images, tuple[str, ...] | None]:
     """Return train images, test images and class names (None where the set has none) of `owner/name`.
 
+    `test` is the part that evaluates, `config` which set of a repository that holds several; with `rgb` gray images
+    are made RGB.
     Raise UserError where the library is not installed, the set cannot be fetched, or a row cannot be read.
     """
     try:
@@ -34,7 +38,7 @@ def read(repository: str, test: str) -> tuple[Images, Images, tuple[str, ...] | 
     names: tuple[str, ...] | None = None
     for part in ("train", test):
         try:
-            rows: Any = datasets.load_dataset(repository, split=part)
+            rows: Any = datasets.load_dataset(repository, config, split=part)
         except Exception as error:  # the library raises whatever its network layer raises
             raise UserError(
                 f"{repository}: its {part} part could not be fetched from the Hugging Face hub "
@@ -45,7 +49,7 @@ def read(repository: str, test: str) -> tuple[Images, Images, tuple[str, ...] | 
         names = names or _names(rows.features[label])
         # Undecoded, so that every image goes through the same checks as a file.
         rows = rows.cast_column(image, datasets.Image(decode=False))
-        parts.append(Images(stack(_encoded(rows, image, place), len(rows)), _labels(rows[label], place)))
+        parts.append(Images(stack(_encoded(rows, image, place), len(rows), rgb), _labels(rows[label], place)))
     return parts[0], parts[1], names
 
 

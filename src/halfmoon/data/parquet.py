@@ -21,10 +21,10 @@ LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 def shards(folder: Path, part: str) -> list[Path]:
     """Return the files part*.parquet of a folder, in order; raise UserError if one of several is missing."""
-    inside = (folder, *(folder / name for name in ("data", "plain_text", "default", folder.name)))
+    inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
     found = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
     for path in found:
-        numbered = re.search(r"-(\d+)-of-(\d+)\.parquet$", path.name)
+        numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.parquet$", path.name)
         if numbered and len(found) != int(numbered[2]):
             raise UserError(
                 f"{path.parent}: {path.name} is one of {int(numbered[2])} files, but {len(found)} "
@@ -33,11 +33,12 @@ def shards(folder: Path, part: str) -> list[Path]:
     return found
 
 
-def read_parquet(paths: Sequence[Path]) -> tuple[Images, tuple[str, ...] | None]:
+def read_parquet(paths: Sequence[Path], rgb: bool = False) -> tuple[Images, tuple[str, ...] | None]:
     """Return the images of the files in order, and the class names where the files carry them (else None).
 
     The image column is `image` or `img` (a struct with `bytes`, or plain binary), the label column `label`,
-    `labels` or `fine_label` (integers). Raise UserError, with file and row, for anything that cannot be read.
+    `labels` or `fine_label` (integers). With `rgb` gray images are made RGB. Raise UserError, with file and row, for
+    anything that cannot be read.
     """
     opened = [(path, _open(path)) for path in paths]
     labels = np.concatenate([_labels(path, file) for path, file in opened])
@@ -45,7 +46,7 @@ def read_parquet(paths: Sequence[Path]) -> tuple[Images, tuple[str, ...] | None]
         raise UserError(f"{paths[0]}: there are no rows in it.")
     encoded = (item for path, file in opened for item in _encoded(path, file))
     path, file = opened[0]
-    return Images(stack(encoded, len(labels)), labels), _names(
+    return Images(stack(encoded, len(labels), rgb), labels), _names(
         file, column(path, file.schema_arrow.names, LABEL_COLUMNS)
     )
 

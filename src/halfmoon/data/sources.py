@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from halfmoon.data import binary, folders, hub, idx, mat, parquet, tinyimagenet
 from halfmoon.data import cache as store
-from halfmoon.data import folders, hub, idx, parquet
 from halfmoon.data.images import Images, Source, statistics
+from halfmoon.data.known import KNOWN, Known
 from halfmoon.data.partition import apportion, stream
 from halfmoon.errors import UserError, nearest
 
+__all__ = ["DIGITS", "KNOWN", "Known", "load", "names"]
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a public data set before its files are read."""
-
-    about: str
-    hub: str
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-KNOWN: Mapping[str, Known] = {
-    "cifar10": Known(
-        "50,000 + 10,000 color images, 32x32, 10 classes (Krizhevsky 2009); parquet, class folders or hub",
-        "uoft-cs/cifar10",
-        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-        (0.49139968, 0.48215827, 0.44653124),
-        (0.24703233, 0.24348505, 0.26158768),
-    ),
-    "fashion_mnist": Known(
-        "60,000 + 10,000 gray images, 28x28, 10 classes (Zalando 2017); four idx files, parquet or hub",
-        "zalando-datasets/fashion_mnist",
-        (
-            "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
-            "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-        ),
-        (0.2860,),
-        (0.3530,),
-    ),
-}  # fmt: skip
 DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI digits inside scikit-learn); always there, the default"
 
 
@@ -65,69 +35,129 @@ def load(
     """Return a data set by name (`names()`), by path of a folder, or by its Hugging Face name `owner/name`.
 
     A known name is read from `data_dir` or `data_dir`/name where `data_dir` is given, otherwise from the hub.
-    A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or four idx
-    files as MNIST does. `test` names the part that evaluates (`validation` where a set has it). `cache` is a
-    folder that keeps decoded images; without it nothing is written. `mirror` says whether a mirrored image is
-    still of its class; None means False for digits and True for the rest. Mean and std of cifar10 and
-    fashion_mnist are the published ones, of every other set those of its training pixels. Raise UserError
-    where the name is unknown or a file cannot be read; the message names file and row.
+    A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or the official
+    files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), SVHN (.mat) or Tiny ImageNet.
+    `test` names the part that evaluates (`validation` where a set has it). `cache` is a folder that keeps decoded
+    images; without it nothing is written. `mirror` says whether a mirrored image is still of its class; None means
+    False for digits and svhn and True for the rest. Mean and std of a known name are the published ones, of every
+    other set those of its training pixels. Raise UserError where the name is unknown or a file cannot be read; the
+    message names file and row.
     """
     if name == "digits":
         if test != "test":
             raise UserError(f"digits has no part {test!r}, only train and test.")
         return _digits(bool(mirror))
     known = KNOWN.get(name)
-    folder = _folder(name, data_dir, known is not None)
+    folder = _folder(name, data_dir, known)
+    mirrors = known is None or known.mirror
     if folder is not None:
-        train, held, classes = _read(folder, test, cache)
-    elif known is not None or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        train, held, classes = hub.read(known.hub if known else name, test)
+        official = _official(folder, name)
+        mirrors = mirrors and (official is None or KNOWN[official].mirror)
+        train, held, classes = _read(folder, name, official, test, cache)
+    elif known is not None:
+        part = known.held if test == "test" else test
+        train, held, classes = hub.read(known.hub, part, known.config, known.gray)
+    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        train, held, classes = hub.read(name, test)
     else:
         raise UserError(f"no data set or folder is called {name!r}; {nearest(name, names())}")
     if classes is None:
         classes = known.classes if known else _numbered(name, train.labels)
+    if known:
+        _check_known(folder or name, name, train, classes)
     mean, std = (known.mean, known.std) if known else statistics(train.images)
-    if len(mean) != train.images.shape[3]:
-        raise UserError(
-            f"{folder or name}: images of {name} have {len(mean)} channel(s), but these have "
-            f"{train.images.shape[3]}; check the folder."
-        )
     title = name if known else Path(name).name if folder else name
-    return Source(title, train, held, classes, True if mirror is None else mirror, mean, std)
+    return Source(title, train, held, classes, mirrors if mirror is None else mirror, mean, std)
 
 
-def _folder(name: str, data_dir: Path | None, known: bool) -> Path | None:
+def _folder(name: str, data_dir: Path | None, known: Known | None) -> Path | None:
     if data_dir is None:
-        return Path(name) if not known and Path(name).is_dir() else None
+        return Path(name) if known is None and Path(name).is_dir() else None
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: there is no such folder; --data-dir is where {name} lies.")
-    if (data_dir / name).is_dir():
-        return data_dir / name
     if known:
-        return data_dir
-    if Path(name).is_dir():
-        return Path(name)
+        place = data_dir / name if (data_dir / name).is_dir() else data_dir
+        inside = known.folder and place / known.folder
+        return inside if inside and inside.is_dir() else place
+    for place in (data_dir / name, Path(name)):
+        if place.is_dir():
+            return place
     raise UserError(f"{data_dir}: it has no folder {name}; {nearest(name, names())}")
 
 
-def _read(folder: Path, test: str, cache: Path | None) -> tuple[Images, Images, tuple[str, ...] | None]:
+def _official(folder: Path, name: str) -> str | None:
+    """Return the set whose official files are in the folder; under a known name, that one or none."""
+    found = {
+        "cifar10": lambda: binary.is_here(folder, "cifar10"),
+        "cifar100": lambda: binary.is_here(folder, "cifar100"),
+        "svhn": lambda: mat.is_here(folder),
+        "tiny_imagenet": lambda: tinyimagenet.is_here(folder),
+    }
+    return next((key for key, here in found.items() if (name == key or name not in KNOWN) and here()), None)
+
+
+def _read(
+    folder: Path, name: str, official: str | None, test: str, cache: Path | None
+) -> tuple[Images, Images, tuple[str, ...] | None]:
+    known = KNOWN.get(name)
+    rgb = known is not None and known.gray
     if idx.is_here(folder):
-        if test != "test":
-            raise UserError(f"{folder}: an idx set has no part {test!r}, only train and test.")
+        _only_test(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
-    files = {part: parquet.shards(folder, part) for part in ("train", test)}
-    if files["train"]:
-        if not files[test]:
-            raise UserError(f"{folder}: there is no {test}*.parquet beside train*.parquet.")
-        train, classes = store.keep(cache, files["train"], lambda: parquet.read_parquet(files["train"]))
-        held, _ = store.keep(cache, files[test], lambda: parquet.read_parquet(files[test]))
-        return train, held, classes
+    if files := parquet.shards(folder, "train"):
+        return _read_parquet(folder, files, known, test, cache)
+    if official in binary.LAYOUTS:
+        _only_test(folder, f"the binary version of {official}", test)
+        return binary.read(folder, official)
+    if official == "svhn":
+        _only_test(folder, "svhn", test)
+        return *mat.read(folder), KNOWN["svhn"].classes
+    if official == "tiny_imagenet":
+        return tinyimagenet.read(folder, test, cache)
     if (folder / "train").is_dir():
-        return folders.read_folders(folder, test, cache)
+        return folders.read_folders(folder, test, cache, rgb)
+    binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or known is None])
+    if known:
+        raise UserError(
+            f"{folder}: {name} is not here; expected {known.files}, or train*.parquet and {known.held}*.parquet."
+        )
     raise UserError(
-        f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or "
-        f"train/CLASS/*.png and {test}/CLASS/*.png, or four idx files (train-images-idx3-ubyte.gz ...)."
+        f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
+        f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR, SVHN or Tiny ImageNet (docs/data.md names them)."
     )
+
+
+def _read_parquet(
+    folder: Path, files: list[Path], known: Known | None, test: str, cache: Path | None
+) -> tuple[Images, Images, tuple[str, ...] | None]:
+    rgb = known is not None and known.gray
+    form = "rgb" if rgb else ""
+    # A known set may call its test part otherwise, but a file that is called test is meant to be it.
+    held = parquet.shards(folder, test)
+    if not held and known and test == "test":
+        held = parquet.shards(folder, known.held)
+    if not held:
+        raise UserError(f"{folder}: there is no {test}*.parquet beside train*.parquet.")
+    train, classes = store.keep(cache, files, lambda: parquet.read_parquet(files, rgb), form)
+    return train, store.keep(cache, held, lambda: parquet.read_parquet(held, rgb), form)[0], classes
+
+
+def _only_test(folder: Path, what: str, test: str) -> None:
+    if test != "test":
+        raise UserError(f"{folder}: {what} has no part {test!r}, only train and test.")
+
+
+def _check_known(place: object, name: str, train: Images, classes: tuple[str, ...]) -> None:
+    """Raise UserError where channels or classes tell that this is another set than the one that is asked for."""
+    known, channels = KNOWN[name], train.images.shape[3]
+    if channels != len(known.mean):
+        raise UserError(
+            f"{place}: images of {name} have {len(known.mean)} channel(s), but these have {channels}; check the folder."
+        )
+    if len(classes) > len(known.classes):
+        raise UserError(
+            f"{place}: {name} has {len(known.classes)} classes, but there are {len(classes)} here; check the folder."
+        )
 
 
 def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
