@@ -23,6 +23,7 @@ FLOORS = [
     {"budget", "catalog", "client", "record", "experiment"},
     {"sim", "flower", "config", "report"},
     {"build", "pieces", "trackers", "watch"},
+    {"sweep"},
     {"cli", "commands", "console"},
 ]
 """The modules and packages of each floor, from the ground up."""

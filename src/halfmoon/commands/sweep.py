@@ -1,0 +1,156 @@
+"""`halfmoon sweep RECIPE`: play a table or a figure of a paper, or of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon import config as settings
+from halfmoon.commands.base import command, complain, print_json
+from halfmoon.errors import UserError
+
+if TYPE_CHECKING:
+    from halfmoon.sweep.engines import Engine
+    from halfmoon.sweep.folder import SweepFolder
+    from halfmoon.sweep.play import Step
+
+PLACE = ("data_dir", "cache", "device", "executor", "threads", "memory_cap", "checkpoint_every")
+"""The options of a run that change none of its numbers, and so can be said for a whole sweep."""
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a TOML file of one's own")
+    about = "only these cells: AXIS=VALUE,AXIS=VALUE; a further value of one axis is one more; may be repeated"
+    parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
+    parser.add_argument("--seeds", metavar="N", nargs="+", help="seeds of training and split (default: the recipe's)")
+    parser.add_argument("--scale", metavar="NAME", help="a scaled-down version of the recipe, such as small")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where to put it (default: runs)")
+    parser.add_argument("--jobs", metavar="N", default="1", help="runs at a time, each in a process (default: 1)")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="what plays the runs")
+    parser.add_argument("--dry-run", action="store_true", help="only list the runs")
+    group = parser.add_argument_group("machine")
+    for name in PLACE:
+        group.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", default=argparse.SUPPRESS,
+            help=settings.helps()[name].replace("%", "%%"),
+        )  # fmt: skip
+
+
+def run(given: argparse.Namespace) -> int:
+    """Play the sweep; 1 where a run failed."""
+    from rich.console import Console
+
+    from halfmoon.console import say, show
+    from halfmoon.sweep import grid, recipe
+    from halfmoon.sweep.folder import SweepFolder
+
+    found = recipe.load(given.recipe)
+    scale = found.scale(given.scale) if given.scale else None
+    jobs = _whole("--jobs", given.jobs, 1)
+    over = {name: settings.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
+    if jobs > 1 and "threads" not in over:
+        over["threads"] = max(1, len(os.sched_getaffinity(0)) // jobs)
+    seeds = [_whole("--seeds", word, 0) for word in given.seeds] if given.seeds else None
+    cells = grid.cells(found, grid.selection(found, given.only), seeds, scale, over)
+    words = shlex.join(["halfmoon", *sys.argv[1:]]) if sys.argv[1:] else ""
+    folder = SweepFolder(given.out, found, scale, words)
+    if given.dry_run:
+        return _list(cells, given.json)
+    code = _play(given, folder, cells, jobs)
+    facts = folder.read()
+    if given.json:
+        print_json({"folder": str(folder.path), **facts})
+    else:
+        console = Console()
+        if scale is not None:
+            say(console, f"SCALED DOWN, not the paper's experiment: {scale.about}")
+        show(console, *_table(facts))
+        say(console, f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
+    return code
+
+
+def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
+    from rich.console import Console
+
+    from halfmoon.console import duration, say, watcher
+    from halfmoon.sweep.play import sweep
+
+    console = Console(stderr=True)
+
+    def tell(step: Step) -> None:
+        words = f"[{step.number}/{step.runs}] {step.words}: "
+        if step.failed:
+            words += f"failed: {step.failed}"
+        elif step.summary and "accuracy" in step.summary:
+            accuracy = step.summary["accuracy"]
+            words += f"last {100 * accuracy['last']:.2f}, best {100 * accuracy['best']:.2f} %"
+            words += ", finished before" if step.before else f" ({duration(step.summary['seconds'])})"
+        else:
+            words += "finished"
+        say(console, words)
+
+    watch = watcher(console, given.json or jobs > 1)
+    try:
+        with watch:
+            failed = sweep(folder, cells, _engine(given, watch, jobs), tell)
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        return complain("stopped; the same command goes on where it was.", 130)
+    return 1 if failed else 0
+
+
+def _engine(given: argparse.Namespace, watch: Any, jobs: int) -> Engine:
+    from halfmoon.sweep import engines
+
+    return engines.Processes(jobs) if jobs > 1 else engines.Here(watch)
+
+
+def _whole(flag: str, word: str, least: int) -> int:
+    if not word.isdecimal() or int(word) < least:
+        raise UserError(f"{flag} is {word!r}: it must be a whole number from {least}.")
+    return int(word)
+
+
+def _list(cells: list[Any], as_json: bool) -> int:
+    from rich.console import Console
+
+    from halfmoon.config import identity
+    from halfmoon.console import show
+
+    rows = [
+        (cell.words, str(seed), identity(config, config.method)[:16])
+        for cell in cells
+        for seed, config in cell.configs.items()
+    ]
+    if as_json:
+        print_json([dict(zip(("cell", "seed", "identity"), row, strict=True)) for row in rows])
+    else:
+        show(Console(), ("cell", "seed", "identity"), rows)
+    return 0
+
+
+def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows: a cell's accuracies over seeds beside the published one."""
+    from halfmoon.report.tables import spread
+
+    axes = [axis["name"] for axis in facts["axes"]]
+    rows = []
+    for cell in facts["cells"]:
+        done = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
+        values = [spread([100 * each[name] for each in done]) if done else None for name in ("last", "best")]
+        known = cell["published"]
+        published = "" if known is None else _plus_minus(known["mean"], known["deviation"])
+        measured = ["-" if value is None else _plus_minus(*value) for value in values]
+        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(done)}", published])
+    return [*axes, "last %", "best %", "seeds", "published %"], rows
+
+
+def _plus_minus(mean: float, deviation: float | None) -> str:
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"

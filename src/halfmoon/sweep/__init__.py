@@ -1,0 +1,1 @@
+"""Whole tables and figures: recipes, their grids of runs, and what plays them."""

@@ -1,0 +1,123 @@
+"""Where the runs of a sweep are played: in this process, in several, or (`halfmoon.sweep.rays`) on a Ray cluster.
+
+A run is one `Task`, which is data alone: it can be sent to another process or machine that sees the same folders. What
+a worker had played when it was killed stands in the run's folder, and whoever takes the task next goes on from there.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from halfmoon import build
+from halfmoon.client import Diverged
+from halfmoon.config import resolve
+from halfmoon.errors import UserError
+from halfmoon.record import Busy
+from halfmoon.watch import SILENCE, Watch
+
+TRIES = 3
+"""How often a task whose worker dies is begun before it is given up."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: its folder, and its configuration as TOML; with `split_only` nothing but its split is made."""
+
+    folder: Path
+    words: str
+    split_only: bool = False
+
+
+class Done(NamedTuple):
+    """What became of a task: a summary, or one sentence about what is wrong; `busy` where another process plays it."""
+
+    task: Task
+    summary: dict[str, Any] | None
+    failed: str | None = None
+    busy: bool = False
+
+
+Note = Callable[[Done], None]
+"""Told of every task that is over, in the process that asked."""
+
+
+class Engine(Protocol):
+    """Something that plays tasks."""
+
+    def play(self, tasks: Sequence[Task], note: Note) -> None:
+        """Play all tasks, in any order; a task that fails does not stop the others."""
+        ...
+
+
+def play(task: Task, watch: Watch = SILENCE) -> Done:
+    """Play one task in this process to its end, from where its folder says that it was left."""
+    try:
+        config = resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
+        if task.split_only:
+            return Done(task, build.portray(config, task.folder))
+        return Done(task, build.cell(config, task.folder, watch))
+    except Busy as error:
+        return Done(task, None, str(error), busy=True)
+    except (UserError, Diverged) as error:
+        return Done(task, None, str(error))
+
+
+class Here:
+    """One task after another in this process; `watch` looks on."""
+
+    def __init__(self, watch: Watch = SILENCE) -> None:
+        """Play with somebody looking on."""
+        self.watch = watch
+
+    def play(self, tasks: Sequence[Task], note: Note) -> None:
+        """Play all tasks in their order."""
+        for task in tasks:
+            note(play(task, self.watch))
+
+
+class Processes:
+    """Several tasks at once, each in a process of its own; a process that dies is replaced."""
+
+    def __init__(self, jobs: int) -> None:
+        """Play with so many processes."""
+        self.jobs = jobs
+
+    def play(self, tasks: Sequence[Task], note: Note) -> None:
+        """Play all tasks; one whose process dies (killed, out of memory) is begun again, `TRIES` times at most."""
+        left, tries = list(tasks), dict.fromkeys(tasks, 0)
+        while left:
+            left = self._until_broken(left, tries, note)
+            for task in [task for task in left if tries[task] >= TRIES]:
+                left.remove(task)
+                note(Done(task, None, f"its process died {TRIES} times: killed, or out of memory."))
+
+    def _until_broken(self, tasks: Sequence[Task], tries: dict[Task, int], note: Note) -> list[Task]:
+        """Return the tasks that were not over when a process died; none where all are over."""
+        waiting, running = list(tasks), dict[Future[Done], Task]()
+        # Not forked: a copy of a process with threads of PyTorch's may hang.
+        with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.jobs:
+                        running[pool.submit(play, waiting[0])] = waiting.pop(0)
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        done = future.result()
+                        del running[future]
+                        note(done)
+            except BrokenProcessPool:
+                # All that ran are suspects: nobody says whose process it was.
+                for task in running.values():
+                    tries[task] += 1
+                return [*running.values(), *waiting]
+            except BaseException:
+                for process in (pool._processes or {}).values():
+                    process.terminate()
+                raise
+        return []

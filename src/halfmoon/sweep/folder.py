@@ -1,0 +1,148 @@
+"""The folder of a sweep: `sweep.json`, all that a table of it needs, written anew whenever a run is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from halfmoon import disk
+from halfmoon.config import identity
+from halfmoon.errors import UserError
+from halfmoon.sweep.grid import Cell
+from halfmoon.sweep.recipe import Recipe, Scale
+
+SWEEP, CELLS = "sweep.json", "cells"
+FORMAT = 1
+
+Results = dict[str, dict[str, Any]]
+"""What became of runs, by identity: what a run's entry in sweep.json has beside its names."""
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """`<out>/<recipe>[-<scale>]`; the runs lie in `<out>/cells`, by identity, and are shared with other sweeps."""
+
+    out: Path
+    recipe: Recipe
+    scale: Scale | None
+    command: str = ""
+    results: Results = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """Return the sweep's folder."""
+        return self.out / (f"{self.recipe.name}-{self.scale.name}" if self.scale else self.recipe.name)
+
+    def run(self, mark: str) -> Path:
+        """Return the folder of the run with this identity."""
+        return self.out / CELLS / mark[:16]
+
+    def read(self) -> dict[str, Any]:
+        """Return what its sweep.json says."""
+        return parse(disk.read(self.path / SWEEP) or b"", self.path / SWEEP)
+
+    def before(self) -> list[dict[str, Any]]:
+        """Return the cells of the sweep.json that is there, none where there is none.
+
+        Raise UserError where it is damaged, or of another format.
+        """
+        kept = disk.read(self.path / SWEEP)
+        return [] if kept is None else parse(kept, self.path / SWEEP)["cells"]
+
+    def write(self, cells: Sequence[Cell]) -> None:
+        """Write sweep.json; raise UserError where the disk refuses."""
+        words = json.dumps(disk.finite(self._facts(cells)), indent=1) + "\n"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            disk.replace(self.path / SWEEP, words.encode())
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: it cannot be written ({disk.reason(error)}); choose another --out."
+            ) from error
+
+    def _facts(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        recipe = self.recipe
+        used = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
+        return {
+            "format": FORMAT,
+            **{
+                name: getattr(recipe, name)
+                for name in ("title", "paper", "item", "about", "reading", "kind", "rows", "x")
+            },
+            "recipe": recipe.name,
+            "columns": list(recipe.columns),
+            "scale": self.scale and {"name": self.scale.name, "about": self.scale.about},
+            "axes": [
+                {
+                    "name": axis,
+                    "values": [{"name": v.name, "title": v.title} for v in values if v.name in used[axis]],
+                }
+                for axis, values in recipe.axes.items()
+            ],
+            "command": self.command,
+            "machine": machine(),
+            "versions": versions(),
+            "cells": [self._cell(cell) for cell in cells],
+        }
+
+    def _cell(self, cell: Cell) -> dict[str, Any]:
+        runs = []
+        for seed, config in cell.configs.items():
+            mark = identity(config, config.method)
+            folder = os.path.relpath(self.run(mark), self.path)
+            result = self.results.get(mark, {"finished": False, "failed": None})
+            runs.append({"seed": seed, "identity": mark, "folder": folder, **result})
+        return {"at": dict(cell.at), "published": cell.published and cell.published._asdict(), "runs": runs}
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """Return what a sweep.json says; raise UserError where it is damaged, or of another format."""
+    try:
+        facts = json.loads(data)
+        number = facts["format"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} is damaged; remove it and run the sweep again: finished runs are kept.") from error
+    if number != FORMAT:
+        raise UserError(
+            f"{path} has format {number}, but this halfmoon reads {FORMAT}; remove it and run the sweep again: runs of "
+            "an equal configuration are kept."
+        )
+    return facts
+
+
+def entry(summary: Mapping[str, Any] | None, failed: str | None = None) -> dict[str, Any]:
+    """Return what sweep.json says of a run that is over."""
+    if summary is None:
+        return {"finished": False, "failed": failed}
+    names = ("accuracy", "cost", "seconds")
+    return {"finished": True, "failed": None, **{name: summary[name] for name in names if name in summary}}
+
+
+def machine() -> dict[str, Any]:
+    """Return what this machine is: its processor, how many cores it gives, and its GPU."""
+    import torch  # slow to import
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {"cpu": _processor(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    return {
+        "halfmoon": metadata.version("halfmoon"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    for line in (disk.read(Path("/proc/cpuinfo")) or b"").decode(errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

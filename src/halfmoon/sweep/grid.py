@@ -1,0 +1,115 @@
+"""The grid of a recipe: which cells are asked for, and the complete configuration of every run in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from halfmoon import config as settings
+from halfmoon.config import Config
+from halfmoon.errors import UserError, nearest
+from halfmoon.sweep.published import COLUMNS, Published, lookup
+from halfmoon.sweep.recipe import Layer, Recipe, Scale, Value, layered
+
+Selection = Mapping[str, tuple[str, ...]]
+"""The values of some axes that are asked for."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table: its values by axis, what the paper prints there, and a configuration for every seed."""
+
+    at: Mapping[str, str]
+    published: Published | None
+    configs: Mapping[int, Config]
+
+    @property
+    def words(self) -> str:
+        """Return the values in words."""
+        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
+
+
+def selection(recipe: Recipe, words: Sequence[str]) -> Selection:
+    """Return what `--only` asks for: "axis=value,axis=value", a further value of the same axis is one more.
+
+    Raise UserError for an axis or a value that the recipe does not have.
+    """
+    asked: dict[str, list[str]] = {}
+    for part in (part.strip() for word in words for part in word.split(",")):
+        axis, sign, name = (each.strip() for each in part.partition("="))
+        if not sign or not name:
+            raise UserError(f"--only {part!r} is not AXIS=VALUE: write, for example, --only {_example(recipe)}.")
+        if axis not in recipe.axes:
+            raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {nearest(axis, recipe.axes)}")
+        known = [value.name for value in recipe.axes[axis]]
+        if name not in known:
+            raise UserError(
+                f"--only: axis {axis} of recipe {recipe.name} has no value {name!r}: {nearest(name, known)}"
+            )
+        if name not in asked.setdefault(axis, []):
+            asked[axis].append(name)
+    return {axis: tuple(names) for axis, names in asked.items()}
+
+
+def chosen(recipe: Recipe, only: Selection) -> dict[str, list[Value]]:
+    """Return the values of every axis that are played: those asked for, else all that are the paper's."""
+    found = {}
+    for axis, values in recipe.axes.items():
+        asked = only.get(axis)
+        found[axis] = [value for value in values if (value.name in asked if asked else not value.extra)]
+        if not found[axis]:
+            raise UserError(f"recipe {recipe.name}: nothing of axis {axis} is selected; name its values with --only.")
+    return found
+
+
+def cells(
+    recipe: Recipe,
+    only: Selection,
+    seeds: Sequence[int] | None = None,
+    scale: Scale | None = None,
+    over: Layer | None = None,
+) -> list[Cell]:
+    """Return the cells that are asked for, in the order of the axes; `over` are options that win over the recipe's.
+
+    Raise UserError, with the cell's name, where its configuration is impossible or no run could take it.
+    """
+    axes = chosen(recipe, only)
+    return [
+        _cell(recipe, values, tuple(seeds or recipe.seeds), scale, over or {}) for values in product(*axes.values())
+    ]
+
+
+def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:
+    at = dict(zip(recipe.axes, (value.name for value in values), strict=True))
+    layers = [recipe.protocol, *(value.set for value in values), *(each.set for each in recipe.when if each.meets(at))]
+    if scale is not None:
+        layers += [scale.set, *(each.set for each in scale.when if each.meets(at))]
+    where = {"paper": recipe.paper, **recipe.published}
+    for axis, value in zip(recipe.axes, values, strict=True):
+        if value.published is not None:
+            where |= value.published
+        elif axis in COLUMNS:
+            where[axis] = value.title
+    cell = Cell(at, lookup(where) if recipe.published else None, {})
+    try:
+        config = _config(layered([*layers, over]), recipe.name)
+        configs = {seed: replace(config, seed=seed, split_seed=seed) for seed in seeds}
+    except UserError as error:
+        raise UserError(f"recipe {recipe.name}, cell {cell.words}: {error}") from error
+    return replace(cell, configs=configs)
+
+
+def _config(values: dict[str, Any], name: str) -> Config:
+    """Return a checked configuration that holds the options of its own methods alone."""
+    config = settings.merge(values, {}, name)
+    mine = {config.method, config.reference}
+    options = {name: value for name, value in config.options.items() if name in mine or not isinstance(value, Mapping)}
+    config = replace(config, options=options)
+    settings.check_methods(config)
+    return config
+
+
+def _example(recipe: Recipe) -> str:
+    return ",".join(f"{axis}={values[0].name}" for axis, values in list(recipe.axes.items())[:2])

@@ -1,0 +1,111 @@
+"""A sweep: play the runs of a recipe's cells that are not finished, and keep its sweep.json up to date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from halfmoon import build
+from halfmoon.config import Config, identity, text
+from halfmoon.errors import UserError
+from halfmoon.sweep.engines import Done, Engine, Task
+from halfmoon.sweep.folder import SweepFolder, entry
+from halfmoon.sweep.grid import Cell, cells
+
+PAUSE = 2.0
+"""Seconds between looks at a run that another process plays."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A run that is over, for those who look on."""
+
+    number: int
+    runs: int
+    words: str
+    summary: dict[str, Any] | None
+    failed: str | None
+    before: bool  # it was finished when the sweep began
+
+
+def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Callable[[Step], None]) -> list[str]:
+    """Play what is not finished, and return one sentence for every run that failed.
+
+    Runs of an equal configuration are one run, whichever cell, recipe or sweep asked for them first. The cells of an
+    earlier sweep in the same folder stay in its sweep.json where the recipe still says the same of them. All cells with
+    the first seed come first.
+    """
+    named, shown = _by_identity(asked), _with_kept(folder, asked)
+    for mark in _by_identity(shown):
+        done = build.finished(folder.run(mark))
+        if done is not None:
+            folder.results[mark] = entry(done)
+    folder.write(shown)
+    failed: list[str] = []
+    waiting: list[Task] = []
+    over = 0
+
+    def tell_of(mark: str, summary: dict[str, Any] | None, why: str | None, before: bool) -> None:
+        nonlocal over
+        over += 1
+        if why:
+            failed.append(f"{named[mark][0]}: {why}")
+        tell(Step(over, len(named), named[mark][0], summary, why, before))
+
+    def note(done: Done) -> None:
+        if done.busy:
+            waiting.append(done.task)
+            return
+        folder.results[tasks[done.task]] = entry(done.summary, done.failed)
+        folder.write(shown)
+        tell_of(tasks[done.task], done.summary, done.failed, False)
+
+    tasks: dict[Task, str] = {}
+    for mark, (_, config) in named.items():
+        done = build.finished(folder.run(mark))
+        if done is not None:
+            tell_of(mark, done, None, True)
+        else:
+            tasks[Task(folder.run(mark), text(config), folder.recipe.kind == "splits")] = mark
+    engine.play(list(tasks), note)
+    while waiting:  # another process plays these: wait for it, or take over where it was stopped
+        time.sleep(PAUSE)
+        again, waiting[:] = list(waiting), []
+        engine.play(again, note)
+    return failed
+
+
+def _by_identity(asked: Sequence[Cell]) -> dict[str, tuple[str, Config]]:
+    """Return the different runs of cells with their words, those of the first seed first."""
+    found: dict[str, tuple[str, Config]] = {}
+    for seed in dict.fromkeys(seed for cell in asked for seed in cell.configs):
+        for cell in asked:
+            if seed in cell.configs:
+                config = cell.configs[seed]
+                found.setdefault(identity(config, config.method), (f"{cell.words}, seed {seed}", config))
+    return found
+
+
+def _with_kept(folder: SweepFolder, asked: Sequence[Cell]) -> list[Cell]:
+    """Return the cells asked for and those of an earlier sweep.json, in the order of the axes.
+
+    Kept are finished runs of cells that the recipe, as it is now, would play alike.
+    """
+    found = {tuple(cell.at.items()): cell for cell in asked}
+    for old in folder.before():
+        try:
+            seeds = [run["seed"] for run in old["runs"] if run["finished"]]
+            only = {axis: (name,) for axis, name in old["at"].items()}
+            (cell,) = cells(folder.recipe, only, seeds, folder.scale)
+        except (UserError, LookupError, TypeError, ValueError):
+            continue  # the recipe no longer has such a cell
+        marks = {run["seed"]: run["identity"] for run in old["runs"]}
+        same = {seed: config for seed, config in cell.configs.items() if identity(config, config.method) == marks[seed]}
+        here = tuple(cell.at.items())
+        mine = found.get(here, replace(cell, configs={}))
+        if same:
+            found[here] = replace(mine, configs={**same, **mine.configs})
+    order = {axis: [value.name for value in values] for axis, values in folder.recipe.axes.items()}
+    return sorted(found.values(), key=lambda cell: [order[axis].index(name) for axis, name in cell.at.items()])
