@@ -5,8 +5,8 @@ metrics.jsonl stays the source: a tracker is a `halfmoon.watch.Watch` that write
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ def tracker(name: str) -> Watch:
 def replay(folder: Path) -> Path:
     """Write the event files of a run that was played, from its metrics.jsonl, and return their folder.
 
-    Those that are there are replaced. Raise UserError where `folder` is no run or cannot be written, or TensorBoard is
+    Those that are there are emptied. Raise UserError where `folder` is no run or cannot be written, or TensorBoard is
     not installed.
     """
     try:
@@ -106,10 +106,10 @@ def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
     """Return the writer of a run's new event files, which hold its configuration and the rows of its metrics.jsonl."""
     run = Run.read(folder)
     events = folder / EVENTS
+    # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops all that
+    # it has read.
     for old in events.glob("events.out.tfevents.*"):
-        with suppress(FileNotFoundError):
-            old.unlink()
-    # A TensorBoard that has read the old files drops all their steps on the purge.
+        os.truncate(old, 0)
     writer = writer_type(str(events), purge_step=0)
     writer.add_text("config", f"```toml\n{run.config}```", 0)
     ends = _ends(folder)
