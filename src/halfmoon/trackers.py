@@ -106,8 +106,8 @@ def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
     """Return the writer of a run's new event files, which hold its configuration and the rows of its metrics.jsonl."""
     run = Run.read(folder)
     events = folder / EVENTS
-    # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops all that
-    # it has read.
+    # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops
+    # what it has read.
     for old in events.glob("events.out.tfevents.*"):
         os.truncate(old, 0)
     writer = writer_type(str(events), purge_step=0)
