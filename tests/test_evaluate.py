@@ -1,17 +1,31 @@
-"""Accuracy and pseudo-label quality against plain counting in numpy."""
+"""Accuracy, pseudo-label quality and leanings against plain counting in numpy, scipy, and by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from scenes import CLASSES, examples, task
+from scipy.spatial.distance import jensenshannon
 from torch_models import TorchSmall, twin
 
 from halfmoon import rng, tree
-from halfmoon.evaluate import Examples, Quality, scores
+from halfmoon.data.measure import jensen_shannon, mix
+from halfmoon.evaluate import Examples, Quality, leaning, mean_prediction, scores, tally
 from halfmoon.models import track
 from halfmoon.types import Pseudo
+
+counted = hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 9)).filter(lambda n: (n.sum(1) > 0).all())
+
+
+def spoken(images: torch.Tensor) -> np.ndarray:
+    """Return the logits (N, classes) of the model's twin in eval mode."""
+    oracle = twin(TorchSmall(1, CLASSES, task().network.width), model()).eval()
+    with torch.no_grad():
+        return oracle(images.double() / 127.5 - 1).numpy()
 
 
 def model():
@@ -32,9 +46,7 @@ def test_scores_equal_a_count(batch):
     test = examples(50, seed=8)
     shared = task()
     made = scores(shared.network, model(), shared.normalize, test, batch)
-    oracle = twin(TorchSmall(1, CLASSES, shared.network.width), model()).eval()
-    with torch.no_grad():
-        logits = oracle(test.images.double() / 127.5 - 1).numpy()
+    logits = spoken(test.images)
     labels = test.labels.numpy()
     right = logits.argmax(1) == labels
     chance = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -43,6 +55,68 @@ def test_scores_equal_a_count(batch):
     assert made["per_class"] == [round(right[labels == k].mean(), 6) for k in range(CLASSES)]
     assert len(set(logits.argmax(1))) == CLASSES
     assert 0 < made["accuracy"] < 1
+
+
+@pytest.mark.parametrize("batch", [7, 1000])
+def test_a_tally_equals_a_count(batch):
+    """Each cell counts images of its row's class that are said to be of its column's; the scores follow from them."""
+    test = examples(50, seed=8)
+    shared = task()
+    made = tally(shared.network, model(), shared.normalize, test, batch)
+    said, labels = spoken(test.images).argmax(1), test.labels.numpy()
+    cells = [[int(((labels == row) & (said == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
+    assert made.confusion.tolist() == cells
+    assert made.confusion.T.tolist() != cells
+    assert made.row() == scores(shared.network, model(), shared.normalize, test, batch)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_a_mean_prediction_equals_a_mean(batch):
+    """The mean softmax over 50 images, however they are cut; a head 300 times as large says 300 times as much."""
+    images = examples(50, seed=8).images
+    shared, sure = task(), model()
+    sure["params"]["head"] = tree.map(lambda leaf: 300 * leaf, sure["params"]["head"])
+    made = mean_prediction(shared.network, sure, shared.normalize, images, batch)
+    power = np.exp(300 * spoken(images))
+    assert made == pytest.approx((power / power.sum(1, keepdims=True)).mean(0), rel=1e-6)
+    assert made.sum() == pytest.approx(1, abs=1e-12)
+    assert made.max() - made.min() > 0.1
+
+
+@given(counted)
+def test_jensen_shannon_equals_scipys(pair):
+    """scipy has the distance, the root of the divergence; zeros stand in most of these shares."""
+    p, q = mix(pair)
+    assert jensen_shannon(p, q) == pytest.approx(jensenshannon(p, q, 2) ** 2, abs=1e-12)
+
+
+def test_leanings_by_hand():
+    """Accuracy (0.9, 0.3, 0) is (3/4, 1/4, 0) of its sum; the labels are (2, 2, 0), the unlabeled rows (1, 1, 2).
+
+    APP-U (1/4, 3/4, 0): the middle is (1/2, 1/2, 0) with 1 bit, either side has h = 2 - (3/4) log2(3) = 0.811278, so
+    the divergence is 0.188722. Labels (1/2, 1/2, 0): the middle (5/8, 3/8) has 0.954434 bits, the sides h and 1, so it
+    is 0.954434 - 0.905639 = 0.048795.
+    """
+    row = leaning(np.array([0.25, 0.75, 0]), np.array([2, 2, 0]), np.array([1, 1, 2]), [0.9, 0.3, 0.0])
+    assert row == {
+        "app_u": [0.25, 0.75, 0.0],
+        "labeled": [0.5, 0.5, 0.0],
+        "unlabeled": [0.25, 0.25, 0.5],
+        "accuracy": [0.75, 0.25, 0.0],
+        "js_app_u": pytest.approx(0.188722, abs=1e-6),
+        "js_labeled": pytest.approx(0.048795, abs=1e-6),
+    }
+
+
+def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
+    """And shares of nothing, with their divergences, are None: no NaN gets into a row."""
+    one, other, nothing = np.array([3, 1, 0, 0]), np.array([0, 0, 5, 2]), np.zeros(4)
+    row = leaning(mix(one), other, one, [0.6, 0.2, 0.0, 0.0])
+    assert (row["js_app_u"], row["js_labeled"]) == (0, 1)
+    row = leaning(mix(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
+    assert (row["labeled"], row["js_labeled"], row["js_app_u"]) == (None, None, 0)
+    row = leaning(mix(one), other, one, [0.0] * 4)
+    assert (row["accuracy"], row["js_labeled"], row["js_app_u"]) == (None, None, None)
 
 
 def test_a_class_without_test_images_scores_zero():
