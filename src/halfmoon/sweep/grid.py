@@ -83,7 +83,8 @@ def cells(
 
 def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:
     at = dict(zip(recipe.axes, (value.name for value in values), strict=True))
-    layers = [recipe.protocol, *(value.set for value in values), *(each.set for each in recipe.when if each.meets(at))]
+    whens = [each for each in recipe.when if each.meets(at)]
+    layers = [recipe.protocol, *(value.set for value in values), *(each.set for each in whens)]
     if scale is not None:
         layers += [scale.set, *(each.set for each in scale.when if each.meets(at))]
     where = {"paper": recipe.paper, **recipe.published}
@@ -92,6 +93,8 @@ def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: 
             where |= value.published
         elif axis in COLUMNS:
             where[axis] = value.title
+    for each in whens:
+        where |= each.published
     cell = Cell(at, lookup(where) if recipe.published else None, {})
     try:
         config = _config(layered([*layers, over]), recipe.name)

@@ -25,6 +25,7 @@
     [[when]]                        # options of some cells, later ones win
     at = { dataset = ["svhn"], setting = ["iid"] }
     set = { labels = 1000 }
+    published = { labels = "1000 labels" }
 
     [scales.small]                  # a scaled-down version, marked in everything that comes out
     about = "what it changes"
@@ -57,7 +58,7 @@ _KEYS = {
     "recipe": ("title", "paper", "item", "about", "reading", "extends", "kind", "rows", "columns", "x", "seeds"),
     "tables": ("published", "protocol", "axes", "when", "scales"),
     "value": ("title", "set", "published", "extra"),
-    "when": ("at", "set"),
+    "when": ("at", "set", "published"),
     "scale": ("about", "set", "when"),
 }
 _NEEDED = ("title", "paper", "item", "about", "rows", "axes")
@@ -76,10 +77,11 @@ class Value:
 
 @dataclass(frozen=True)
 class When:
-    """Options of the cells whose values are among `at`'s."""
+    """Options of the cells whose values are among `at`'s, and where else their published numbers stand."""
 
     at: Mapping[str, tuple[str, ...]]
     set: Layer
+    published: Mapping[str, str]
 
     def meets(self, at: Mapping[str, str]) -> bool:
         """Say whether a cell with these values is meant."""
@@ -279,7 +281,8 @@ def _when(keys: Any, known: Mapping[str, list[str]] | None, where: str) -> When:
             if name not in known[axis]:
                 raise UserError(f"{here}: axis {axis} has no value {name!r}: {_nearest(name, known[axis])}")
     _check_layer(keys.get("set", {}), here)
-    return When(at, keys.get("set", {}))
+    _check_keys(keys.get("published", {}), COLUMNS, f"{here}, published")
+    return When(at, keys.get("set", {}), keys.get("published", {}))
 
 
 def _scale(name: str, keys: Any, known: Mapping[str, list[str]] | None, where: str) -> Scale:
