@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfmoon.disk import read_rows
+from halfmoon.disk import read_json, read_rows
 from halfmoon.errors import UserError
 
 
@@ -35,15 +35,34 @@ class Run:
         """The method's title, or its name while the run is not finished."""
         if self.summary is not None:
             return str(self.summary["title"])
-        try:
-            return str(tomllib.loads(self.config).get("method", self.path.name))
-        except tomllib.TOMLDecodeError:
-            return self.path.name
+        return str(self.options.get("method", self.path.name))
 
     def series(self, part: str, name: str) -> dict[int, float]:
         """Return {round: value} of `row[part][name]`, without the rounds that have none."""
         found = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
         return {round: float(value) for round, value in found if value is not None}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What config.toml says, {} where it is no TOML."""
+        try:
+            return tomllib.loads(self.config)
+        except tomllib.TOMLDecodeError:
+            return {}
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What run.json says: identity, and the versions of halfmoon and torch; {} where there is none."""
+        return read_json(self.path / "run.json") or {}
+
+    @property
+    def split(self) -> dict[str, Any] | None:
+        """The dict of `halfmoon.data.measure.summary` in split.json; None for a run of a version without it."""
+        return read_json(self.path / "split.json")
+
+    def seconds(self) -> dict[int, float]:
+        """Return {round: seconds} of timings.jsonl; a round that was played twice counts as it was the last time."""
+        return {row["round"]: float(row["seconds"]) for row in read_rows(self.path / "timings.jsonl")}
 
 
 def find(root: Path) -> list[Run]:

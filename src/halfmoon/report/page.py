@@ -1,0 +1,226 @@
+"""One self-contained HTML page of studies: tables written here, charts drawn by the script that comes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import metadata, resources
+from string import Template
+from typing import Any
+
+from halfmoon.report import scores, series
+from halfmoon.report.gather import common_options
+from halfmoon.report.judge import Column, equal, final
+from halfmoon.report.markup import Markup, el, joined, script_data
+from halfmoon.report.study import Study, scale_words
+
+CHARTS = {
+    "learning": ("accuracy", "pseudo", "above", "share_above", "share_used"),
+    "classes": ("js_app_u", "js_labeled", "per_class", "prior"),
+    "confusion": ("confusion",),
+    "costs": ("against",),
+}
+"""The charts of a group, by section, in their order."""
+
+
+def as_html(studies: Sequence[Study]) -> str:
+    """Return the page: every text escaped, no address of anything outside."""
+    web = resources.files("halfmoon.report") / "web"
+    title = " · ".join(study.sweep.title for study in studies)
+    data = {"studies": [_data(study) for study in studies]}
+    body = joined(*(_study(number, study) for number, study in enumerate(studies)))
+    return Template((web / "page.html").read_text(encoding="utf-8")).substitute(
+        title=joined(f"{title} · halfmoon"),
+        style=(web / "page.css").read_text(encoding="utf-8"),
+        body=body,
+        foot=joined(f"Written by halfmoon {metadata.version('halfmoon')}."),
+        data=script_data(data),
+        script="\n".join((web / name).read_text(encoding="utf-8") for name in ("draw.js", "charts.js", "page.js")),
+    )
+
+
+def missing(study: Study) -> list[str]:
+    """Return a sentence for everything that the page cannot show, and why."""
+    notes = list(study.notes)
+    runs = [(_name(study, cell, entry.seed), entry) for cell in study.sweep.cells for entry in cell.runs]
+    notes += [f"{name} failed: {entry.failed.rstrip('.')}." for name, entry in runs if entry.failed]
+    open_ = [name for name, entry in runs if not entry.finished and not entry.failed]
+    if open_:
+        notes.append(f"Not finished, and left out: {_some(open_)}.")
+    here = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
+    without = {
+        "No split (split.json), so no clients and classes": [n for n, run in here if run.split is None],
+        "No class distributions (prior), so no divergences": [
+            n for n, run in here if study.sweep.kind != "splits" and not any(row.get("prior") for row in run.rows)
+        ],
+        "No confusion matrix": [
+            n for n, run in here if study.sweep.kind != "splits" and not (run.summary or {}).get("confusion")
+        ],
+    }
+    for words, names in without.items():
+        if names:
+            who = "all runs" if len(names) == len(here) else _some(names)
+            notes.append(f"{words}: {who} (made by an older version, or nobody has unlabeled images).")
+    return notes
+
+
+def _name(study: Study, cell: Any, seed: int) -> str:
+    words = [axis.title(cell.at[axis.name]) for axis in study.sweep.axes if len(axis.values) > 1]
+    return ", ".join([*words, f"seed {seed}"])
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    if len(names) <= most:
+        return "; ".join(names)
+    return "; ".join(names[:most]) + f"; and {len(names) - most} more"
+
+
+def _data(study: Study) -> dict[str, Any]:
+    """Return what the script needs of a study."""
+    drawn = study.sweep.kind != "splits"
+    return {
+        "scale": scale_words(study.sweep.scale),
+        "looks": series.line_looks(study),
+        "groups": [series.group(study, column) for column in study.columns] if drawn else [],
+        "splits": series.splits(study),
+        "x": series.against_x(study, final(study)),
+    }
+
+
+def _study(number: int, study: Study) -> Markup:
+    sweep = study.sweep
+    parts = [el("h1", None, sweep.title)]
+    scale = scale_words(sweep.scale)
+    if scale:
+        parts.append(el("p", {"class": "banner", "role": "note"}, scale))
+    parts.append(_head(study))
+    if sweep.kind == "splits":
+        parts.append(_splits())
+    else:
+        parts += _results(study)
+        parts.append(_splits())
+        parts.append(_groups(study))
+    notes = missing(study)
+    if notes:
+        listed = el("ul", None, *(el("li", None, words) for words in notes))
+        parts.append(el("section", {"class": "missing"}, el("h2", None, "What is missing"), listed))
+    return el("article", {"class": "study", "data-study": str(number)}, *parts)
+
+
+def _head(study: Study) -> Markup:
+    """Return what was run, on what, and by which command."""
+    sweep = study.sweep
+    parts = [el("p", {"class": "about"}, words) for words in (sweep.about,) if words]
+    if sweep.reading:
+        parts.append(el("p", {"class": "reading"}, el("strong", None, "How the paper is read: "), sweep.reading))
+    facts = {
+        "paper": ", ".join(words for words in (sweep.paper, sweep.item) if words),
+        "machine": _machine(sweep.machine),
+        "versions": ", ".join(f"{name} {version}" for name, version in sweep.versions.items()),
+        "command": sweep.command,
+    }
+    rows = [
+        joined(el("dt", None, name), el("dd", None, el("code", None, words) if name == "command" else words))
+        for name, words in facts.items()
+        if words
+    ]
+    parts.append(el("dl", {"class": "facts"}, *rows))
+    options = common_options(list(study.runs.values()))
+    if options:
+        items = [
+            joined(el("dt", None, name), el("dd", None, "none" if value is None else str(value)))
+            for name, value in options.items()
+        ]
+        said = el("summary", None, "Options that all runs share")
+        parts.append(el("details", None, said, el("dl", {"class": "options"}, *items)))
+    return el("header", None, *parts)
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    words = [str(machine["cpu"])] if machine.get("cpu") else []
+    words += [f"{machine['cores']} cores"] if machine.get("cores") else []
+    words += [str(machine["gpu"]) if machine.get("gpu") else "no GPU"] if machine else []
+    return ", ".join(words)
+
+
+def _results(study: Study) -> list[Markup]:
+    """Return the tables of all columns together; with one column they stand in its group."""
+    score, even = final(study), equal(study)
+    parts = []
+    if study.sweep.kind == "lines":
+        parts.append(section("Accuracy along " + str(study.sweep.x), el("div", {"class": "charts", "data-along": ""})))
+    if len(study.columns) > 1:
+        parts.append(section("Accuracy", grid_note(), scores.grid(study, score, "Test accuracy in percent.")))
+        if any((even.steps or {}).values()):
+            table = scores.grid(study, even, "Test accuracy in percent at equal labeled steps.")
+            parts.append(section("Accuracy at equal labeled steps", equal_note(), table))
+    return parts
+
+
+def section(title: str, *children: str | Markup) -> Markup:
+    """Return a section under a heading."""
+    return el("section", None, el("h2", None, title), *children)
+
+
+def grid_note() -> Markup:
+    """Return how the tables of accuracy are to be read."""
+    return el(
+        "p",
+        {"class": "how"},
+        "Mean ± sample standard deviation over seeds, of the final model; best: of each seed's best round. The "
+        "difference is the final model's mean minus the published one, in points; two-sigma rule: it "
+        "lies within where it is at most twice the root of the sum of both squared deviations.",
+    )
+
+
+def equal_note() -> Markup:
+    """Return what equal labeled steps are."""
+    return el(
+        "p",
+        {"class": "how"},
+        "Every run at the largest number of labeled steps that all runs of its column reached: its last evaluation not "
+        "after that. Readings of one protocol differ up to nine-fold in steps.",
+    )
+
+
+def _splits() -> Markup:
+    return el(
+        "section",
+        {"data-splits": "", "hidden": ""},
+        el("h2", None, "Clients and classes"),
+        el("p", {"class": "how"}, "Areas are proportional to the number of images, apart for labeled and unlabeled."),
+        el("div", {"class": "charts wide", "data-charts": "splits"}),
+    )
+
+
+def _groups(study: Study) -> Markup:
+    several = len(study.columns) > 1
+    groups = [_group(number, study, column, several) for number, column in enumerate(study.columns)]
+    if not several:
+        return joined(*groups)
+    options = [el("option", {"value": str(n)}, study.column_title(column)) for n, column in enumerate(study.columns)]
+    choice = el("label", {"class": "choice"}, "Column: ", el("select", {"data-choose": "group"}, *options))
+    return joined(el("div", {"class": "chooser", "hidden": ""}, choice), *groups)
+
+
+def _group(number: int, study: Study, column: Column, several: bool) -> Markup:
+    """Return one column: its tables, and places for its charts."""
+    score, even = final(study), equal(study)
+    title = study.column_title(column)
+    reached = (even.steps or {}).get(column)
+    parts = [el("h2", {"class": "column"}, title)] if several else []
+    table = scores.flat(study, score, column, "Test accuracy.")
+    parts.append(section("Accuracy", "" if several else grid_note(), table, scores.ordering(study, score, column)))
+    if reached:
+        table = scores.flat(study, even, column, f"Test accuracy at {reached:,.0f} labeled steps.")
+        parts.append(section("Accuracy at equal labeled steps", "" if several else equal_note(), table))
+    parts.append(section("Learning curves", _charts("learning", "Lines: mean over seeds; bands: smallest to largest.")))
+    parts.append(section("Classes", _charts("classes", "")))
+    parts.append(section("Confusion", _charts("confusion", "")))
+    parts.append(section("Costs", scores.costs(study, column), _charts("costs", "")))
+    return el("div", {"class": "group", "data-group": str(number)}, *parts)
+
+
+def _charts(name: str, how: str) -> Markup:
+    note = el("p", {"class": "how"}, how) if how else Markup("")
+    words = " ".join(CHARTS[name])
+    return joined(note, el("div", {"class": "charts", "data-charts": name, "data-names": words}))

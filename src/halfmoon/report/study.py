@@ -1,0 +1,274 @@
+"""What a report is about: the cells of a sweep with their runs, read from sweep.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from halfmoon.errors import UserError
+from halfmoon.report.reading import Run
+
+FORMAT = 1
+"""The version of sweep.json that is read here."""
+
+SWEEP = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of an axis: its name in `Cell.at`, and how it is shown."""
+
+    name: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that varies over a study, with its values in the order in which they are shown."""
+
+    name: str
+    values: list[Value]
+
+    def title(self, name: str) -> str:
+        """Return how the value `name` is shown."""
+        return next((value.title for value in self.values if value.name == name), name)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the paper says of a cell: mean and standard deviation of test accuracy, in percent."""
+
+    mean: float
+    deviation: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Test accuracy of a run, as shares: of the final model and of the best round."""
+
+    last: float
+    best: float | None = None
+    best_round: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a cell; `folder` is relative to the folder of sweep.json and may be absent."""
+
+    seed: int
+    identity: str = ""
+    folder: str = ""
+    finished: bool = False
+    failed: str | None = None
+    accuracy: Accuracy | None = None
+    cost: dict[str, float | None] | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the grid: {axis: value name}, the published number, and the runs, one a seed."""
+
+    at: dict[str, str]
+    runs: list[Entry]
+    published: Published | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a study departs in size from the paper's experiment."""
+
+    name: str
+    about: str
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The content of sweep.json."""
+
+    format: int
+    title: str
+    kind: Literal["table", "lines", "curves", "splits"]
+    rows: str
+    columns: list[str]
+    axes: list[Axis]
+    cells: list[Cell]
+    recipe: str = ""
+    paper: str = ""
+    item: str = ""
+    about: str = ""
+    reading: str = ""
+    scale: Scale | None = None
+    x: str | None = None
+    command: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep with the run folders that are there, by `Entry.folder`.
+
+    `notes` are sentences about what is missing, as far as reading found it.
+    """
+
+    sweep: Sweep
+    runs: Mapping[str, Run]
+    notes: tuple[str, ...] = ()
+
+    def axis(self, name: str) -> Axis:
+        """Return an axis by name."""
+        return next(axis for axis in self.sweep.axes if axis.name == name)
+
+    @property
+    def row_values(self) -> list[Value]:
+        """The rows of the tables, which are also the lines of the charts."""
+        return self.axis(self.sweep.rows).values
+
+    @property
+    def column_axes(self) -> list[str]:
+        """The axes of the columns, outermost first: those named, then any other that varies."""
+        sweep = self.sweep
+        rest = [axis.name for axis in sweep.axes if axis.name not in (sweep.rows, *sweep.columns)]
+        return [*sweep.columns, *(name for name in rest if len(self.axis(name).values) > 1)]
+
+    @cached_property
+    def columns(self) -> list[tuple[str, ...]]:
+        """The columns that hold a cell, in the order of their axes: a value name for each of `column_axes`."""
+        axes = self.column_axes
+        ranks = [{value.name: n for n, value in enumerate(self.axis(name).values)} for name in axes]
+        held = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
+        return sorted(held, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])
+
+    def column_title(self, column: tuple[str, ...]) -> str:
+        """Return how a column is shown in running text."""
+        titles = (self.axis(axis).title(name) for axis, name in zip(self.column_axes, column, strict=True))
+        return ", ".join(titles)
+
+    def cell(self, row: str, column: tuple[str, ...]) -> Cell | None:
+        """Return the cell of a row and a column, None where the grid has none."""
+        return self._cells.get((row, column))
+
+    @cached_property
+    def _cells(self) -> dict[tuple[str, tuple[str, ...]], Cell]:
+        axes = self.column_axes
+        return {(each.at[self.sweep.rows], tuple(each.at[name] for name in axes)): each for each in self.sweep.cells}
+
+    def run(self, entry: Entry) -> Run | None:
+        """Return the run folder of a finished entry, None where it is not there."""
+        return self.runs.get(entry.folder) if entry.finished else None
+
+    def finished(self) -> Iterator[tuple[Cell, Entry]]:
+        """Yield every finished run with its cell."""
+        for cell in self.sweep.cells:
+            for entry in cell.runs:
+                if entry.finished:
+                    yield cell, entry
+
+
+def read_sweep(file: Path) -> Study:
+    """Read a sweep.json and the run folders that it names.
+
+    Raise UserError if the file is damaged, has another `format`, or a run folder cannot be read.
+    """
+    try:
+        data = file.read_bytes()
+        head = json.loads(data)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        found = head.get("format") if isinstance(head, dict) else None
+        raise UserError(
+            f"{file} has format {found!r}, and this version of halfmoon reads format {FORMAT}: these results were made "
+            "by another version; start the sweep again, or use that version."
+        )
+    try:
+        sweep = TypeAdapter(Sweep).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{file} is damaged at {where} ({first['msg']}); restore it.") from error
+    _check(sweep, file)
+    return _with_runs(sweep, file.parent)
+
+
+def _check(sweep: Sweep, file: Path) -> None:
+    """Refuse a sweep whose parts do not belong together."""
+    axes = {axis.name: {value.name for value in axis.values} for axis in sweep.axes}
+    named = [sweep.rows, *sweep.columns, *([sweep.x] if sweep.x else [])]
+    lost = [name for name in named if name not in axes]
+    if lost:
+        raise UserError(f"{file} is damaged: {lost[0]!r} is no axis of it; restore it.")
+    if sweep.kind == "lines":
+        if sweep.x is None:
+            raise UserError(f"{file} is damaged: a study of lines needs an axis as x; restore it.")
+        if not all(_is_number(name) for name in axes[sweep.x]):
+            raise UserError(f"{file} is damaged: the values of {sweep.x!r}, its x, are no numbers; restore it.")
+    seen = set()
+    for number, cell in enumerate(sweep.cells):
+        where = f"{file} is damaged: cell {number}"
+        if cell.at.keys() != axes.keys() or any(value not in axes[name] for name, value in cell.at.items()):
+            raise UserError(f"{where} does not name one value of each axis; restore it.")
+        place = tuple(sorted(cell.at.items()))
+        if place in seen:
+            raise UserError(f"{where} is there twice; restore it.")
+        seen.add(place)
+        for entry in cell.runs:
+            if entry.finished and sweep.kind != "splits" and (entry.accuracy is None or entry.cost is None):
+                raise UserError(f"{where}, seed {entry.seed}, is finished but has no accuracy or cost; restore it.")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
+
+
+def _with_runs(sweep: Sweep, root: Path) -> Study:
+    """Read the folders of the finished runs; one that is absent or holds another run is told and left out."""
+    runs: dict[str, Run] = {}
+    absent, other = 0, 0
+    entries = [entry for cell in sweep.cells for entry in cell.runs if entry.finished]
+    for entry in entries:
+        path = root / entry.folder
+        if not entry.folder or not (path / "config.toml").exists():
+            absent += 1
+            continue
+        run = Run.read(path)
+        if entry.identity and run.head.get("identity", entry.identity) != entry.identity:
+            other += 1
+            continue
+        runs[entry.folder] = run
+    notes = []
+    if absent:
+        notes.append(f"The folders of {absent} of {len(entries)} finished runs are not here: no charts of those.")
+    if other:
+        notes.append(f"The folders of {other} finished runs hold another run by now: no charts of those.")
+    return Study(sweep, runs, tuple(notes))
+
+
+def scale_words(scale: Scale | None) -> str:
+    """Return the sentence that every table of a scaled study carries, "" for the paper's own size."""
+    if scale is None:
+        return ""
+    about = scale.about.rstrip(".")
+    loud = "" if "not the paper's experiment" in about else "not the paper's experiment: "
+    return f"Scale “{scale.name}”: {loud}{about}."
+
+
+def has_numbers(studies: Sequence[Study]) -> bool:
+    """Return whether any study has something to show: a finished run, or for kind splits a split."""
+    return any(
+        study.sweep.kind != "splits" or any(run.split for run in study.runs.values())
+        for study in studies
+        if any(study.finished())
+    )

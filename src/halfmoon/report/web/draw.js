@@ -1,0 +1,132 @@
+// What all charts share: elements, scales, axes, markers, and the one tooltip. Texts only ever enter as text.
+
+function element(space, name, attributes, children) {
+  const made = space ? document.createElementNS(space, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes ?? {})) made.setAttribute(key, value);
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return made;
+}
+const html = (name, attributes, ...children) => element(null, name, attributes, children);
+const svg = (name, attributes, ...children) => element("http://www.w3.org/2000/svg", name, attributes, children);
+
+const MINUS = "\u2212";
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
+
+function shown(number, digits) {
+  if (digits === undefined) {
+    if (Math.abs(number) >= 10000) return compact.format(number);
+    digits = Number.isInteger(number) ? 0 : Math.abs(number) >= 100 ? 1 : Math.abs(number) >= 1 ? 2 : 3;
+  }
+  return number.toFixed(digits).replace("-", MINUS);
+}
+
+// Round numbers between low and high, about as many as wanted.
+function ticks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * unit).find((n) => n >= rough * 0.999);
+  const first = Math.ceil(low / step - 1e-9);
+  const last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: Math.max(0, last - first + 1) }, (_, n) => Number(((first + n) * step).toPrecision(12)));
+}
+
+const scale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
+
+// The range of numbers, at least `span` wide, with a little air, not beyond what is possible.
+function range(numbers, span, least, most) {
+  let low = Math.min(...numbers);
+  let high = Math.max(...numbers);
+  const lack = Math.max(0, span - (high - low)) / 2;
+  const air = 0.04 * Math.max(high - low, span);
+  low = Math.max(least, low - lack - air);
+  high = Math.min(most, high + lack + air);
+  if (high - low < span) [low, high] = low <= least ? [low, Math.min(most, low + span)] : [Math.max(least, high - span), high];
+  return [low, high];
+}
+
+const SHAPES = {
+  o: null,
+  s: [[-1, -1], [1, -1], [1, 1], [-1, 1]],
+  "^": [[0, -1.2], [1.15, 0.9], [-1.15, 0.9]],
+  v: [[0, 1.2], [1.15, -0.9], [-1.15, -0.9]],
+  "<": [[-1.2, 0], [0.9, 1.15], [0.9, -1.15]],
+  ">": [[1.2, 0], [-0.9, 1.15], [-0.9, -1.15]],
+  D: [[0, -1.35], [1.35, 0], [0, 1.35], [-1.35, 0]],
+  P: [[-0.4, -1.2], [0.4, -1.2], [0.4, -0.4], [1.2, -0.4], [1.2, 0.4], [0.4, 0.4], [0.4, 1.2], [-0.4, 1.2], [-0.4, 0.4], [-1.2, 0.4], [-1.2, -0.4], [-0.4, -0.4]],
+  X: [[0, -0.6], [0.7, -1.3], [1.3, -0.7], [0.6, 0], [1.3, 0.7], [0.7, 1.3], [0, 0.6], [-0.7, 1.3], [-1.3, 0.7], [-0.6, 0], [-1.3, -0.7], [-0.7, -1.3]],
+};
+
+function marker(look, x, y, size, hollow) {
+  const paint = hollow ? { fill: "#fff", stroke: look.color, "stroke-width": 1.6 } : { fill: look.color };
+  const corners = SHAPES[look.marker];
+  if (!corners) return svg("circle", { class: "marker", cx: x.toFixed(1), cy: y.toFixed(1), r: size, ...paint });
+  const points = corners.map(([a, b]) => `${(x + a * size).toFixed(1)},${(y + b * size).toFixed(1)}`).join(" ");
+  return svg("polygon", { class: "marker", points, ...paint });
+}
+
+// A legend's sample of a line.
+function sample(look) {
+  const line = { x1: 1, x2: 33, y1: 7, y2: 7, stroke: look.color, "stroke-width": 2, "stroke-dasharray": look.dashes };
+  return svg("svg", { width: 34, height: 14, "aria-hidden": "true" }, svg("line", line), marker(look, 17, 7, 3.6));
+}
+
+const tip = {
+  box: null,
+  show(x, y, title, rows) {
+    this.box ??= document.body.appendChild(html("div", { id: "tip", role: "status" }));
+    const lines = rows.map(([color, name, value]) =>
+      html("div", null, color ? html("i", { style: `background:${color}` }) : null, html("span", null, name), html("span", null, value)));
+    this.box.replaceChildren(html("b", null, title), ...lines);
+    this.box.hidden = false;
+    const { width, height } = this.box.getBoundingClientRect();
+    const right = document.documentElement.clientWidth;
+    this.box.style.left = `${Math.max(4, x + 14 + width > right - 4 ? Math.min(x - width - 14, right - width - 4) : x + 14)}px`;
+    this.box.style.top = `${Math.max(4, y + height + 20 > window.innerHeight ? y - height - 12 : y + 16)}px`;
+  },
+  hide() {
+    if (this.box) this.box.hidden = true;
+  },
+};
+
+// An empty picture with its axes: {root, x, y, box}; `axes` says ranges, ticks [value, text] and the label below.
+function picture(width, height, alt, axes) {
+  const widest = Math.max(...axes.y.ticks.map(([, text]) => text.length), 1);
+  const box = { left: 14 + 6.7 * widest, right: width - 12, top: 8, bottom: height - (axes.label ? 40 : 24) };
+  const x = scale(...axes.x.range, box.left, box.right);
+  const y = scale(...axes.y.range, box.bottom, box.top);
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": alt });
+  for (const [value, text] of axes.y.ticks) {
+    const at = y(value).toFixed(1);
+    if (axes.y.rules !== false) root.append(svg("line", { class: "rule", x1: box.left, x2: box.right, y1: at, y2: at }));
+    root.append(svg("text", { x: box.left - 6, y: at, "text-anchor": "end", "dominant-baseline": "central" }, text));
+  }
+  root.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+  for (const [value, text] of axes.x.ticks) {
+    const at = x(value);
+    if (axes.x.marks !== false) root.append(svg("line", { class: "axis", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 4 }));
+    const last = at + 3.4 * text.length > width ? "end" : "middle";
+    root.append(svg("text", { class: "x", x: last === "end" ? width : at, y: box.bottom + 17, "text-anchor": last }, text));
+  }
+  if (axes.label) root.append(svg("text", { class: "label", x: (box.left + box.right) / 2, y: height - 5, "text-anchor": "middle" }, axes.label));
+  return { root, x, y, box };
+}
+
+// Follow the pointer over a picture in its own coordinates; `leave` when it goes.
+function follow(root, move, leave) {
+  const at = (event) => {
+    const frame = root.getBoundingClientRect();
+    const zoom = root.viewBox.baseVal.width / frame.width;
+    move((event.clientX - frame.left) * zoom, (event.clientY - frame.top) * zoom, event.clientX, event.clientY);
+  };
+  root.addEventListener("pointermove", at);
+  root.addEventListener("pointerdown", at);
+  root.addEventListener("pointerleave", leave);
+  root.addEventListener("blur", leave);
+}
+
+// Names below an axis: as many as have room, evenly.
+function named(names, room) {
+  const longest = Math.max(...names.map((name) => name.length), 1);
+  const every = Math.max(1, Math.ceil((names.length * (6.6 * Math.min(longest, 12) + 6)) / room));
+  return names.map((name, n) => [n, name.length > 12 ? `${name.slice(0, 11)}\u2026` : name]).filter(([n]) => n % every === 0);
+}

@@ -1,0 +1,217 @@
+// Puts charts into the places that the page has for them, and connects legends and choices.
+
+const AXES = {
+  round: "round",
+  steps: "labeled steps",
+  forward: "forward passes, images",
+  megabytes: "sent, MB",
+  seconds: "seconds",
+};
+const TITLES = {
+  accuracy: "Test accuracy, %",
+  pseudo: "Correct pseudo-labels, %",
+  above: "Correct among those above the threshold, %",
+  share_above: "Pseudo-labels above the threshold, %",
+  share_used: "Pseudo-labels that were used, %",
+  js_app_u: "Divergence of class-wise accuracy from APP-U",
+  js_labeled: "Divergence of class-wise accuracy from the labeled mix",
+  per_class: "Class-wise accuracy of the final model, %",
+  prior: "Class shares at the end, %",
+  confusion: "Confusion of the final model",
+  against: "Test accuracy, %",
+};
+const SHARES = [
+  ["accuracy", { title: "class-wise accuracy, its share", color: "#0072B2", dashes: "", marker: "o" }],
+  ["app_u", { title: "APP-U", color: "#D55E00", dashes: "", marker: "s" }],
+  ["labeled", { title: "labeled", color: "#009E73", dashes: "", marker: "^" }],
+  ["unlabeled", { title: "unlabeled (true)", color: "#000000", dashes: "", marker: "D" }],
+];
+
+const charts = [];
+
+// A chart in its place: `draw` gets the width and is called whenever width or choice change.
+function place(host, caption, stamp, draw, wide) {
+  const plot = html("div", { class: "plot" });
+  const said = html("figcaption", null, caption, stamp ? html("span", { class: "stamp" }, stamp) : null);
+  host.append(html("figure", wide ? { class: "wide" } : null, said, plot));
+  let drawn = 0;
+  const redraw = (always) => {
+    const width = Math.floor(plot.clientWidth);
+    if (!width || (!always && width === drawn)) return;
+    drawn = width;
+    const scroll = plot.style;
+    scroll.minHeight = plot.firstChild ? `${plot.clientHeight}px` : "";
+    plot.replaceChildren(draw(width));
+    scroll.minHeight = "";
+  };
+  new ResizeObserver(() => redraw(false)).observe(plot);
+  charts.push(redraw);
+  return () => redraw(true);
+}
+
+function choice(label, names, act) {
+  const options = names.map((name, n) => html("option", { value: n }, name));
+  const select = html("select", { "aria-label": label }, options);
+  select.addEventListener("change", () => act(Number(select.value)));
+  return select;
+}
+
+// Legends of one group act together: a click hides a line in all its charts.
+function legends(looks, lines) {
+  const hidden = new Set();
+  const buttons = [];
+  const watchers = [];
+  const press = (line) => {
+    hidden.has(line) ? hidden.delete(line) : hidden.add(line);
+    for (const [button, of] of buttons) button.setAttribute("aria-pressed", String(!hidden.has(of)));
+    tip.hide();
+    watchers.forEach((redraw) => redraw());
+  };
+  const make = () => html("div", { class: "legend", role: "group", "aria-label": "Lines; press to hide or show" }, lines.map((line) => {
+    const button = html("button", { type: "button", "aria-pressed": String(!hidden.has(line)), "data-line": line }, sample(looks[line]), looks[line].title);
+    button.addEventListener("click", () => press(line));
+    buttons.push([button, line]);
+    return button;
+  }));
+  return { hidden, make, watch: (redraw) => watchers.push(redraw) };
+}
+
+function setUpGroup(root, study, group) {
+  const legend = legends(study.looks, group.lines.map((line) => line.line));
+  const visible = () => group.lines.filter((line) => !legend.hidden.has(line.line));
+  for (const host of root.querySelectorAll("[data-charts]")) {
+    const names = host.dataset.names.split(" ").filter((name) => group.lines.some((line) => has(line, name)));
+    const shared = names.some((name) => !["prior", "confusion"].includes(name));
+    if (shared) host.before(legend.make());
+    for (const name of names) legend.watch(setUpChart(host, name, study, group, visible));
+    if (!names.length && !host.closest("section").querySelector("table")) host.closest("section").hidden = true;
+  }
+}
+
+function has(line, name) {
+  if (name === "against") return Boolean(line.series.accuracy);
+  if (name in line.series) return true;
+  return ["per_class", "prior", "confusion"].includes(name) && Boolean(line[name]);
+}
+
+function setUpChart(host, name, study, group, visible) {
+  const title = TITLES[name];
+  const holders = group.lines.filter((line) => has(line, name));
+  if (name === "prior" || name === "confusion") return chosen(host, name, study, group, holders);
+  if (name === "against") return against(host, study, group, visible);
+  if (name === "per_class") {
+    const sets = () => visible().filter((line) => line.per_class).map((line) => ({ look: study.looks[line.line], ...line.per_class }));
+    const draw = (width) => classChart(width, { sets: sets(), classes: group.classes, title, yLabel: "class", full: true });
+    return place(host, title, study.scale, draw, group.classes.length * group.lines.length > 60);
+  }
+  const percent = !name.startsWith("js_");
+  const lines = () => visible().filter((line) => line.series[name]).map((line) => ({ look: study.looks[line.line], seeds: line.seeds, ...line.series[name] }));
+  return place(host, title, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: "round", percent, whole: true }));
+}
+
+// Accuracy against what was spent; the axis is chosen above the chart.
+function against(host, study, group, visible) {
+  const axes = Object.keys(AXES).filter((key) => key === "round" || group.lines.some((line) => line.against[key]));
+  let axis = axes.includes("steps") ? "steps" : "round";
+  const select = choice("what accuracy is drawn against", axes.map((key) => AXES[key]), (n) => {
+    axis = axes[n];
+    redraw();
+  });
+  select.value = String(axes.indexOf(axis));
+  select.dataset.choose = "axis";
+  const at = (line) => (axis === "round" ? line.series.accuracy.x : line.against[axis]);
+  const lines = () => visible().filter((line) => line.series.accuracy && at(line)).map((line) => ({ look: study.looks[line.line], seeds: line.seeds, ...line.series.accuracy, x: at(line) }));
+  const draw = (width) => lineChart(width, { lines: lines(), title: TITLES.against, xLabel: AXES[axis], percent: true, whole: axis !== "seconds" && axis !== "megabytes" });
+  const caption = html("span", null, `${TITLES.against}, against `, select);
+  const redraw = place(host, caption, study.scale, draw, true);
+  return redraw;
+}
+
+// Charts that show one line's own; a choice above says whose.
+function chosen(host, name, study, group, holders) {
+  let current = holders.length - 1;
+  const titles = holders.map((line) => study.looks[line.line].title);
+  const select = choice(study.rows, titles, (n) => {
+    current = n;
+    label.dataset.chosen = titles[n];
+    redraw();
+  });
+  select.value = String(current);
+  select.dataset.choose = name;
+  const label = html("span", { class: "chosen", "data-chosen": titles[current] }, `${TITLES[name]}: `, select);
+  const draw = (width) => {
+    const line = holders[current];
+    const title = `${TITLES[name]}, ${titles[current]}`;
+    if (name === "prior") return prior(width, line.prior, group.classes, title);
+    if (line.confusion.matrix) return matrixChart(Math.min(width, 760), { matrix: line.confusion.matrix, classes: group.classes, title });
+    return largest(line.confusion.largest, group.classes);
+  };
+  const redraw = place(host, label, study.scale, draw, name === "confusion");
+  return () => undefined;
+}
+
+function prior(width, shares, classes, title) {
+  const sets = SHARES.filter(([key]) => shares[key]).map(([key, look]) => ({ look, mean: shares[key] }));
+  const keys = sets.map(({ look }) => html("span", { class: "key" }, sample({ ...look, dashes: "0 99" }), look.title));
+  const chart = classChart(width, { sets, classes, title, yLabel: "class" });
+  return html("div", null, html("div", { class: "keys" }, keys), chart);
+}
+
+// With very many classes: what is mistaken for what most often.
+function largest(entries, classes) {
+  const cells = (tag, words) => html("tr", null, words.map((word) => html(tag, null, word)));
+  const rows = entries.map(([t, p, count, all]) => cells("td", [classes[t], classes[p], shown(count), `${shown((100 * count) / all, 1)} %`]));
+  const head = html("thead", null, cells("th", ["true", "predicted", "images", "of the class"]));
+  return html("div", { class: "frame" }, html("table", null, head, html("tbody", null, rows)));
+}
+
+function setUpAlong(host, study) {
+  for (const panel of study.x) {
+    const looks = Object.fromEntries(panel.lines.map((line) => [line.line, line]));
+    const legend = legends(looks, panel.lines.map((line) => line.line));
+    const title = panel.title ? `Test accuracy, %: ${panel.title}` : "Test accuracy, %";
+    const lines = () => panel.lines.filter((line) => !legend.hidden.has(line.line)).map((line) => ({
+      look: line,
+      seeds: line.points.some((point) => point.low < point.high) ? 2 : 1,
+      dense: true,
+      x: line.points.map((point) => point.x),
+      ...Object.fromEntries(["mean", "low", "high"].map((key) => [key, line.points.map((point) => point[key])])),
+      published: line.published,
+    }));
+    const words = panel.lines.some((line) => line.published.length) ? " (hollow: published)" : "";
+    const cell = html("div", study.x.length === 1 ? { class: "wide" } : null, legend.make());
+    host.append(cell);
+    legend.watch(place(cell, title + words, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: panel.label, percent: true })));
+  }
+}
+
+function setUpStudy(root, study) {
+  const splits = root.querySelector("[data-splits]");
+  splits.hidden = !study.splits.length;
+  for (const split of study.splits) {
+    const runs = `${split.runs} ${split.runs === 1 ? "run" : "runs"}`;
+    const words = html("span", null, split.title || "Clients and classes", " ", html("span", { class: "less" }, `(${runs})`));
+    place(splits.querySelector(".charts"), words, study.scale, (width) => bubbleChart(width, split), true);
+  }
+  const along = root.querySelector("[data-along]");
+  if (along) setUpAlong(along, study);
+  const groups = [...root.querySelectorAll(".group")];
+  const chooser = root.querySelector(".chooser");
+  const select = chooser?.querySelector("select");
+  const show = () => groups.forEach((group, n) => (group.hidden = select && n !== Number(select.value)));
+  if (select) {
+    chooser.hidden = false;
+    select.addEventListener("change", show);
+  }
+  show();
+  groups.forEach((group, n) => setUpGroup(group, study, study.groups[n]));
+  // On paper nothing can be chosen, so every column is printed.
+  window.addEventListener("beforeprint", () => {
+    groups.forEach((group) => (group.hidden = false));
+    charts.forEach((redraw) => redraw(false));
+  });
+  window.addEventListener("afterprint", show);
+}
+
+const data = JSON.parse(document.getElementById("data").textContent);
+document.querySelectorAll(".study").forEach((root, n) => setUpStudy(root, data.studies[n]));
