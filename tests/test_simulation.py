@@ -11,19 +11,22 @@ import torch
 from scenes import CLASSES, NETWORK, SIZES, begin, examples, furthest, holdings, play, same, simulate, task
 from spies import Counting, Echo, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_models import TorchSmall, twin
 
 from halfmoon import catalog, tree
 from halfmoon.budget import Budget
 from halfmoon.client import Diverged
 from halfmoon.data.draw import Batching
+from halfmoon.data.measure import jensen_shannon
 from halfmoon.data.split import SERVER, Split
-from halfmoon.evaluate import Examples
+from halfmoon.evaluate import Examples, mean_prediction
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
 from halfmoon.objectives import FixMatch
 from halfmoon.optim import SGD, Cosine
 from halfmoon.sim import Holdings
+from halfmoon.sim import simulation as simulation_module
 from halfmoon.types import Batch, Local
 
 BOTH = pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -605,3 +608,122 @@ def test_a_stream_shows_each_stage_in_its_rounds():
         assert int(data.unlabeled) == len(mine)
         assert int(data.labeled) == 3
     assert holdings().stage(3, 6) is None
+
+
+def leanings(held, cohort=3, number=0, method=None, **options):
+    """Return the open simulation of a round, a model that is sure of itself, and what it leans to there."""
+    method, shared = method or FedAvg(), task(rounds=6)
+    simulation = simulate(method, shared, held, cohort=cohort, **options)
+    model = begin(method, shared)
+    model["params"]["head"] = tree.map(lambda leaf: 300 * leaf, model["params"]["head"])
+    simulation.open(number)
+    return simulation, model, simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
+
+
+def shares(labels: np.ndarray) -> list[float]:
+    """Return the share of each class."""
+    return [round(float((labels == k).mean()), 6) for k in range(CLASSES)]
+
+
+def predicted(model, held, rows: np.ndarray) -> np.ndarray:
+    """Return the mean softmax of a module in eval mode over training rows (classes,)."""
+    with torch.no_grad():
+        logits = twin(TorchSmall(1, CLASSES, 4), model).eval()(held.train.images[rows].double() / 127.5 - 1)
+    return logits.softmax(-1).mean(0).numpy()
+
+
+@BOTH
+def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
+    """Shares and mean prediction of the rows of the three clients of round 2, counted in numpy; nothing is a cost."""
+    held = holdings()
+    simulation, model, row = leanings(held, number=1, executor=executor)
+    mine = np.isin(held.split.client, simulation.cohort.numpy())
+    labels = held.train.labels.numpy()
+    assert 0 < mine.sum() < len(mine)
+    assert row is not None
+    assert row["labeled"] == shares(labels[mine & held.split.labeled])
+    assert row["unlabeled"] == shares(labels[mine & ~held.split.labeled])
+    assert row["app_u"] == pytest.approx(predicted(model, held, mine & ~held.split.labeled), abs=1e-6)
+    assert max(row["app_u"]) > 0.3
+    accuracy, app_u, labeled = (np.array(row[name]) for name in ("accuracy", "app_u", "labeled"))
+    assert accuracy.tolist() == [0.5, 0.25, 0.25, 0.0]
+    assert row["js_app_u"] == pytest.approx(jensen_shannon(accuracy, app_u), abs=1e-5)
+    assert row["js_labeled"] == pytest.approx(jensen_shannon(accuracy, labeled), abs=1e-5)
+    assert not any(simulation.close().cost.values())
+
+
+def test_both_executors_lean_alike():
+    """After two rounds of FixMatch, loop and vmap say the same of their models, to rounding."""
+    method, shared, rows = FedAvg(FixMatch(tau=0.3)), task(), []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, executor=executor)
+        last = play(method, simulation, begin(method, shared), range(2))[-1]
+        rows.append(simulation.prior(method.solution(shared, last.server), [0.5, 0.25, 0.25, 0.0]))
+    for name, values in rows[0].items():
+        assert values == pytest.approx(rows[1][name], abs=2e-6)
+
+
+def test_a_leaning_heeds_stages_and_silence():
+    """In a stream the rows of this stage count; of a client that did not answer, none."""
+    held = holdings()
+    stage = np.where(held.split.labeled, 0, np.arange(len(held.split)) % 3).astype(np.int64)
+    held = replace(held, split=Split(held.split.client, held.split.labeled, 4, stage=stage))
+    labels, split = held.train.labels.numpy(), held.split
+    for number in (0, 5):
+        simulation, model, row = leanings(held, number=number)
+        here = np.isin(split.client, simulation.cohort.numpy()) & ~split.labeled & (stage == number // 2)
+        assert row is not None
+        assert row["unlabeled"] == shares(labels[here])
+        assert row["app_u"] == pytest.approx(predicted(model, held, here), abs=1e-6)
+    held = holdings()
+    simulation, model, _ = leanings(held, cohort=4, silent=0.6)
+    simulation.ask("train", model)
+    there = simulation.cohort.numpy()
+    assert 0 < len(there) < 4
+    here = np.isin(held.split.client, there) & ~held.split.labeled
+    row = simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
+    assert row is not None
+    assert row["unlabeled"] == shares(labels[here])
+
+
+def test_a_leaning_knows_who_holds_the_labels():
+    """The server's labels where it has them; a cohort without any has no labeled share; all labels leave no row."""
+    labels = holdings().train.labels.numpy()
+    held = holdings(place="server")
+    _, _, row = leanings(held)
+    assert row is not None
+    assert row["labeled"] == shares(labels[held.split.client == SERVER])
+    held = holdings(place="some")
+    for number in range(6):
+        simulation, _, row = leanings(held, cohort=1, number=number)
+        (client,) = simulation.cohort.tolist()
+        assert row is not None
+        known = shares(labels[held.split.rows(client, True)]) if client % 2 == 0 else None
+        assert row["labeled"] == known
+        assert (row["js_labeled"] is None) == (client % 2 == 1)
+    assert leanings(holdings(all_labels=True))[2] is None
+    assert leanings(holdings(tuple((labeled, 0) for labeled, _ in SIZES)))[2] is None
+    _, _, row = leanings(replace(holdings(), reuse_labeled=True), cohort=4)
+    assert row is not None
+    assert row["unlabeled"] == shares(labels)
+
+
+def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
+    """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
+    held, labels, seen = holdings(pooled=True, place="server"), holdings().train.labels.numpy(), []
+
+    def spy(network, model, normalize, images):
+        seen.append({image.numpy().tobytes() for image in images})
+        return mean_prediction(network, model, normalize, images)
+
+    monkeypatch.setattr(simulation_module, "mean_prediction", spy)
+    monkeypatch.setattr(simulation_module, "LOOKED_AT", 12)
+    for number in (0, 1, 0):
+        _, _, row = leanings(held, cohort=1, number=number)
+        assert row is not None
+        assert row["unlabeled"] == shares(labels[~held.split.labeled])
+        assert row["labeled"] == shares(labels[held.split.labeled])
+    unlabeled = {image.numpy().tobytes() for image in held.train.images[torch.from_numpy(~held.split.labeled)]}
+    assert [len(images) for images in seen] == [12, 12, 12]
+    assert all(images <= unlabeled for images in seen)
+    assert seen[0] == seen[2] != seen[1]
