@@ -6,11 +6,12 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
-from halfmoon.commands.base import command, complain, print_json
+from halfmoon.commands.base import command, complain, print_json, tracked
 from halfmoon.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,8 +32,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--seeds", metavar="N", nargs="+", help="seeds of training and split (default: the recipe's)")
     parser.add_argument("--scale", metavar="NAME", help="a scaled-down version of the recipe, such as small")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where to put it (default: runs)")
-    parser.add_argument("--jobs", metavar="N", default="1", help="runs at a time, each in a process (default: 1)")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="what plays the runs")
+    parser.add_argument("--jobs", metavar="N", default="1", help="runs at a time on a machine (default: 1)")
+    about = "what plays the runs: processes here, or a Ray cluster (needs halfmoon[ray]) (default: local)"
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=about)
+    about = "the Ray cluster (default: RAY_ADDRESS, or that of this machine, or one that is started for the sweep)"
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help=about)
+    tracked(parser)
     parser.add_argument("--dry-run", action="store_true", help="only list the runs")
     group = parser.add_argument_group("machine")
     for name in PLACE:
@@ -54,14 +59,18 @@ def run(given: argparse.Namespace) -> int:
     scale = found.scale(given.scale) if given.scale else None
     jobs = _whole("--jobs", given.jobs, 1)
     over = {name: settings.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
-    if jobs > 1 and "threads" not in over:
+    over = settings.anchored(over, Path())
+    if jobs > 1 and given.engine == "local" and "threads" not in over:
         over["threads"] = max(1, len(os.sched_getaffinity(0)) // jobs)
     seeds = [_whole("--seeds", word, 0) for word in given.seeds] if given.seeds else None
     cells = grid.cells(found, grid.selection(found, given.only), seeds, scale, over)
     words = shlex.join(["halfmoon", *sys.argv[1:]]) if sys.argv[1:] else ""
-    folder = SweepFolder(given.out, found, scale, words)
+    folder = SweepFolder(given.out, found, scale)
     if given.dry_run:
         return _list(cells, given.json)
+    # The table of several commands names them all.
+    said = [*folder.before().get("command", "").splitlines(), words]
+    folder = replace(folder, command="\n".join(dict.fromkeys(filter(None, said))))
     code = _play(given, folder, cells, jobs)
     facts = folder.read()
     if given.json:
@@ -95,7 +104,7 @@ def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs
             words += "finished"
         say(console, words)
 
-    watch = watcher(console, given.json or jobs > 1)
+    watch = watcher(console, given.json or jobs > 1 or given.engine == "ray")
     try:
         with watch:
             failed = sweep(folder, cells, _engine(given, watch, jobs), tell)
@@ -108,8 +117,17 @@ def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs
 
 def _engine(given: argparse.Namespace, watch: Any, jobs: int) -> Engine:
     from halfmoon.sweep import engines
+    from halfmoon.trackers import tracker
+    from halfmoon.watch import SILENCE, Watches
 
-    return engines.Processes(jobs) if jobs > 1 else engines.Here(watch)
+    if given.ray_address is not None and given.engine != "ray":
+        raise UserError("--ray-address goes with --engine ray.")
+    trackers = SILENCE if given.tracker is None else tracker(given.tracker)
+    if given.engine == "ray":
+        from halfmoon.sweep.rays import Rays
+
+        return Rays(jobs, given.ray_address, trackers)
+    return engines.Processes(jobs, trackers) if jobs > 1 else engines.Here(Watches(watch, trackers, warn=watch.say))
 
 
 def _whole(flag: str, word: str, least: int) -> int:

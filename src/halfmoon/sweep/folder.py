@@ -47,13 +47,13 @@ class SweepFolder:
         """Return what its sweep.json says."""
         return parse(disk.read(self.path / SWEEP) or b"", self.path / SWEEP)
 
-    def before(self) -> list[dict[str, Any]]:
-        """Return the cells of the sweep.json that is there, none where there is none.
+    def before(self) -> dict[str, Any]:
+        """Return what the sweep.json that is there says, nothing where there is none.
 
         Raise UserError where it is damaged, or of another format.
         """
         kept = disk.read(self.path / SWEEP)
-        return [] if kept is None else parse(kept, self.path / SWEEP)["cells"]
+        return {} if kept is None else parse(kept, self.path / SWEEP)
 
     def write(self, cells: Sequence[Cell]) -> None:
         """Write sweep.json; raise UserError where the disk refuses."""

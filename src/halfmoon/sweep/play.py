@@ -94,7 +94,7 @@ def _with_kept(folder: SweepFolder, asked: Sequence[Cell]) -> list[Cell]:
     Kept are finished runs of cells that the recipe, as it is now, would play alike.
     """
     found = {tuple(cell.at.items()): cell for cell in asked}
-    for old in folder.before():
+    for old in folder.before().get("cells", ()):
         try:
             seeds = [run["seed"] for run in old["runs"] if run["finished"]]
             only = {axis: (name,) for axis, name in old["at"].items()}
