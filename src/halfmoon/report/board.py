@@ -19,9 +19,10 @@ JUDGED = ("difference", "within 2 sd")
 HEAD = """# Results beside the published ones
 
 Test accuracy in percent: the last round and the best one, mean ± sample standard deviation over seeds. `within 2 sd`
-says whether the mean of the last rounds lies within two standard deviations of the published mean, the two deviations taken
-together. A sweep with a **scale** is not the paper's experiment: its numbers cannot be compared with the published
-ones, only its order can. Written by `halfmoon leaderboard` from `results/sweeps`; a test demands that both agree.
+says whether the mean of the last rounds lies within two standard deviations of the published mean, the two deviations
+taken together. A sweep with a **scale** is not the paper's experiment: its numbers cannot be compared with the
+published ones, only its order can.
+Written by `halfmoon leaderboard` from `results/sweeps`; a test demands that both agree.
 """
 
 
