@@ -104,6 +104,7 @@ def _main(words: list[str]) -> int:
         raise _leftover(given.command, rest, known)
     if given.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
+    given.words = words
     return commands[given.command](given)
 
 

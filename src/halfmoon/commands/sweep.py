@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
 
     from halfmoon.console import say, show
     from halfmoon.sweep import grid, recipe
-    from halfmoon.sweep.folder import SweepFolder
+    from halfmoon.sweep.folder import SweepFolder, cores
 
     found = recipe.load(given.recipe)
     scale = found.scale(given.scale) if given.scale else None
@@ -61,16 +59,16 @@ def run(given: argparse.Namespace) -> int:
     over = {name: settings.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
     over = settings.anchored(over, Path())
     if jobs > 1 and given.engine == "local" and "threads" not in over:
-        over["threads"] = max(1, len(os.sched_getaffinity(0)) // jobs)
+        over["threads"] = max(1, cores() // jobs)
     seeds = [_whole("--seeds", word, 0) for word in given.seeds] if given.seeds else None
     cells = grid.cells(found, grid.selection(found, given.only), seeds, scale, over)
-    words = shlex.join(["halfmoon", *sys.argv[1:]]) if sys.argv[1:] else ""
+    words = shlex.join(["halfmoon", *given.words])
     folder = SweepFolder(given.out, found, scale)
     if given.dry_run:
         return _list(cells, given.json)
     # The table of several commands names them all.
     said = [*folder.before().get("command", "").splitlines(), words]
-    folder = replace(folder, command="\n".join(dict.fromkeys(filter(None, said))))
+    folder = replace(folder, command="\n".join(dict.fromkeys(said)))
     code = _play(given, folder, cells, jobs)
     facts = folder.read()
     if given.json:
@@ -106,8 +104,8 @@ def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs
 
     watch = watcher(console, given.json or jobs > 1 or given.engine == "ray")
     try:
-        with watch:
-            failed = sweep(folder, cells, _engine(given, watch, jobs), tell)
+        with redirect_stdout(sys.stderr), watch, ExitStack() as ends:  # Ray prints remarks; results alone go to stdout
+            failed = sweep(folder, cells, _engine(given, watch, jobs, ends), tell)
     except KeyboardInterrupt:
         if given.debug:
             raise
@@ -115,7 +113,7 @@ def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs
     return 1 if failed else 0
 
 
-def _engine(given: argparse.Namespace, watch: Any, jobs: int) -> Engine:
+def _engine(given: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
     from halfmoon.sweep import engines
     from halfmoon.trackers import tracker
     from halfmoon.watch import SILENCE, Watches
@@ -126,7 +124,9 @@ def _engine(given: argparse.Namespace, watch: Any, jobs: int) -> Engine:
     if given.engine == "ray":
         from halfmoon.sweep.rays import Rays
 
-        return Rays(jobs, given.ray_address, trackers)
+        rays = Rays(jobs, given.ray_address, trackers)
+        ends.callback(rays.close)
+        return rays
     return engines.Processes(jobs, trackers) if jobs > 1 else engines.Here(Watches(watch, trackers, warn=watch.say))
 
 

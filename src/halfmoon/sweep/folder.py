@@ -129,7 +129,12 @@ def machine() -> dict[str, Any]:
     import torch  # slow to import
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    return {"cpu": _processor(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu}
+    return {"cpu": _processor(), "cores": cores(), "gpu": gpu}
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:
