@@ -21,6 +21,7 @@ from halfmoon.report.study import (
     Sweep,
     Value,
     has_numbers,
+    is_number,
     read_sweep,
 )
 
@@ -107,8 +108,8 @@ def from_runs(paths: Sequence[Path]) -> Study:
     axes = [Axis("method", _row_values(each, names))]
     columns = _columns(each, names)
     for key in columns:
-        shown = list(dict.fromkeys(_shown(one.options.get(key)) for one in each))
-        axes.append(Axis(key, [Value(name, name if key == "data" else f"{key} {name}") for name in shown]))
+        shown = dict.fromkeys(_shown(one.options.get(key)) for one in each)
+        axes.append(Axis(key, [Value(name, _value_title(key, name)) for name in shown]))
     cells: dict[tuple[str, ...], Cell] = {}
     for one, name in zip(each, names, strict=True):
         at = {"method": name} | {key: _shown(one.options.get(key)) for key in columns}
@@ -204,6 +205,11 @@ def _about(each: Sequence[_Loose], columns: Sequence[str]) -> str:
     known = [key for key in ("data", "setting", "gamma", "clients", "rounds") if key in first and key not in columns]
     words = [("" if key in ("data", "setting") else f"{key} ") + _shown(first[key]) for key in known]
     return ", ".join(words) + "." if words else ""
+
+
+def _value_title(key: str, name: str) -> str:
+    # Numbers get the name of their axis wherever they are shown.
+    return name if key in ("data", "setting") or is_number(name) else f"{key} {name}"
 
 
 def _versions(each: Sequence[_Loose]) -> dict[str, str]:

@@ -40,14 +40,18 @@ _SPECIAL = {
 }
 
 
+WIDE = 6
+"""Columns of numbers that fit on a page; a wider table is scaled to the width of the text."""
+
+
 def escaped(words: str) -> str:
     """Return plain text as LaTeX; a line break becomes a space."""
     return "".join(_SPECIAL.get(letter, letter) for letter in " ".join(words.split()))
 
 
 def as_latex(studies: Sequence[Study]) -> str:
-    r"""Return a table of each study, and the same at equal labeled steps; needs \usepackage{booktabs}."""
-    parts = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs}.\n"]
+    r"""Return a table of each study, and the same at equal labeled steps; needs booktabs and graphicx."""
+    parts = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs} and \\usepackage{graphicx}.\n"]
     for study in studies:
         if study.sweep.kind == "splits":
             continue
@@ -66,6 +70,8 @@ def table(study: Study, score: Score, what: str) -> str:
     beside = [any(score.mark(row.name, column).published for row in study.row_values) for column in study.columns]
     widths = [2 if published else 1 for published in beside]
     lines = [r"\begin{table}", r"\centering\small", rf"\caption{{{_caption(study, what, score, any(beside))}}}"]
+    wide = sum(widths) > WIDE
+    lines += [r"\resizebox{\linewidth}{!}{%"] if wide else []
     lines += [rf"\begin{{tabular}}{{l{'r' * sum(widths)}}}", r"\toprule", *_heads(study, widths)]
     if any(beside):
         lines.append(
@@ -82,7 +88,8 @@ def table(study: Study, score: Score, what: str) -> str:
         numbers = (f"{score.steps[column] or 0:,.0f}" for column in study.columns)
         spans = (rf"\multicolumn{{{width}}}{{r}}{{{n}}}" for n, width in zip(numbers, widths, strict=True))
         lines += [r"\midrule", " & ".join(["labeled steps", *spans]) + r" \\"]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
+    end = r"\end{tabular}}" if wide else r"\end{tabular}"
+    return "\n".join([*lines, r"\bottomrule", end, r"\end{table}", ""])
 
 
 def _heads(study: Study, widths: Sequence[int]) -> list[str]:
@@ -93,7 +100,7 @@ def _heads(study: Study, widths: Sequence[int]) -> list[str]:
         numbered = zip(study.columns, widths, strict=True)
         for key, same in groupby(numbered, key=lambda each, d=depth: each[0][: d + 1]):
             width = sum(each[1] for each in same)
-            cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(study.axis(name).title(key[-1]))}}}")
+            cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(study.value_title(name, key[-1]))}}}")
             rules.append(rf"\cmidrule(lr){{{place}-{place + width - 1}}}")
             place += width
         lines += [" & ".join(cells) + r" \\", "".join(rules)]

@@ -188,7 +188,7 @@ def _splits() -> Markup:
         {"data-splits": "", "hidden": ""},
         el("h2", None, "Clients and classes"),
         el("p", {"class": "how"}, "Areas are proportional to the number of images, apart for labeled and unlabeled."),
-        el("div", {"class": "charts wide", "data-charts": "splits"}),
+        el("div", {"class": "charts", "data-splits-here": ""}),
     )
 
 

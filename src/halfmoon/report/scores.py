@@ -54,13 +54,14 @@ def points(difference: float) -> str:
     return f"{difference:+.2f}".replace("-", MINUS)
 
 
-def framed(study: Study, caption: str, head: Markup, body: Markup, notes: str = "") -> Markup:
+def framed(study: Study, caption: str, head: Markup, body: Markup, notes: str = "", kind: str = "frame") -> Markup:
     """Return a table in a frame that scrolls by itself; its caption carries the scale of the study."""
     scale = scale_words(study.sweep.scale)
-    title = el("caption", None, caption, *([" ", el("strong", {"class": "scale"}, scale)] if scale else []))
-    frame = {"class": "frame", "tabindex": "0", "role": "region", "aria-label": caption}
-    table = el("table", None, title, el("thead", None, head), el("tbody", None, body))
-    return joined(el("div", frame, table), notes)
+    # Beside the table, not in it: a caption inside would scroll out of a narrow screen.
+    title = el("p", {"class": "caption"}, caption, *([" ", el("strong", {"class": "scale"}, scale)] if scale else []))
+    table = el("table", {"aria-label": caption}, el("thead", None, head), el("tbody", None, body))
+    frame = {"class": kind, "tabindex": "0", "role": "region", "aria-label": caption}
+    return joined(title, el("div", frame, table), notes)
 
 
 def grid(study: Study, score: Score, caption: str) -> Markup:
@@ -80,7 +81,7 @@ def grid(study: Study, score: Score, caption: str) -> Markup:
             el("tr", {"class": "foot"}, el("th", {"scope": "row"}, "Kendall's \N{GREEK SMALL LETTER TAU}"), *cells)
         )
     head = _column_heads(study)
-    return framed(study, caption, head, joined(*rows), notes.listed())
+    return framed(study, caption, head, joined(*rows), notes.listed(), "frame grid")
 
 
 def _column_heads(study: Study) -> Markup:
@@ -89,8 +90,8 @@ def _column_heads(study: Study) -> Markup:
     for depth, name in enumerate(study.column_axes):
         heads = []
         for key, same in groupby(study.columns, key=lambda column, d=depth: column[: d + 1]):
-            span = {"scope": "col", "colspan": str(len(list(same)))}
-            heads.append(el("th", span, study.axis(name).title(key[-1])))
+            span = {"scope": "col", "colspan": str(len(list(same))), **NUMBER}
+            heads.append(el("th", span, study.value_title(name, key[-1])))
         corner = study.sweep.rows if depth == len(study.column_axes) - 1 else ""
         lines.append(el("tr", None, el("th", {"scope": "col"}, corner), *heads))
     return joined(*lines)
@@ -150,7 +151,8 @@ def flat(study: Study, score: Score, column: Column, caption: str) -> Markup:
             cells.append(el("td", NUMBER, points(mark.verdict.difference) if mark.verdict else ""))
             cells.append(el("td", None, _judged(mark, notes)))
         rows.append(el("tr", None, el("th", {"scope": "row"}, title), *cells))
-    head = el("tr", None, *(el("th", {"scope": "col"}, words) for words in heads))
+    words = {"seeds", "last %", "best %", "accuracy %", "published %", "difference, points"}
+    head = el("tr", None, *(el("th", {"scope": "col", **(NUMBER if name in words else {})}, name) for name in heads))
     return framed(study, caption, head, joined(*rows), notes.listed())
 
 
@@ -166,7 +168,7 @@ def ordering(study: Study, score: Score, column: Column) -> Markup:
         cells = [el("td", None, published), el("td", moved, measured)]
         rows.append(el("tr", None, el("th", {"scope": "row"}, str(rank)), *cells))
     head = el("tr", None, *(el("th", {"scope": "col"}, words) for words in ("rank", "published", "measured")))
-    caption = f"Published and measured order; Kendall's {TAU} = {tau} over {len(rows)}."
+    caption = f"Published and measured order; Kendall's {TAU} = {tau} over the {len(rows)} that have both numbers."
     return framed(study, caption, head, joined(*rows))
 
 
@@ -191,7 +193,7 @@ def costs(study: Study, column: Column) -> Markup:
         return Markup("")
     names = [words for _, words, _ in COSTS] + ["seconds"]
     first = [el("th", {"scope": "colgroup", "colspan": "2"}, words) for words in names]
-    second = [el("th", {"scope": "col"}, words) for _ in names for words in ("in all", "a round")]
+    second = [el("th", {"scope": "col", **NUMBER}, words) for _ in names for words in ("in all", "a round")]
     span = {"scope": "col", "rowspan": "2"}
     top = el("tr", None, el("th", span, study.sweep.rows), el("th", span, "rounds"), *first)
     return framed(study, "What was used, mean over seeds.", joined(top, el("tr", None, *second)), joined(*rows))

@@ -37,12 +37,13 @@ _CONFUSIONS = 20
 
 def line_looks(study: Study) -> list[Data]:
     """Return how each row of a study is drawn: title, color, dashes in pixels, marker."""
-    looks = []
-    for number, value in enumerate(study.row_values):
-        style = look(number)
-        dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
-        looks.append({"title": value.title, "color": style.color, "dashes": dashes, "marker": style.marker})
-    return looks
+    return [_drawn(number, value.title) for number, value in enumerate(study.row_values)]
+
+
+def _drawn(number: int, title: str) -> Data:
+    style = look(number)
+    dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
+    return {"title": title, "color": style.color, "dashes": dashes, "marker": style.marker}
 
 
 def group(study: Study, column: Column) -> Data:
@@ -186,11 +187,11 @@ def splits(study: Study) -> list[Data]:
             found.append((split, Counter([column])))
         else:
             match[column] += 1
-    return [_split(split, users) for split, users in found]
+    return [_split(split, users, len(study.columns)) for split, users in found]
 
 
-def _split(split: Data, users: Counter[str]) -> Data:
-    names = [name for name in users if name]
+def _split(split: Data, users: Counter[str], columns: int) -> Data:
+    names = [] if len(users) == columns > 1 else [name for name in users if name]
     clients = len(split["each"])
     if clients <= SHOWN_CLIENTS:
         shown = list(range(clients))
@@ -251,8 +252,5 @@ def against_x(study: Study, score: Score) -> list[Data]:
 
 
 def _x_line(number: int, name: str, study: Study, axis: str, line: Data) -> Data:
-    style = look(number)
-    dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
-    title = study.axis(axis).title(name)
     ordered = {key: sorted(points, key=lambda point: point["x"]) for key, points in line.items()}
-    return {"line": number, "title": title, "color": style.color, "dashes": dashes, "marker": style.marker, **ordered}
+    return {"line": number, **_drawn(number, study.axis(axis).title(name)), **ordered}

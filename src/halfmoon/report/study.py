@@ -150,8 +150,12 @@ class Study:
 
     def column_title(self, column: tuple[str, ...]) -> str:
         """Return how a column is shown in running text."""
-        titles = (self.axis(axis).title(name) for axis, name in zip(self.column_axes, column, strict=True))
-        return ", ".join(titles)
+        return ", ".join(self.value_title(axis, name) for axis, name in zip(self.column_axes, column, strict=True))
+
+    def value_title(self, axis: str, name: str) -> str:
+        """Return how a value is shown; a bare number says of what it is."""
+        title = self.axis(axis).title(name)
+        return f"{axis} {title}" if is_number(title) else title
 
     def cell(self, row: str, column: tuple[str, ...]) -> Cell | None:
         """Return the cell of a row and a column, None where the grid has none."""
@@ -210,7 +214,7 @@ def _check(sweep: Sweep, file: Path) -> None:
     if sweep.kind == "lines":
         if sweep.x is None:
             raise UserError(f"{file} is damaged: a study of lines needs an axis as x; restore it.")
-        if not all(_is_number(name) for name in axes[sweep.x]):
+        if not all(is_number(name) for name in axes[sweep.x]):
             raise UserError(f"{file} is damaged: the values of {sweep.x!r}, its x, are no numbers; restore it.")
     seen = set()
     for number, cell in enumerate(sweep.cells):
@@ -226,7 +230,8 @@ def _check(sweep: Sweep, file: Path) -> None:
                 raise UserError(f"{where}, seed {entry.seed}, is finished but has no accuracy or cost; restore it.")
 
 
-def _is_number(word: str) -> bool:
+def is_number(word: str) -> bool:
+    """Return whether a word is a finite number."""
     try:
         return math.isfinite(float(word))
     except ValueError:

@@ -14,13 +14,14 @@ function lineChart(width, spec) {
   if (xRange[0] === xRange[1]) xRange.splice(0, 2, xRange[0] - 1, xRange[1] + 1);
   const step = width > 420 ? 7 : 4;
   const yTicks = ticks(...yRange, 5);
-  const digits = Math.max(...yTicks.map((tick) => (String(tick).split(".")[1] ?? "").length), 0);
-  const xTicks = ticks(...xRange, step).filter((tick) => !spec.whole || Number.isInteger(tick));
+  const places = [...new Set(xs)];
+  const few = spec.exact && places.length <= step + 3 && places.length > 1;
+  const xTicks = few ? places.sort((a, b) => a - b) : ticks(...xRange, step).filter((tick) => !spec.whole || Number.isInteger(tick));
   const ends = lines.filter((line) => line.mean.length).map((line) => `${line.look.title} ends at ${shown(line.mean.at(-1))}`);
   const alt = `${title}, against ${xLabel}: ${ends.join("; ") || "no line is shown"}.`;
   const made = picture(width, HEIGHT, alt, {
-    x: { range: xRange, ticks: xTicks.map((tick) => [tick, shown(tick)]) },
-    y: { range: yRange, ticks: yTicks.map((tick) => [tick, shown(tick, digits)]) },
+    x: { range: xRange, ticks: written(xTicks) },
+    y: { range: yRange, ticks: written(yTicks) },
     label: xLabel,
   });
   lines.forEach((line, n) => made.root.append(drawLine(made, line, n, lines.length)));
@@ -113,8 +114,8 @@ function classChart(width, spec) {
   const yRange = [0, spec.full ? 100 : Math.min(100, top * 1.06)];
   const alt = `${title}, by class: ` + sets.map((set) => `${set.look.title} ${shown(Math.min(...set.mean), 1)} to ${shown(Math.max(...set.mean), 1)} %`).join("; ");
   const made = picture(width, HEIGHT, alt, {
-    x: { range: [-0.5, classes.length - 0.5], ticks: named(classes, width - 50), marks: false },
-    y: { range: yRange, ticks: ticks(...yRange, 5).map((tick) => [tick, shown(tick)]) },
+    x: { range: [-0.5, classes.length - 0.5], marks: false, ...named(classes, width - 50) },
+    y: { range: yRange, ticks: written(ticks(...yRange, 5)) },
     label: yLabel,
   });
   const { root, x, y, box } = made;
@@ -152,18 +153,20 @@ function matrixChart(width, { matrix, classes, title }) {
   const left = 22 + 6.7 * longest;
   const side = Math.max(2, Math.min(46, (width - left - 8) / size));
   const span = side * size;
-  const clipped = (name) => (name.length > 12 ? `${name.slice(0, 11)}\u2026` : name);
+  const below = named(classes, side * size);
   const right = matrix.map((row) => row.reduce((sum, count) => sum + count, 0) || 1);
   const kept = matrix.reduce((sum, row, t) => sum + row[t], 0) / right.reduce((sum, count) => sum + count, 0);
-  const height = span + 46;
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${title}: ${shown(100 * kept, 1)} % lie on the diagonal.` });
+  const height = span + 46 + below.steep;
+  const root = canvas(width, height, `${title}: ${shown(100 * kept, 1)} % lie on the diagonal.`);
   const every = Math.max(1, Math.ceil(13 / side));
-  const across = Math.max(1, Math.ceil((6.6 * longest + 4) / side));
   classes.forEach((name, n) => {
     const middle = (n + 0.5) * side;
     if (n % every === 0) root.append(svg("text", { x: left - 5, y: middle, "text-anchor": "end", "dominant-baseline": "central" }, clipped(name)));
-    if (n % across === 0) root.append(svg("text", { x: left + middle, y: span + 15, "text-anchor": "middle" }, clipped(name)));
   });
+  for (const [n, text] of below.ticks) {
+    const middle = left + (n + 0.5) * side;
+    root.append(below.steep ? slanted(text, middle, span + 8) : level(text, middle, span + 15, width));
+  }
   matrix.forEach((row, t) => row.forEach((count, p) => {
     if (!count) return;
     const share = count / right[t];
@@ -190,20 +193,19 @@ function bubbleChart(width, split) {
   const { classes, shown: clients, server } = split;
   const before = server ? 2 : 0;
   const columns = clients.length + before;
-  const clipped = (name) => (name.length > 14 ? `${name.slice(0, 13)}\u2026` : name);
   const left = 12 + 6.7 * Math.max(...classes.map((name) => clipped(name).length));
   const across = Math.min(34, (width - left - 6) / columns);
   const up = Math.max(5, Math.min(24, 320 / classes.length));
   const tall = up * classes.length;
   const height = 2 * (tall + 30) + 34;
   const alt = `Images of each client and class: ${split.totals.labeled} labeled, ${split.totals.unlabeled} unlabeled, over ${split.clients} clients.`;
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": alt });
+  const root = canvas(width, height, alt);
   const radius = 0.48 * Math.min(across, Math.max(up, 8));
   const panels = ["labeled", "unlabeled"].map((kind, n) => {
     const counts = [...(server ? [kind === "labeled" ? server : null, null] : []), ...split[kind]];
     const most = Math.max(1, ...counts.flatMap((row) => row ?? []));
     const top = n * (tall + 30) + 22;
-    root.append(svg("text", { x: left, y: top - 8, style: "font-weight:600" }, `${kind}: ${split.totals[kind].toLocaleString("en")} images; the largest bubble: ${most.toLocaleString("en")}`));
+    root.append(svg("text", { class: "panel", x: 0, y: top - 8 }, `${kind}: ${split.totals[kind].toLocaleString("en")} images, largest bubble ${most.toLocaleString("en")}`));
     root.append(svg("rect", { x: left, y: top, width: across * columns, height: tall, fill: "none", class: "rule" }));
     const every = Math.max(1, Math.ceil(13 / up));
     classes.forEach((name, c) => {

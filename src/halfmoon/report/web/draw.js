@@ -30,6 +30,13 @@ function ticks(low, high, wanted) {
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, n) => Number(((first + n) * step).toPrecision(12)));
 }
 
+// Ticks with their texts, all with the digits that the finest needs.
+function written(values) {
+  const digits = Math.max(0, ...values.map((value) => (String(value).split(".")[1] ?? "").length));
+  const large = values.some((value) => Math.abs(value) >= 10000);
+  return values.map((value) => [value, large ? compact.format(value) : shown(value, digits)]);
+}
+
 const scale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 
 // The range of numbers, at least `span` wide, with a little air, not beyond what is possible.
@@ -88,13 +95,25 @@ const tip = {
   },
 };
 
+const canvas = (width, height, alt) =>
+  svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, style: `max-width:${width}px`, role: "img", "aria-label": alt });
+
+const slanted = (text, x, y) =>
+  svg("text", { class: "x", x: 0, y: 0, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)}) rotate(-38)`, "text-anchor": "end", "dominant-baseline": "central" }, text);
+
+function level(text, x, y, width) {
+  const last = x + 3.4 * text.length > width;
+  return svg("text", { class: "x", x: last ? width : x, y, "text-anchor": last ? "end" : "middle" }, text);
+}
+
 // An empty picture with its axes: {root, x, y, box}; `axes` says ranges, ticks [value, text] and the label below.
 function picture(width, height, alt, axes) {
   const widest = Math.max(...axes.y.ticks.map(([, text]) => text.length), 1);
-  const box = { left: 14 + 6.7 * widest, right: width - 12, top: 8, bottom: height - (axes.label ? 40 : 24) };
+  const steep = axes.x.steep ?? 0;
+  const box = { left: 14 + 6.7 * widest, right: width - 12, top: 8, bottom: height - 24 - (axes.label ? 16 : 0) - steep };
   const x = scale(...axes.x.range, box.left, box.right);
   const y = scale(...axes.y.range, box.bottom, box.top);
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": alt });
+  const root = canvas(width, height, alt);
   for (const [value, text] of axes.y.ticks) {
     const at = y(value).toFixed(1);
     if (axes.y.rules !== false) root.append(svg("line", { class: "rule", x1: box.left, x2: box.right, y1: at, y2: at }));
@@ -104,8 +123,7 @@ function picture(width, height, alt, axes) {
   for (const [value, text] of axes.x.ticks) {
     const at = x(value);
     if (axes.x.marks !== false) root.append(svg("line", { class: "axis", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 4 }));
-    const last = at + 3.4 * text.length > width ? "end" : "middle";
-    root.append(svg("text", { class: "x", x: last === "end" ? width : at, y: box.bottom + 17, "text-anchor": last }, text));
+    root.append(steep ? slanted(text, at, box.bottom + 8) : level(text, at, box.bottom + 17, width));
   }
   if (axes.label) root.append(svg("text", { class: "label", x: (box.left + box.right) / 2, y: height - 5, "text-anchor": "middle" }, axes.label));
   return { root, x, y, box };
@@ -124,9 +142,13 @@ function follow(root, move, leave) {
   root.addEventListener("blur", leave);
 }
 
-// Names below an axis: as many as have room, evenly.
+const clipped = (name, most = 12) => (name.length > most ? `${name.slice(0, most - 1)}\u2026` : name);
+
+// Names below an axis: slanted where they have no room beside each other, and then as many as there is room for.
 function named(names, room) {
-  const longest = Math.max(...names.map((name) => name.length), 1);
-  const every = Math.max(1, Math.ceil((names.length * (6.6 * Math.min(longest, 12) + 6)) / room));
-  return names.map((name, n) => [n, name.length > 12 ? `${name.slice(0, 11)}\u2026` : name]).filter(([n]) => n % every === 0);
+  const longest = Math.max(...names.map((name) => clipped(name).length), 1);
+  const fits = names.length * (6.8 * longest + 6) <= room;
+  const every = fits ? 1 : Math.max(1, Math.ceil((names.length * 15) / room));
+  const kept = names.map((name, n) => [n, clipped(name)]).filter(([n]) => n % every === 0);
+  return { ticks: kept, steep: fits ? 0 : 4.4 * longest };
 }

@@ -181,7 +181,7 @@ function setUpAlong(host, study) {
     const words = panel.lines.some((line) => line.published.length) ? " (hollow: published)" : "";
     const cell = html("div", study.x.length === 1 ? { class: "wide" } : null, legend.make());
     host.append(cell);
-    legend.watch(place(cell, title + words, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: panel.label, percent: true })));
+    legend.watch(place(cell, title + words, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: panel.label, percent: true, exact: true })));
   }
 }
 
@@ -191,7 +191,7 @@ function setUpStudy(root, study) {
   for (const split of study.splits) {
     const runs = `${split.runs} ${split.runs === 1 ? "run" : "runs"}`;
     const words = html("span", null, split.title || "Clients and classes", " ", html("span", { class: "less" }, `(${runs})`));
-    place(splits.querySelector(".charts"), words, study.scale, (width) => bubbleChart(width, split), true);
+    place(splits.querySelector("[data-splits-here]"), words, study.scale, (width) => bubbleChart(width, split), study.splits.length === 1);
   }
   const along = root.querySelector("[data-along]");
   if (along) setUpAlong(along, study);
