@@ -83,11 +83,15 @@ class Here:
 
 
 class Processes:
-    """Several tasks at once, each in a process of its own; a process that dies is replaced."""
+    """Several tasks at once, each in a process of its own; a process that dies is replaced.
 
-    def __init__(self, jobs: int) -> None:
+    `watch` looks on in each of these processes, so it must be possible to send it there.
+    """
+
+    def __init__(self, jobs: int, watch: Watch = SILENCE) -> None:
         """Play with so many processes."""
         self.jobs = jobs
+        self.watch = watch
 
     def play(self, tasks: Sequence[Task], note: Note) -> None:
         """Play all tasks; one whose process dies (killed, out of memory) is begun again, `TRIES` times at most."""
@@ -106,7 +110,7 @@ class Processes:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
-                        running[pool.submit(play, waiting[0])] = waiting.pop(0)
+                        running[pool.submit(play, waiting[0], self.watch)] = waiting.pop(0)
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         done = future.result()
                         del running[future]
