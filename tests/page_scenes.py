@@ -47,7 +47,7 @@ def metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = 
 
 
 def split_of(clients: int, names: list[str], shift: int = 0, server: bool = False) -> dict[str, Any]:
-    """Return a split.json in which client k has (k + c + shift) % 4 labeled and 10 times as many unlabeled of class c."""
+    """Return a split.json: client k has (k + c + shift) % 4 labeled of class c, and ten times as many unlabeled."""
     each = []
     for k in range(clients):
         labeled = [(k + c + shift) % 4 for c in range(len(names))]

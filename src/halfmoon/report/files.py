@@ -25,7 +25,7 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
     files = [out.with_suffix(suffix) if suffix != ".html" else out for suffix in contents]
     for file, words in zip(files, contents.values(), strict=True):
         try:
-            disk.replace(file, words.encode())
+            disk.replace(file, words.encode(errors="replace"))
         except OSError as error:
             raise UserError(f"{file} cannot be written ({disk.reason(error)}); choose another --out.") from error
     return files, [note for study in studies for note in missing(study)]

@@ -46,20 +46,19 @@ def missing(study: Study) -> list[str]:
     open_ = [name for name, entry in runs if not entry.finished and not entry.failed]
     if open_:
         notes.append(f"Not finished, and left out: {_some(open_)}.")
+    drawn = study.sweep.kind != "splits"
     here = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
+    old = "made by an older version"
     without = {
-        "No split (split.json), so no clients and classes": [n for n, run in here if run.split is None],
-        "No class distributions (prior), so no divergences": [
-            n for n, run in here if study.sweep.kind != "splits" and not any(row.get("prior") for row in run.rows)
+        f"No split.json ({old}), so no picture of clients and classes": [n for n, run in here if run.split is None],
+        f"No class distributions ({old}, or nobody has unlabeled images), so no divergences": [
+            n for n, run in here if drawn and not any(row.get("prior") for row in run.rows)
         ],
-        "No confusion matrix": [
-            n for n, run in here if study.sweep.kind != "splits" and not (run.summary or {}).get("confusion")
-        ],
+        f"No confusion matrix ({old})": [n for n, run in here if drawn and not (run.summary or {}).get("confusion")],
     }
     for words, names in without.items():
         if names:
-            who = "all runs" if len(names) == len(here) else _some(names)
-            notes.append(f"{words}: {who} (made by an older version, or nobody has unlabeled images).")
+            notes.append(f"{words}: {'all runs' if len(names) == len(here) else _some(names)}.")
     return notes
 
 
