@@ -168,7 +168,7 @@ def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
         name = re.sub(r"checkpoint-\d{6}\.json", ".json", re.sub(r"\d{6}\.s", "NNNNNN.s", path.name))
         assert f"`{name}" in page, path.name
     (row,) = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
-    described = {"round": page, "cohort": page, "test": page}
+    described = {"round": page, "cohort": page, "test": page, "prior": page}
     described |= {"train": read("docs/methods.md"), "pseudo": read("docs/methods.md"), "cost": read("docs/budgets.md")}
     assert row.keys() == described.keys()
     for part, text in described.items():
@@ -273,7 +273,7 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(
             for place in ("start", "compare", "resume"):
                 patch.setattr(build, place, stop)
             patch.setattr("halfmoon.data.load", stop)
-                patch.setattr("halfmoon.pieces.load_source", stop)
+            patch.setattr("halfmoon.pieces.load_source", stop)
             with pytest.raises(Understood):
                 cli.main(each.words)
         heading = re.match(r"method .*", each.printed)
