@@ -132,6 +132,102 @@ def kill_the_doomed(notes: Path, killed: list[tuple[int, Path, int]]) -> None:
         time.sleep(0.05)
 
 
+# Without a cluster
+
+
+def node(alive: bool = True, **resources: float) -> dict[str, Any]:
+    """Return what Ray says of a machine."""
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
+    """16 and 8 processors, 4 runs on each: 2 a run. Four runs share two GPUs: half of one each; one gets one whole."""
+    nodes = [node(CPU=16.0, GPU=4.0), node(CPU=8.0, GPU=2.0), node(False, CPU=1.0), node(memory=1.0)]
+    assert share(nodes, 4) == Share(2, 0.5)
+    assert share(nodes, 1) == Share(8, 1.0)
+    assert share(nodes, 6) == Share(1, 0.3333)  # rounded down: six of them fit into two
+    assert share([node(CPU=2.0)], 4) == Share(1, 0.0)
+    with pytest.raises(UserError, match="no machine with processors"):
+        share([node(False, CPU=4.0), node(memory=1.0)], 1)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False) -> dict[str, Any]:
+    """Return what is asked of a Ray with 4 processors and 1 GPU for a task."""
+    found: dict[str, Any] = {}
+
+    def options(**given: Any) -> Any:
+        found.update(given)
+        return SimpleNamespace(remote=lambda task, watch: "ref")
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: True, nodes=lambda: [node(CPU=4.0, GPU=1.0)], cancel=lambda ref, force: None,
+        remote=lambda function: SimpleNamespace(options=options), wait=lambda refs, num_returns: (refs, []),
+        get=lambda ref: Done(Task(Path("x"), ""), {}), exceptions=SimpleNamespace(RayTaskError=OSError),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    done: list[Done] = []
+    task = Task(Path("cells/abc"), words, split_only)
+    Rays(jobs=2).play([task], done.append)
+    assert [one.task for one in done] == [task]
+    return found
+
+
+def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"name": "abc", "num_cpus": 2, "max_retries": TRIES - 1}
+    assert asked(monkeypatch, "") == {**common, "num_gpus": 0.5}
+    assert asked(monkeypatch, 'device = "cuda"') == {**common, "num_gpus": 0.5}
+    assert asked(monkeypatch, 'device = "cpu"') == {**common, "num_gpus": 0}
+    assert asked(monkeypatch, "", split_only=True) == {**common, "num_gpus": 0}
+
+
+def test_what_is_printed_while_runs_are_played_is_no_result(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray prints to stdout that a worker died, from a thread that lives until the cluster is left."""
+    monkeypatch.chdir(mine.parent)
+    joined: list[dict[str, Any]] = []
+
+    def ended(*_: Any, **__: Any) -> Any:
+        print("(raylet) a worker died")
+        raise KeyboardInterrupt
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda **given: joined.append(given), nodes=lambda: [node(CPU=1.0)],
+        remote=ended, shutdown=lambda: print("(raylet) one more"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    assert cli.main(["sweep", "mine.toml", "--engine", "ray", "--json"]) == 130
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["recipe"] == "mine"
+    assert printed.err.splitlines()[:2] == ["(raylet) a worker died", "(raylet) one more"]
+    assert [given["address"] for given in joined] == [None]
+
+
+def test_no_ray_and_no_cluster_are_sentences(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(mine.parent)
+    words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == "halfmoon: Ray is not installed; install halfmoon[ray] to use the engine ray.\n"
+
+    def init(**given: Any) -> None:
+        raise ConnectionError(f"Could not find {given['address']}.\n  Check it")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        "halfmoon: no Ray cluster answers at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
+        "ray start --head, or check --ray-address and RAY_ADDRESS.\n"
+    )
+    assert cli.main(["sweep", "mine.toml", "--ray-address", "10.0.0.1:6379"]) == 2
+    assert capsys.readouterr().err == "halfmoon: --ray-address goes with --engine ray.\n"
+
+
+# On a cluster; these come last, as Ray prints to the stdout of whoever is connected
+
+
 @pytest.mark.slow
 def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> None:
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
@@ -222,96 +318,3 @@ class Deadly(Silence):
             with (run.folder.parent / "tries").open("a") as file:
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-# Without a cluster
-
-
-def node(alive: bool = True, **resources: float) -> dict[str, Any]:
-    """Return what Ray says of a machine."""
-    return {"Alive": alive, "Resources": resources}
-
-
-def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
-    """16 and 8 processors, 4 runs on each: 2 a run. Four runs share two GPUs: half of one each; one gets one whole."""
-    nodes = [node(CPU=16.0, GPU=4.0), node(CPU=8.0, GPU=2.0), node(False, CPU=1.0), node(memory=1.0)]
-    assert share(nodes, 4) == Share(2, 0.5)
-    assert share(nodes, 1) == Share(8, 1.0)
-    assert share(nodes, 6) == Share(1, 0.3333)  # rounded down: six of them fit into two
-    assert share([node(CPU=2.0)], 4) == Share(1, 0.0)
-    with pytest.raises(UserError, match="no machine with processors"):
-        share([node(False, CPU=4.0), node(memory=1.0)], 1)
-
-
-def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False) -> dict[str, Any]:
-    """Return what is asked of a Ray with 4 processors and 1 GPU for a task."""
-    found: dict[str, Any] = {}
-
-    def options(**given: Any) -> Any:
-        found.update(given)
-        return SimpleNamespace(remote=lambda task, watch: "ref")
-
-    fake = SimpleNamespace(
-        is_initialized=lambda: True, nodes=lambda: [node(CPU=4.0, GPU=1.0)], cancel=lambda ref, force: None,
-        remote=lambda function: SimpleNamespace(options=options), wait=lambda refs, num_returns: (refs, []),
-        get=lambda ref: Done(Task(Path("x"), ""), {}), exceptions=SimpleNamespace(RayTaskError=OSError),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    done: list[Done] = []
-    task = Task(Path("cells/abc"), words, split_only)
-    Rays(jobs=2).play([task], done.append)
-    assert [one.task for one in done] == [task]
-    return found
-
-
-def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    common = {"name": "abc", "num_cpus": 2, "max_retries": TRIES - 1}
-    assert asked(monkeypatch, "") == {**common, "num_gpus": 0.5}
-    assert asked(monkeypatch, 'device = "cuda"') == {**common, "num_gpus": 0.5}
-    assert asked(monkeypatch, 'device = "cpu"') == {**common, "num_gpus": 0}
-    assert asked(monkeypatch, "", split_only=True) == {**common, "num_gpus": 0}
-
-
-def test_what_is_printed_while_runs_are_played_is_no_result(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ray prints to stdout that a worker died, from a thread that lives until the cluster is left."""
-    monkeypatch.chdir(mine.parent)
-    joined: list[dict[str, Any]] = []
-
-    def ended(*_: Any, **__: Any) -> Any:
-        print("(raylet) a worker died")
-        raise KeyboardInterrupt
-
-    fake = SimpleNamespace(
-        is_initialized=lambda: False, init=lambda **given: joined.append(given), nodes=lambda: [node(CPU=1.0)],
-        remote=ended, shutdown=lambda: print("(raylet) one more"),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    assert cli.main(["sweep", "mine.toml", "--engine", "ray", "--json"]) == 130
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[:2] == ["(raylet) a worker died", "(raylet) one more"]
-    assert [given["address"] for given in joined] == [None]
-
-
-def test_no_ray_and_no_cluster_are_sentences(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(mine.parent)
-    words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err == "halfmoon: Ray is not installed; install halfmoon[ray] to use the engine ray.\n"
-
-    def init(**given: Any) -> None:
-        raise ConnectionError(f"Could not find {given['address']}.\n  Check it")
-
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err == (
-        "halfmoon: no Ray cluster answers at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
-        "ray start --head, or check --ray-address and RAY_ADDRESS.\n"
-    )
-    assert cli.main(["sweep", "mine.toml", "--ray-address", "10.0.0.1:6379"]) == 2
-    assert capsys.readouterr().err == "halfmoon: --ray-address goes with --engine ray.\n"
