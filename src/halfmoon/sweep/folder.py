@@ -17,7 +17,7 @@ from halfmoon.errors import UserError
 from halfmoon.sweep.grid import Cell
 from halfmoon.sweep.recipe import Recipe, Scale
 
-SWEEP, CELLS = "sweep.json", "cells"
+SWEEP, CELLS, SPLITS = "sweep.json", "cells", "splits"
 FORMAT = 1
 
 Results = dict[str, dict[str, Any]]
@@ -26,7 +26,10 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """`<out>/<recipe>[-<scale>]`; the runs lie in `<out>/cells`, by identity, and are shared with other sweeps."""
+    """`<out>/<recipe>[-<scale>]`; the runs lie in `<out>/cells`, by identity, and are shared with other sweeps.
+
+    A recipe of splits trains nothing: its cells lie in `<out>/splits`, as they are no finished runs to other recipes.
+    """
 
     out: Path
     recipe: Recipe
@@ -41,7 +44,7 @@ class SweepFolder:
 
     def run(self, mark: str) -> Path:
         """Return the folder of the run with this identity."""
-        return self.out / CELLS / mark[:16]
+        return self.out / (SPLITS if self.recipe.kind == "splits" else CELLS) / mark[:16]
 
     def read(self) -> dict[str, Any]:
         """Return what its sweep.json says."""

@@ -11,7 +11,8 @@ from halfmoon import config as settings
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
 from halfmoon.sweep.published import COLUMNS, Published, lookup
-from halfmoon.sweep.recipe import Layer, Recipe, Scale, Value, layered
+from halfmoon.sweep.recipe import Recipe, Scale, Value, meets
+from halfmoon.sweep.source import Layer, layered
 
 Selection = Mapping[str, tuple[str, ...]]
 """The values of some axes that are asked for."""
@@ -73,16 +74,25 @@ def cells(
 ) -> list[Cell]:
     """Return the cells that are asked for, in the order of the axes; `over` are options that win over the recipe's.
 
-    Raise UserError, with the cell's name, where its configuration is impossible or no run could take it.
+    Raise UserError where the recipe skips all of them, and, with a cell's name, where its configuration is impossible
+    or no run could take it.
     """
-    axes = chosen(recipe, only)
-    return [
-        _cell(recipe, values, tuple(seeds or recipe.seeds), scale, over or {}) for values in product(*axes.values())
-    ]
+    grid = [values for values in product(*chosen(recipe, only).values()) if not _skipped(recipe, values)]
+    if not grid:
+        raise UserError(f"recipe {recipe.name} has none of these cells: they are combinations that it leaves out.")
+    return [_cell(recipe, values, tuple(seeds or recipe.seeds), scale, over or {}) for values in grid]
+
+
+def _at(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
+    return dict(zip(recipe.axes, (value.name for value in values), strict=True))
+
+
+def _skipped(recipe: Recipe, values: Sequence[Value]) -> bool:
+    return any(meets(each, _at(recipe, values)) for each in recipe.skip)
 
 
 def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:
-    at = dict(zip(recipe.axes, (value.name for value in values), strict=True))
+    at = _at(recipe, values)
     whens = [each for each in recipe.when if each.meets(at)]
     layers = [recipe.protocol, *(value.set for value in values), *(each.set for each in whens)]
     if scale is not None:
