@@ -274,6 +274,8 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(
                 patch.setattr(build, place, stop)
             patch.setattr("halfmoon.data.load", stop)
             patch.setattr("halfmoon.pieces.load_source", stop)
+            patch.setattr("halfmoon.sweep.play.sweep", stop)
+            patch.setattr("halfmoon.sweep.rays.Rays", stop)
             with pytest.raises(Understood):
                 cli.main(each.words)
         heading = re.match(r"method .*", each.printed)
