@@ -69,7 +69,7 @@ class Entry:
     finished: bool = False
     failed: str | None = None
     accuracy: Accuracy | None = None
-    cost: dict[str, float | None] | None = None
+    cost: dict[str, int | float | None] | None = None
     seconds: float | None = None
 
 

@@ -157,7 +157,7 @@ function matrixChart(width, { matrix, classes, title }) {
   const right = matrix.map((row) => row.reduce((sum, count) => sum + count, 0) || 1);
   const kept = matrix.reduce((sum, row, t) => sum + row[t], 0) / right.reduce((sum, count) => sum + count, 0);
   const height = span + 46 + below.steep;
-  const root = canvas(width, height, `${title}: ${shown(100 * kept, 1)} % lie on the diagonal.`);
+  const root = canvas(Math.min(width, Math.max(330, left + span + 12)), height, `${title}: ${shown(100 * kept, 1)} % lie on the diagonal.`);
   const every = Math.max(1, Math.ceil(13 / side));
   classes.forEach((name, n) => {
     const middle = (n + 0.5) * side;
@@ -199,7 +199,7 @@ function bubbleChart(width, split) {
   const tall = up * classes.length;
   const height = 2 * (tall + 30) + 34;
   const alt = `Images of each client and class: ${split.totals.labeled} labeled, ${split.totals.unlabeled} unlabeled, over ${split.clients} clients.`;
-  const root = canvas(width, height, alt);
+  const root = canvas(Math.min(width, Math.max(330, left + across * columns + 12)), height, alt);
   const radius = 0.48 * Math.min(across, Math.max(up, 8));
   const panels = ["labeled", "unlabeled"].map((kind, n) => {
     const counts = [...(server ? [kind === "labeled" ? server : null, null] : []), ...split[kind]];
