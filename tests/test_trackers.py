@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import struct
 import sys
 import time
@@ -180,6 +181,12 @@ def test_the_configuration_is_a_text(tracked: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_tracker_changes_no_byte_of_a_run(tracked: Path, plain: Path, name: str) -> None:
     assert (tracked / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_a_tracker_can_be_sent_to_the_process_that_plays(tmp_path: Path, plain: Path) -> None:
+    """As sweeps do: what arrives there tracks as well."""
+    halfmoon.run(config(tmp_path / "run"), pickle.loads(pickle.dumps(TensorBoard())))
+    assert read(tmp_path / "run") == expected(plain)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["tracked before", "not tracked before"])
