@@ -110,7 +110,8 @@ class Processes:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
-                        running[pool.submit(play, waiting[0], self.watch)] = waiting.pop(0)
+                        task = waiting.pop(0)
+                        running[pool.submit(play, task, self.watch)] = task
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         done = future.result()
                         del running[future]
