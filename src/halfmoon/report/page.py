@@ -96,8 +96,8 @@ def _study(number: int, study: Study) -> Markup:
         parts.append(_splits())
     else:
         parts += _results(study)
-        parts.append(_splits())
         parts.append(_groups(study))
+        parts.append(_splits())
     notes = missing(study)
     if notes:
         listed = el("ul", None, *(el("li", None, words) for words in notes))

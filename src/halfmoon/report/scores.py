@@ -223,6 +223,6 @@ def _count(value: float | None) -> str:
     """Return a number with three digits at least, a whole one without a point."""
     if value is None:
         return ""
-    if value == round(value) or value >= 1000:
+    if value == round(value) or value >= 10_000:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
