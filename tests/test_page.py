@@ -515,6 +515,17 @@ def test_a_different_split_is_drawn_once(tmp_path: Path) -> None:
     assert len(split["labeled"]) == 40
 
 
+def test_splits_are_named_after_who_uses_them(tmp_path: Path) -> None:
+    """A column, its rows and seeds where they are not all of it; nothing where all share one."""
+    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+    every = [series.User((c,), r, s) for c in ("iid-iid", "dir-dir") for r in METHODS for s in (0, 1)]
+    assert series.users_title(study, every, every) == ""
+    assert series.users_title(study, every[:6], every) == "IID-IID"
+    assert series.users_title(study, [every[0], every[2], every[4], *every[6:]], every) == "IID-IID, seed 0; DIR-DIR"
+    assert series.users_title(study, every[4:6], every) == "IID-IID, FedDure"
+    assert series.users_title(study, every[1:2], every) == "IID-IID, FedAvg (labeled only), seed 1"
+
+
 def test_very_many_classes_are_listed(tmp_path: Path) -> None:
     names = [str(n) for n in range(101)]
     write_run(tmp_path / "run", 1, 0, names=names, split=split_of(1, names))

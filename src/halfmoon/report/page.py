@@ -108,9 +108,10 @@ def _study(number: int, study: Study) -> Markup:
 def _head(study: Study) -> Markup:
     """Return what was run, on what, and by which command."""
     sweep = study.sweep
-    parts = [el("p", {"class": "about"}, words) for words in (sweep.about,) if words]
+    parts = [el("p", {"class": "about"}, sentence(sweep.about))] if sweep.about else []
     if sweep.reading:
-        parts.append(el("p", {"class": "reading"}, el("strong", None, "How the paper is read: "), sweep.reading))
+        how = el("strong", None, "How the paper is read: ")
+        parts.append(el("p", {"class": "reading"}, how, sentence(sweep.reading)))
     facts = {
         "paper": ", ".join(words for words in (sweep.paper, sweep.item) if words),
         "machine": _machine(sweep.machine),
@@ -132,6 +133,11 @@ def _head(study: Study) -> Markup:
         said = el("summary", None, "Options that all runs share")
         parts.append(el("details", None, said, el("dl", {"class": "options"}, *items)))
     return el("header", None, *parts)
+
+
+def sentence(words: str) -> str:
+    """Return words with a capital at the beginning and a stop at the end."""
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

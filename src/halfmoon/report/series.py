@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfmoon.report.judge import Column, Score
 from halfmoon.report.looks import look
@@ -173,25 +172,50 @@ def _confusion(runs: Sequence[Run]) -> Data | None:
     return {"largest": [[t, p, n, short(sum(mean[t]))] for n, t, p in sorted(wrong, reverse=True)[:_CONFUSIONS]]}
 
 
+class User(NamedTuple):
+    """A run that was played on a split."""
+
+    column: Column
+    row: str
+    seed: int
+
+
 def splits(study: Study) -> list[Data]:
     """Return each different split once: who uses it, and the counts of each client and class."""
-    found: list[tuple[Data, Counter[str]]] = []
+    found: list[tuple[Data, list[User]]] = []
     for cell, entry in study.finished():
         run = study.run(entry)
         split = run.split if run else None
         if split is None:
             continue
-        column = study.column_title(tuple(cell.at[name] for name in study.column_axes))
+        user = User(tuple(cell.at[name] for name in study.column_axes), cell.at[study.sweep.rows], entry.seed)
         match = next((users for known, users in found if known == split), None)
         if match is None:
-            found.append((split, Counter([column])))
+            found.append((split, [user]))
         else:
-            match[column] += 1
-    return [_split(split, users, len(study.columns)) for split, users in found]
+            match.append(user)
+    everyone = [user for _, users in found for user in users]
+    return [_split(split, users, users_title(study, users, everyone)) for split, users in found]
 
 
-def _split(split: Data, users: Counter[str], columns: int) -> Data:
-    names = [] if len(users) == columns > 1 else [name for name in users if name]
+def users_title(study: Study, users: Sequence[User], everyone: Sequence[User]) -> str:
+    """Return who uses a split: columns, with the rows and seeds where not all of a column use it; "" for everyone."""
+    if len(users) == len(everyone):
+        return study.column_title(users[0].column) if len(study.columns) == 1 else ""
+    words = []
+    for column in dict.fromkeys(user.column for user in users):
+        mine, others = ([user for user in some if user.column == column] for some in (users, everyone))
+        rows, seeds = dict.fromkeys(user.row for user in mine), dict.fromkeys(user.seed for user in mine)
+        parts = [study.column_title(column)]
+        if len(rows) < len({user.row for user in others}):
+            parts.append(" and ".join(study.value_title(study.sweep.rows, row) for row in rows))
+        if len(seeds) < len({user.seed for user in others}):
+            parts.append(f"seed {' and '.join(map(str, seeds))}")
+        words.append(", ".join(part for part in parts if part))
+    return "; ".join(words)
+
+
+def _split(split: Data, users: Sequence[User], title: str) -> Data:
     clients = len(split["each"])
     if clients <= SHOWN_CLIENTS:
         shown = list(range(clients))
@@ -199,8 +223,8 @@ def _split(split: Data, users: Counter[str], columns: int) -> Data:
         shown = [round(n * (clients - 1) / (SHOWN_CLIENTS - 1)) for n in range(SHOWN_CLIENTS)]
     server = split.get("server")
     return {
-        "title": "; ".join(names),
-        "runs": sum(users.values()),
+        "title": title,
+        "runs": len(users),
         "classes": [str(name) for name in split["counts"]["classes"]],
         "totals": {"labeled": split["counts"]["labeled"], "unlabeled": split["counts"]["unlabeled"]},
         "clients": clients,
@@ -228,7 +252,7 @@ def against_x(study: Study, score: Score) -> list[Data]:
             cell = study.cell(value.name, column)
             if cell is None:
                 continue
-            panel = panels.setdefault(tuple(study.axis(name).title(cell.at[name]) for name in others), {})
+            panel = panels.setdefault(tuple(study.value_title(name, cell.at[name]) for name in others), {})
             name = cell.at[lines_of] if lines_of != x else study.sweep.title
             line = panel.setdefault(name, {"points": [], "published": []})
             shares = [100 * e.accuracy.last for e in cell.runs if e.finished and e.accuracy]
