@@ -169,7 +169,7 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
     for key in ("rows", "x"):
         if keys.get(key) is not None and keys[key] not in axes:
             raise UserError(f"{where}: {key} is {keys[key]!r}, which is no axis: {_nearest(keys[key], axes)}")
-    columns = tuple(keys.get("columns", [axis for axis in axes if axis != keys["rows"]]))
+    columns = tuple(map(str, keys.get("columns", [axis for axis in axes if axis != keys["rows"]])))
     for axis in columns:
         if axis not in axes:
             raise UserError(f"{where}: columns has {axis!r}, which is no axis: {_nearest(axis, axes)}")
