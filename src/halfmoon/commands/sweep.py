@@ -157,10 +157,13 @@ def _list(cells: list[Any], as_json: bool) -> int:
 
 
 def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows: a cell's accuracies over seeds beside the published one."""
+    """Return headings and rows: a cell's accuracies over seeds beside the published one, or how many splits it has."""
     from halfmoon.report.tables import spread
 
     axes = [axis["name"] for axis in facts["axes"]]
+    if facts["kind"] == "splits":
+        made = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
+        return [*axes, "splits"], made
     rows = []
     for cell in facts["cells"]:
         done = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
