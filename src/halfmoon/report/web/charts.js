@@ -12,6 +12,9 @@ function lineChart(width, spec) {
   const yRange = ys.length ? range(ys, percent ? 4 : 0.02, 0, percent ? 100 : 1) : [0, 1];
   const xRange = xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
   if (xRange[0] === xRange[1]) xRange.splice(0, 2, xRange[0] - 1, xRange[1] + 1);
+  const margin = spec.exact ? 0.03 * (xRange[1] - xRange[0]) : 0;
+  xRange[0] -= margin;
+  xRange[1] += margin;
   const step = width > 420 ? 7 : 4;
   const yTicks = ticks(...yRange, 5);
   const places = [...new Set(xs)];
