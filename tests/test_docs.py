@@ -276,6 +276,9 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(
             patch.setattr("halfmoon.pieces.load_source", stop)
             patch.setattr("halfmoon.sweep.play.sweep", stop)
             patch.setattr("halfmoon.sweep.rays.Rays", stop)
+            patch.setattr("halfmoon.report.files.write_report", stop)
+            patch.setattr("halfmoon.report.board.board", stop)
+            patch.setattr("halfmoon.report.board.add", stop)
             with pytest.raises(Understood):
                 cli.main(each.words)
         heading = re.match(r"method .*", each.printed)
