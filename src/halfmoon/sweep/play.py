@@ -37,12 +37,8 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
     earlier sweep in the same folder stay in its sweep.json where the recipe still says the same of them. All cells with
     the first seed come first.
     """
-    named, shown = _by_identity(asked), _with_kept(folder, asked)
-    for mark in _by_identity(shown):
-        done = build.finished(folder.run(mark))
-        if done is not None:
-            folder.results[mark] = entry(done)
-    folder.write(shown)
+    named = _by_identity(asked)
+    _write(folder, asked)
     failed: list[str] = []
     waiting: list[Task] = []
     over = 0
@@ -59,7 +55,7 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
             waiting.append(done.task)
             return
         folder.results[tasks[done.task]] = entry(done.summary, done.failed)
-        folder.write(shown)
+        _write(folder, asked)
         tell_of(tasks[done.task], done.summary, done.failed, False)
 
     tasks: dict[Task, str] = {}
@@ -75,6 +71,17 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
         again, waiting[:] = list(waiting), []
         engine.play(again, note)
     return failed
+
+
+def _write(folder: SweepFolder, asked: Sequence[Cell]) -> None:
+    """Write sweep.json: the cells asked for, and those that it has, as another sweep may have added some by now."""
+    shown = _with_kept(folder, asked)
+    for mark in _by_identity(shown):
+        if not folder.results.get(mark, {}).get("finished"):
+            done = build.finished(folder.run(mark))
+            if done is not None:
+                folder.results[mark] = entry(done)
+    folder.write(shown)
 
 
 def _by_identity(asked: Sequence[Cell]) -> dict[str, tuple[str, Config]]:
@@ -96,12 +103,14 @@ def _with_kept(folder: SweepFolder, asked: Sequence[Cell]) -> list[Cell]:
     found = {tuple(cell.at.items()): cell for cell in asked}
     for old in folder.before().get("cells", ()):
         try:
-            seeds = [run["seed"] for run in old["runs"] if run["finished"]]
-            only = {axis: (name,) for axis, name in old["at"].items()}
-            (cell,) = cells(folder.recipe, only, seeds, folder.scale)
+            marks = {run["seed"]: run["identity"] for run in old["runs"] if run["finished"]}
+            only = {axis: (name,) for axis, name in dict(old["at"]).items()}
+            alike = cells(folder.recipe, only, list(marks), folder.scale) if marks else []
         except (UserError, LookupError, TypeError, ValueError):
             continue  # the recipe no longer has such a cell
-        marks = {run["seed"]: run["identity"] for run in old["runs"]}
+        if len(alike) != 1:
+            continue
+        (cell,) = alike
         same = {seed: config for seed, config in cell.configs.items() if identity(config, config.method) == marks[seed]}
         here = tuple(cell.at.items())
         mine = found.get(here, replace(cell, configs={}))
