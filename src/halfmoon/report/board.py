@@ -112,7 +112,8 @@ def _spread(value: Spread | None) -> str:
 def _machine(study: Study) -> str:
     machine, versions = study.sweep.machine, study.sweep.versions
     seconds = [entry.seconds for _, entry in study.finished() if entry.seconds is not None]
-    parts = [f"{machine.get('cores', '?')} cores of {machine.get('cpu') or 'an unknown processor'}"]
+    cores = machine.get("cores", "?")
+    parts = [f"{cores} {'core' if cores == 1 else 'cores'} of {machine.get('cpu') or 'an unknown processor'}"]
     parts += [str(machine["gpu"])] if machine.get("gpu") else ["no GPU"]
     parts += [f"{name} {version}" for name, version in versions.items()]
     took = f"; {len(seconds)} runs, {sum(seconds) / 60:.0f} minutes in all" if seconds else ""

@@ -142,7 +142,7 @@ def sentence(words: str) -> str:
 
 def _machine(machine: Mapping[str, Any]) -> str:
     words = [str(machine["cpu"])] if machine.get("cpu") else []
-    words += [f"{machine['cores']} cores"] if machine.get("cores") else []
+    words += [f"{machine['cores']} {'core' if machine['cores'] == 1 else 'cores'}"] if machine.get("cores") else []
     words += [str(machine["gpu"]) if machine.get("gpu") else "no GPU"] if machine else []
     return ", ".join(words)
 
