@@ -35,6 +35,7 @@ from halfmoon.models import SmallCNN
 from halfmoon.objectives import Objective
 from halfmoon.optim import Adam
 from halfmoon.sim import Holdings, Simulation
+from halfmoon.sweep import grid, recipe
 from halfmoon.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -260,6 +261,16 @@ def _terms(labeled: int, unlabeled: int, letters: str) -> str:
     return " + ".join(f"{'' if factor == 1 else factor}{letter}" for factor, letter in factors if factor)
 
 
+def recipes() -> str:
+    """Return a table of the recipes that come with halfmoon: what each plays, its kind, cells and seeds."""
+    rows = []
+    for name in recipe.names():
+        found = recipe.load(name)
+        count = len(grid.combinations(found, {}))
+        rows.append([f"`{name}`", found.title, found.about, found.kind, str(count), str(len(found.seeds))])
+    return table(["recipe", "of", "what is played", "kind", "cells", "seeds"], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "methods": methods,
@@ -267,6 +278,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "departures": departures,
     "method-options": method_options,
     "passes": passes,
+    "recipes": recipes,
 }
 
 

@@ -664,11 +664,11 @@ def test_a_cell_that_no_method_supports_is_named(tmp_path: Path) -> None:
     assert "recipe mine, cell method=feddure, amount=few: method feddure needs labels at every client" in said
 
 
-def replaced(node: Any, path: tuple[str | int, ...], value: Any) -> Any:
+def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
     """Return a copy of nested keys in which what stands at `path` is `value`."""
     if not path:
         return value
-    copy = dict(node) if isinstance(node, dict) else list(node)
+    copy: Any = dict(node) if isinstance(node, dict) else list(node)
     copy[path[0]] = replaced(copy[path[0]], path[1:], value)
     return copy
 

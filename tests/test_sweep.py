@@ -80,6 +80,16 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the metrics of two cells that nothing disturbed, by the names of their folders."""
+    path = tmp_path_factory.mktemp("straight") / "mine.toml"
+    path.write_text(RECIPE)
+    folder, _, failed = played(path, *MINE, scale=None)
+    assert failed == []
+    return metrics(folder.out)
+
+
 def played(
     path: Path, *only: str, scale: str | None = "short", seeds: tuple[int, ...] = (0,), engine: Engine | None = None
 ) -> tuple[SweepFolder, list[Step], list[str]]:
@@ -376,10 +386,8 @@ def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixtu
     assert not (mine.parent / "out").exists()
 
 
-def test_a_killed_sweep_goes_on(mine: Path, shell: Shell) -> None:
+def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, bytes]) -> None:
     """SIGKILL in the middle of the second run; the same command ends in the metrics of a straight sweep."""
-    straight, _, _ = played(mine, *MINE, scale=None)
-    wanted = metrics(straight.out)
     out = mine.parent / "killed"
     words = f"sweep {mine} --out {out} --only amount=few"
 
@@ -402,8 +410,8 @@ def test_a_killed_sweep_goes_on(mine: Path, shell: Shell) -> None:
     assert done.code == 0, done.said
     assert "finished before" in done.said
     assert state(first) == before
-    assert metrics(out) == wanted
-    assert len(wanted) == 2
+    assert metrics(out) == straight
+    assert len(straight) == 2
 
 
 def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,19 +445,13 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
     assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
 
 
-def test_a_worker_that_is_killed_is_replaced(mine: Path) -> None:
+def test_a_worker_that_is_killed_is_replaced(mine: Path, straight: dict[str, bytes]) -> None:
     """Its run goes on from its checkpoint in a new process, and ends in the metrics of a straight sweep."""
-    straight, _, _ = played(mine, *MINE, scale=None)
-    wanted = metrics(straight.out)
-    other = mine.parent / "other"
-    other.mkdir()
-    again = other / "mine.toml"
-    again.write_text(RECIPE)
     mark = mine.parent / "killed"
-    folder, steps, failed = played(again, *MINE, scale=None, engine=Processes(2, Suicide(mark)))
+    folder, steps, failed = played(mine, *MINE, scale=None, engine=Processes(2, Suicide(mark)))
     assert failed == []
     assert len(steps) == 2
-    assert metrics(folder.out) == wanted
+    assert metrics(folder.out) == straight
     begun = [line.split() for line in mark.with_name("begun").read_text().splitlines()]
     assert [first for name, first in begun if name == mark.read_text()] == ["0", "2"]
     assert len(begun) <= 2 + TRIES

@@ -77,10 +77,19 @@ def cells(
     Raise UserError where the recipe skips all of them, and, with a cell's name, where its configuration is impossible
     or no run could take it.
     """
-    grid = [values for values in product(*chosen(recipe, only).values()) if not _skipped(recipe, values)]
-    if not grid:
+    found = combinations(recipe, only)
+    return [_cell(recipe, values, tuple(seeds or recipe.seeds), scale, over or {}) for values in found]
+
+
+def combinations(recipe: Recipe, only: Selection) -> list[tuple[Value, ...]]:
+    """Return the values of every cell that is asked for, a value of every axis, in the order of the axes.
+
+    Raise UserError where the recipe skips all of them.
+    """
+    found = [values for values in product(*chosen(recipe, only).values()) if not _skipped(recipe, values)]
+    if not found:
         raise UserError(f"recipe {recipe.name} has none of these cells: they are combinations that it leaves out.")
-    return [_cell(recipe, values, tuple(seeds or recipe.seeds), scale, over or {}) for values in grid]
+    return found
 
 
 def _at(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
