@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -169,6 +170,34 @@ def test_digits_can_be_shared_out_at_the_tiny_scale() -> None:
                 split = pieces.split_of(config, data)
                 assert split.clients == config.clients
     assert len(seen) > 30
+
+
+COUNTS = {
+    "cifar10": [5000] * 10,
+    "fashion_mnist": [6000] * 10,
+    "cinic10": [9000] * 10,
+    "svhn": [4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659],
+    "cifar100": [500] * 100,
+    "tiny_imagenet": [500] * 200,
+}
+"""The training images of each class."""
+
+
+def test_the_papers_images_can_be_shared_out() -> None:
+    """Every full-scale cell has a split of as many images as its data set has, and no client is without a label."""
+    draw = np.random.default_rng(0)
+    labels = {name: draw.permutation(np.repeat(np.arange(len(each)), each)) for name, each in COUNTS.items()}
+    seen = set[Any]()
+    for name in NAMES:
+        for config in (cell.configs[0] for cell in every_cell(name, None)):
+            case = (config.data, pieces.scenario(config))
+            if case in seen or config.data == "digits":
+                continue
+            seen.add(case)
+            split = case[1].split(labels[config.data], len(COUNTS[config.data]))
+            held = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
+            assert config.labels_at == "server" or held.min() > 0, (name, config.data)
+    assert {data for data, _ in seen} == set(COUNTS)
 
 
 # The published numbers
