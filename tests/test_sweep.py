@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from halfmoon.errors import UserError
 from halfmoon.experiment import Row
 from halfmoon.sweep import play as playing
 from halfmoon.sweep import recipe
-from halfmoon.sweep.engines import TRIES, Engine, Here, Processes
+from halfmoon.sweep.engines import TRIES, Done, Engine, Here, Note, Processes, Task
 from halfmoon.sweep.folder import FORMAT, SweepFolder
 from halfmoon.sweep.grid import cells, selection
 from halfmoon.sweep.play import Step, sweep
@@ -416,31 +416,39 @@ def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, by
 
 def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
-    mine.write_text(RECIPE.replace("rounds = 5", "rounds = 30"))
+    mine.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
     monkeypatch.setattr(playing, "PAUSE", 0.05)
-    first: dict[str, list[int]] = {}
+    begun: list[int] = []
+    busy: list[bool] = []
     here: list[tuple[list[Step], list[str]]] = []
 
     class Looking(Silence):
         def begin(self, run: Running) -> None:
-            first.setdefault(run.folder.name, []).append(run.first)
+            begun.append(run.first)
+
+    class Asking(Here):
+        def play(self, tasks: Sequence[Task], note: Note) -> None:
+            def noted(done: Done) -> None:
+                busy.append(done.busy)
+                note(done)
+
+            super().play(tasks, noted)
 
     def beside(pid: int) -> None:
         until = time.monotonic() + 60
         while time.monotonic() < until and not list((mine.parent / "out").glob("cells/*/metrics.jsonl")):
             time.sleep(0.005)
-        here.append(played(mine, *MINE, scale=None, engine=Here(Looking()))[1:])
+        here.append(played(mine, *MINE, scale=None, engine=Asking(Looking()))[1:])
 
     done = shell(f"sweep {mine} --out {mine.parent / 'out'} --only amount=few", beside)
     assert done.code == 0, done.said
     ((steps, failed),) = here
     assert failed == []
     assert len(steps) == 2
-    # The other process was in the middle of the first run, so this one began with the second, from its start.
-    assert [rounds for each in first.values() for rounds in each] == [0] * len(first)
-    assert len(first) <= 1
+    assert busy[0]  # the other process was in the middle of the first run
+    assert begun in ([], [0])  # which this one did not touch; the second it played from its start, or not at all
     for data in metrics(mine.parent / "out").values():
-        assert [json.loads(line)["round"] for line in data.splitlines()] == list(range(1, 31))
+        assert [json.loads(line)["round"] for line in data.splitlines()] == list(range(1, 61))
     facts = json.loads((mine.parent / "out" / "mine" / "sweep.json").read_text())
     assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
 
