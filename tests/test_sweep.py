@@ -11,9 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from test_resume import Shell
 
-from halfmoon import cli
+from halfmoon import build, cli
+from halfmoon.config import Config
 from halfmoon.errors import UserError
 from halfmoon.experiment import Row
 from halfmoon.sweep import play as playing
@@ -22,7 +24,7 @@ from halfmoon.sweep.engines import Done, Engine, Here, Note, Processes, Task
 from halfmoon.sweep.folder import FORMAT, SweepFolder
 from halfmoon.sweep.grid import cells, selection
 from halfmoon.sweep.play import Step, sweep
-from halfmoon.watch import Running, Silence
+from halfmoon.watch import Running, Silence, Watch
 
 RECIPE = """
 title = "Mine, Table 1"
@@ -369,6 +371,43 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     assert "\n" not in runs["lost"]["failed"]
     assert cli.main([*words, "--only", "method=fedavg"]) == 0
     assert "finished before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("a shape.\nand more"), "RuntimeError: a shape; the traceback is in "),
+        (torch.OutOfMemoryError("no room"), "out of memory (no room); play fewer --jobs, or a smaller scale."),
+    ],
+)
+def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, said: str) -> None:
+    cell = build.cell
+
+    def broken(config: Config, path: Path, watch: Watch) -> Row:
+        if config.method == "fedavg":
+            raise error
+        return cell(config, path, watch)
+
+    monkeypatch.setattr(build, "cell", broken)
+    folder, steps, failed = played(mine, *MINE, scale="short")
+    assert [step.failed is None for step in steps] == [False, True]
+    assert len(failed) == 1
+    assert said in failed[0]
+    traces = [path.read_text() for path in folder.out.glob("cells/*-defect.txt")]
+    assert [trace.strip().splitlines()[-1] for trace in traces] == (["and more"] if "traceback" in said else [])
+    monkeypatch.undo()
+    assert played(mine, *MINE, scale="short")[2] == [], "mended, the same command plays what is left"
+
+
+def test_processes_play_several_at_once(mine: Path) -> None:
+    folder, steps, failed = played(mine, *MINE, scale="short", engine=Processes(2))
+    assert failed == []
+    assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
+    for step in steps:
+        assert step.summary is not None
+        assert f"method={step.summary['method']}," in step.words
+    configs = [path.read_text() for path in folder.out.glob("cells/*/config.toml")]
+    assert sorted('method = "fedavg"' in config for config in configs) == [False, True]
 
 
 def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ a worker had played when it was killed stands in the run's folder, and whoever t
 from __future__ import annotations
 
 import tomllib
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -15,12 +16,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from halfmoon import build
 from halfmoon.client import Diverged
 from halfmoon.config import resolve
 from halfmoon.errors import UserError
 from halfmoon.record import Busy
 from halfmoon.watch import SILENCE, Watch
+
+DEFECT = "defect.txt"
+"""Beside a run's folder, the traceback of a defect of the program that stopped it."""
 
 TRIES = 3
 """How often a task whose worker dies is begun before it is given up."""
@@ -67,6 +73,17 @@ def play(task: Task, watch: Watch = SILENCE) -> Done:
         return Done(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:
         return Done(task, None, str(error))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        return Done(task, None, f"out of memory ({_first_line(error)}); play fewer --jobs, or a smaller scale.")
+    except Exception as error:  # a defect costs one cell, not a sweep of days
+        path = task.folder.with_name(f"{task.folder.name}-{DEFECT}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        return Done(task, None, f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}.")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["no message"])[0].removesuffix(".")
 
 
 class Here:
