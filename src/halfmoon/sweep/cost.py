@@ -164,12 +164,12 @@ class Estimator:
 
     def _run(self, config: Config) -> Estimate:
         flows, looked = self.flows(config)
-        facts, kept, place, cores = self._fact(config), self._rehearsal(config), device(config), threads(config)
+        facts, kept, place = self._fact(config), self._rehearsal(config), device(config)
         made = self.timings.kept(
             "views",
-            (config.labeled_view, config.strong_view, facts.image, place.type, cores),
+            (config.labeled_view, config.strong_view, facts.image, place.type),
             lambda kept: ViewSeconds({str(k): float(v) for k, v in kept["seconds"].items()}),
-            lambda: ViewSeconds(view_seconds(world(tiny(config)).views, facts.image, place, cores)),
+            lambda: ViewSeconds(view_seconds(world(tiny(config)).views, facts.image, place)),
         ).seconds
         network = views = beside = 0.0
         for flow in flows:
@@ -177,7 +177,7 @@ class Estimator:
             one = speed.training(flow.forward, flow.backward, max(1.0, flow.rows)) + flow.swept * speed.look
             network += flow.size * (one + flow.steps * speed.update)
             views += sum(count * made[name] for name, count in flow.views.items())
-            beside += flow.visits * kept.visit[flow.work] + flow.steps * kept.step[flow.work]
+            beside += flow.visits * kept.visit.get(flow.work, 0.0) + flow.steps * kept.step.get(flow.work, 0.0)
         looking = self.timings.speed(self._signature(config, facts, max(flows, key=lambda flow: flow.forward)))
         return Estimate(network, views, looked * looking.look, beside + config.rounds * kept.rest)
 

@@ -48,7 +48,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a method asks for in its first round, and in every later one; and seconds that no image accounts for.
+    """What a method asks for in its first round, and in the mean of later ones; and seconds that no image accounts for.
 
     `visit` and `step` hold seconds of a visit and of a step by work, `rest` is what a round takes beside its visits.
     """
@@ -180,7 +180,7 @@ def rehearse(config: Config, place: str, speed: Callable[[Signature], Speed]) ->
         )  # fmt: skip
         rounds, rests = _play(method, shared, simulation)
     visit, step = _overheads(rounds, simulation, speed(signature))
-    first, later = (_summed(trips, config) for trips in rounds[:2])
+    first, later = _summed(rounds[:1], config), _summed(rounds[1:], config)
     return Rehearsal(first, later, visit, step, min(rests[1:]))
 
 
@@ -223,8 +223,9 @@ def _overheads(
     return visit, step
 
 
-def _summed(trips: Sequence[Trip], config: Config) -> tuple[Asked, ...]:
-    """Return the trips of a round by work and kind; a work that goes beyond the cohort is asked of all."""
+def _summed(rounds: Sequence[Sequence[Trip]], config: Config) -> tuple[Asked, ...]:
+    """Return the mean trips of a round by work and kind; a work that goes beyond the cohort is asked of all."""
+    trips = [trip for each in rounds for trip in each]
     wide = {trip.work for trip in trips if trip.every}
     sums: dict[tuple[str, bool, bool, float], int] = {}
     for trip in trips:
@@ -235,7 +236,7 @@ def _summed(trips: Sequence[Trip], config: Config) -> tuple[Asked, ...]:
     asked = []
     for (work, every, server, size), count in sums.items():
         of = 1 if server or pooled else config.clients if every else config.cohort
-        asked.append(Asked(work, count / of, every, server, size))
+        asked.append(Asked(work, count / of / len(rounds), every, server, size))
     return tuple(asked)
 
 

@@ -195,16 +195,11 @@ def _line(passes: _Passes, call: Callable[[Tensor, Tensor], object], large: int)
     return fixed, (most - fixed) / large
 
 
-def view_seconds(views: Views, shape: tuple[int, int, int], device: torch.device, threads: int) -> dict[str, float]:
+def view_seconds(views: Views, shape: tuple[int, int, int], device: torch.device) -> dict[str, float]:
     """Return the seconds that each view of an image of `shape` (C, H, W) takes to draw and make, by name.
 
-    Those of one thread where several are slower, as for `measure`.
+    On a processor by one thread: more of them gain little on pixels.
     """
-    found = [_view_seconds(views, shape, device, number) for number in sorted({1, threads})]
-    return {name: min(each[name] for each in found) for name in found[0]}
-
-
-def _view_seconds(views: Views, shape: tuple[int, int, int], device: torch.device, threads: int) -> dict[str, float]:
     g = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (VIEWED, *shape), generator=g, dtype=torch.uint8).to(device)
     normalize = Normalize((0.5,) * shape[0], (0.5,) * shape[0])
@@ -212,7 +207,7 @@ def _view_seconds(views: Views, shape: tuple[int, int, int], device: torch.devic
     def make(view: View) -> float:
         return seconds(lambda: view.apply(images, view.draw(VIEWED, shape, g), normalize), device) / VIEWED
 
-    with computing(threads):
+    with computing(1):
         return {"labeled": make(views.labeled), **{name: make(recipe(views, name)) for name in views.unlabeled}}
 
 
