@@ -24,8 +24,8 @@ from halfmoon.sweep.rehearsal import Rehearsal, rehearse, tiny
 from halfmoon.sweep.timing import Signature, Speed, Timings, cache_folder, measure
 
 BASE = Config(
-    clients=6, cohort=6, rounds=3, labels_per_class=2, budget="none", network="small", width=4, threads=1, device="cpu",
-    labeled_batch=8, unlabeled_batch=64, evaluate_every=2,
+    clients=4, cohort=4, rounds=2, labels_per_class=2, budget="none", network="small", width=4, threads=1, device="cpu",
+    labeled_batch=8, unlabeled_batch=64, evaluate_every=2, data_share=0.3,
 )  # fmt: skip
 AT_SERVER = {"labels_at": "server", "setting": "semifl-iid", "labels": 100, "labels_per_class": None}
 UNIT = Speed(forward_pass=0.0, forward=1.0, backward_pass=0.0, backward=2.0, look=1.0, update=0.0)
@@ -68,7 +68,8 @@ def estimator(speed: Speed = UNIT, view: float = 0.0) -> Estimator:
         {"method": "fedmatch", "setting": "fedmatch-stream", "stages": 3, "norm": "none", "rounds": 3},
         {"method": "semifl", "options": {"tau": 0.0}, "server_epochs": 3, "server_batch": 50, **AT_SERVER},
         {"method": "fedrgd", "server_epochs": 2, "norm": "group", **AT_SERVER},
-        {"method": "fixmatch", "clients": 4, "cohort": 2},
+        {"method": "fixmatch", "cohort": 2},
+        {"method": "feddb", "executor": "vmap", "setting": "iid-iid"},
         {"method": "heterofl", **AT_SERVER},
     ],
     ids=lambda changes: changes["method"],
@@ -86,7 +87,7 @@ def test_images_are_counted_as_a_run_counts_them(changes, tmp_path: Path):
 def test_a_work_that_asks_everybody_counts_all_clients():
     """SemiFL counts its statistics over all 6 clients and the server, once before round 1 and after each of 3 rounds:
     4 * 6 and 4 * 1 visits; 2 clients of the cohort train in each round, and the server once."""
-    flows, _ = estimator().flows(replace(BASE, cohort=2, method="semifl", **AT_SERVER))
+    flows, _ = estimator().flows(replace(BASE, clients=6, cohort=2, rounds=3, method="semifl", **AT_SERVER))
     visits: Counter[tuple[str, bool]] = Counter()
     for flow in flows:
         visits[flow.work, flow.server] += round(flow.visits)
@@ -94,16 +95,16 @@ def test_a_work_that_asks_everybody_counts_all_clients():
 
 
 def test_some_who_do_not_answer_cost_nothing():
-    """Of 6 clients a round over 3 rounds, a quarter is silent: 13.5 visits."""
+    """Of 4 clients a round over 2 rounds, a quarter is silent: 6 visits."""
     (flow,), _ = estimator().flows(replace(BASE, method="fedavg", silent=0.25))
-    assert flow.visits == pytest.approx(13.5)
+    assert flow.visits == pytest.approx(6)
 
 
 def test_a_run_takes_what_its_images_take():
-    """fedavg-sl on 1437 digits, 4 clients, one step of 100 labeled images each: 400 images a round forward (1 s) and
+    """fedavg-sl on digits, 4 clients, one step of 100 labeled images each: 400 images a round forward (1 s) and
     backward (2 s) are 1200 s, 3600 s in 3 rounds; 2 evaluations (after rounds 2 and 3) of 360 test images, 1 s each,
     are 720 s; nobody has unlabeled rows to look at. 1200 labeled views of 0.5 s are 600 s."""
-    config = replace(BASE, method="fedavg-sl", clients=4, cohort=4, steps=1, labeled_batch=100)
+    config = replace(BASE, method="fedavg-sl", rounds=3, steps=1, labeled_batch=100)
     found = estimator(view=0.5).run(config)
     assert (found.network, found.evaluation, found.views, found.beside) == (3600, 720, 600, 0)
     assert found.seconds == 4920
