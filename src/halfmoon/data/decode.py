@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
 import warnings
 from collections.abc import Iterable
 
@@ -13,6 +12,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from halfmoon.errors import UserError
 
 MODES = ("L", "RGB")
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
+"""What `fitted` opens: no formats that start other programs (EPS) or are hardly tested."""
 
 
 def decode(data: bytes, place: str) -> np.ndarray:
@@ -21,17 +22,7 @@ def decode(data: bytes, place: str) -> np.ndarray:
     `place` names the file (and row) in messages. Raise UserError for bytes that are no image or are cut off,
     for a mode other than L and RGB, and for an image so large that Pillow takes it for a decompression bomb.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
-        image.load()
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
-    except UnidentifiedImageError as error:  # its own words name an object in memory
-        raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        raise UserError(f"{place}: not a readable image ({error}); replace or remove it.") from error
+    image = _open(data, place)
     if image.mode not in MODES:
         raise UserError(
             f"{place}: the image has mode {image.mode}; convert all images to 8-bit gray (L) or to RGB first."
@@ -40,6 +31,42 @@ def decode(data: bytes, place: str) -> np.ndarray:
         image = ImageOps.exif_transpose(image)
     pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def fitted(data: bytes, place: str, height: int, width: int, channels: int) -> np.ndarray:
+    """Return one encoded image (PNG, JPEG, WebP, TIFF, BMP) of any size and mode as uint8 (height, width, channels).
+
+    The image is turned as its EXIF tag says, made gray (`channels` 1) or RGB (3), then resampled (bilinear with
+    antialiasing; the sides are not kept in proportion). One that has that size and mode keeps its exact pixels.
+    Transparency is left out, 16-bit gray is scaled by 255 / 65535, CMYK is converted without a color profile; of
+    several frames the first counts. `place` names the file in messages. Raise UserError for bytes that are no
+    image or are cut off, for an image so large that Pillow takes it for a decompression bomb, and for pixels
+    without a known range (32-bit).
+    """
+    image = upright(data, place)
+    mode = {1: "L", 3: "RGB"}[channels]
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = _eight_bit(image, place)
+    try:
+        if image.mode != mode:
+            image = image.convert(mode)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+    except ValueError as error:
+        raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
+    pixels = np.asarray(image)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def upright(data: bytes, place: str) -> Image.Image:
+    """Return one encoded image in its own size and mode, turned as its EXIF tag says; raise UserError as `fitted`."""
+    image = _open(data, place, FORMATS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ImageOps.exif_transpose(image)
+    except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
+        return image
 
 
 def stack(images: Iterable[tuple[bytes, str]], count: int, rgb: bool = False) -> np.ndarray:
@@ -65,6 +92,33 @@ def stack(images: Iterable[tuple[bytes, str]], count: int, rgb: bool = False) ->
     if result is None:
         raise UserError("there are no images to read.")
     return result
+
+
+def _open(data: bytes, place: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata, which Pillow leaves out
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=formats)
+            image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
+    except UnidentifiedImageError as error:  # its own words name an object in memory
+        raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files make Pillow's readers fail in ways that it does not list
+        raise UserError(f"{place}: not a readable image ({error}); replace or remove it.") from error
+    return image
+
+
+def _eight_bit(image: Image.Image, place: str) -> Image.Image:
+    """Return 16-bit gray as 8-bit gray: Pillow's own conversion would cut off everything above 255."""
+    pixels = np.asarray(image)
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535:
+        raise UserError(f"{place}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits.")
+    return Image.fromarray(((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8))
 
 
 def _form(shape: tuple[int, ...]) -> str:
