@@ -129,7 +129,7 @@ def test_the_clients_of_the_scene_differ(rule):
     _, _, simulation = scene("fedavg-fixmatch", rule)
     work = simulation.works["train"]
     owned = [simulation.holdings.own(k) for k in range(4)]
-    amounts = [simulation.budget.amount(simulation.batching, work, own, own) for own in owned]
+    amounts = [simulation.ground.budget.amount(simulation.ground.batching, work, own, own) for own in owned]
     assert len({amount.steps for amount in amounts}) > 1
     assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")
 

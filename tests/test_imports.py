@@ -20,7 +20,7 @@ FLOORS = [
     {"tree", "rng", "models", "disk", "toml", "memory", "values", "checks", "packing", "manifest", "store"},
     {"optim", "augment", "types"},
     {"data", "objectives", "methods", "evaluate"},
-    {"budget", "catalog", "client", "record", "experiment"},
+    {"budget", "catalog", "client", "record", "experiment", "ground", "rounds"},
     {"sim", "flower", "config", "report"},
     {"build", "pieces", "trackers", "watch"},
     {"sweep"},

@@ -47,13 +47,18 @@ class Errand:
 
 
 class Outcome(NamedTuple):
-    """What one client's visit leaves: its upload, its memory, and what was counted."""
+    """What one client's visit leaves: its upload, its memory, and what was counted.
+
+    `swept` images went through the network outside the steps; `kept` are the bytes of the memory, wherever that is.
+    """
 
     up: Tree
     memory: Tree
     samples: dict[str, Sample]
     amount: Amount
     traffic: tuple[int, int]  # bytes down and up
+    swept: int = 0
+    kept: int = 0
 
 
 def visit_one(
@@ -82,7 +87,9 @@ def visit_one(
     up, memory = work.finish(down, carry, data)
     _check_upload(errand, client, up, visit.amount.steps)
     traffic = work.traffic(down, up)
-    return Outcome(tree.contiguous(up), tree.contiguous(memory), log.samples, visit.amount, traffic)
+    swept = work.swept(len(data.x), len(data.u))
+    up, memory = tree.contiguous(up), tree.contiguous(memory)
+    return Outcome(up, memory, log.samples, visit.amount, traffic, swept, tree.nbytes(memory))
 
 
 def visit_many(
@@ -141,7 +148,8 @@ def visit_many(
         # A clone: a slice would keep the memories of the whole group alive.
         kept = tree.map(torch.clone, tree.index(memory, k))
         traffic = work.traffic({**downs, **tree.index(each, k)}, mine)
-        outcomes.append(Outcome(mine, kept, logs[k].samples, visits[k].amount, traffic))
+        swept = work.swept(len(datas[k].x), len(datas[k].u))
+        outcomes.append(Outcome(mine, kept, logs[k].samples, visits[k].amount, traffic, swept, tree.nbytes(kept)))
     return outcomes
 
 

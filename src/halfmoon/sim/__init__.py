@@ -1,5 +1,6 @@
 """The cohort on this machine."""
 
-from halfmoon.sim.simulation import Holdings, Simulation
+from halfmoon.ground import Holdings
+from halfmoon.sim.simulation import Simulation
 
 __all__ = ["Holdings", "Simulation"]

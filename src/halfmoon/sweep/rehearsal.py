@@ -192,7 +192,7 @@ def _play(method: Method, shared: World, simulation: Simulation) -> tuple[list[l
     server = tree.to(method.start(shared.task, model), place)
     rounds, rests = list[list[Trip]](), list[float]()
     for number, steps in enumerate(ROUNDS):
-        simulation.batching = simulation.serving = replace(shared.batching, steps=steps)
+        simulation.ground.batching = simulation.ground.serving = replace(shared.batching, steps=steps)
         began = now(place)
         ledger.open(number)
         server = method.round(shared.task.at(number), server, ledger)

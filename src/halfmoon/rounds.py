@@ -1,0 +1,145 @@
+"""The server half of a runtime, wherever the clients are: draws cohorts, asks them, and counts what it costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfmoon import rng, tree
+from halfmoon.budget import Cost
+from halfmoon.client import Errand, Outcome, add
+from halfmoon.data.draw import Views
+from halfmoon.data.split import SERVER
+from halfmoon.evaluate import Quality
+from halfmoon.experiment import Report, Row
+from halfmoon.manifest import Contents
+from halfmoon.store import Store, StoreShelf
+from halfmoon.tree import Tree
+from halfmoon.types import Method, Sample, Shelf, Task, Work
+
+
+class Rounds(ABC):
+    """A `halfmoon.experiment.Runtime` whose clients are somewhere: `_visit` knows where.
+
+    A round is `open`, any number of questions, `close`. Everything drawn depends on (seed, round, trip, client) alone.
+    A client of the cohort fails to answer with probability `silent`, for a whole round; one always answers. What the
+    server's shelf remembers lies in `store`.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        views: Views,
+        *,
+        clients: int,
+        cohort: int,
+        seed: int,
+        device: torch.device,
+        confident: float,
+        silent: float,
+        store: Store | None,
+    ) -> None:
+        self.method, self.base, self.task, self.views, self.seed = method, task, task, views, seed
+        self.works = method.works(task)
+        self.clients, self.size, self.confident, self.silent = clients, cohort, confident, silent
+        self.device = device
+        self.store = Store() if store is None else store
+        self.shelf: Shelf = StoreShelf(self.store, "shelf/", device)
+        self.cost = Cost()
+        self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
+        self._round = self._trip = 0
+        self._samples: dict[str, Sample] = {}
+        self._quality = self._fresh_quality()
+
+    @property
+    @abstractmethod
+    def labeled(self) -> int:
+        """Return how many labeled images the server itself has."""
+
+    @abstractmethod
+    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+        """Return what the model leans to (`halfmoon.evaluate.leaning`), None where that cannot be known."""
+
+    @abstractmethod
+    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
+        """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each."""
+
+    def open(self, round: int) -> None:
+        """Begin a round: draw its cohort, the same for every method of one seed."""
+        g = rng.generator(self.seed, "cohort", round)
+        self.cohort = torch.randperm(self.clients, generator=g)[: self.size].sort().values
+        self.task = self.base.at(round)
+        self.works = self.method.works(self.task)
+        self._round, self._trip = round, 0
+        self._samples, self._quality = {}, self._fresh_quality()
+
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...)."""
+        asked = self.cohort if to is None else to.cpu()
+        there = self._there(asked)
+        self.answered = asked[there]
+        mute = asked[~torch.isin(asked, self.answered)]
+        self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
+        private = {} if each is None else each
+        outcomes = self._ask(
+            self.works[work], self.answered.tolist(), down, tree.map(lambda leaf: leaf[there], private)
+        )
+        lost = len(asked) - len(there)  # they are sent something too
+        self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
+        return tree.stack([outcome.up for outcome in outcomes])
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
+        traffic = self.cost.bytes_down, self.cost.bytes_up
+        (outcome,) = self._ask(self.works[work], [SERVER], down, {})
+        self.cost.bytes_down, self.cost.bytes_up = traffic
+        return outcome.up
+
+    def stored(self, server: int) -> None:
+        """Take note of the bytes of the server's tree; what lies on its shelf counts too."""
+        beside = self.store.held("shelf/") + self.store.held(f"client/{SERVER}")
+        self.cost.stored_server = max(self.cost.stored_server, server + beside)
+
+    def close(self) -> Report:
+        """End the round: what it measured and what the run has cost so far."""
+        return Report(self.cohort.tolist(), self._samples, self._quality.row(), self.cost.row())
+
+    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.store.restore(clients)
+        self.cost = Cost(**cost)
+
+    def _ask(self, work: Work, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
+        """Visit clients (or the server) and count what it takes."""
+        # So many images' views are made in one call: what fits a CPU's cache, or fills a GPU.
+        rows = 512 if self.device.type == "cpu" else 8192
+        errand = Errand(work, self.views, self.seed, self._round, self._trip, rows)
+        self._trip += 1
+        outcomes = self._visit(errand, clients, down, each)
+        for client, outcome in zip(clients, outcomes, strict=True):
+            if client != SERVER:
+                self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
+            for name, new in outcome.samples.items():
+                self._samples[name] = add(self._samples.get(name), new)
+            passes = work.passes(outcome.amount.labeled, outcome.amount.unlabeled)
+            self.cost.visit(outcome.amount, passes, outcome.swept)
+            self.cost.bytes_down += outcome.traffic[0]
+            self.cost.bytes_up += outcome.traffic[1]
+        return outcomes
+
+    def _there(self, asked: Tensor) -> Tensor:
+        """Return the places in `asked` of those who answer in this round; at least one does."""
+        if not self.silent:
+            return torch.arange(len(asked))
+        draws = [
+            float(torch.rand((), generator=rng.generator(self.seed, "silent", self._round, k))) for k in asked.tolist()
+        ]
+        there = [place for place, drawn in enumerate(draws) if drawn >= self.silent]
+        return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
+
+    def _fresh_quality(self) -> Quality:
+        return Quality(self.base.network.classes, self.confident, self.device)
