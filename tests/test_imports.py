@@ -22,7 +22,7 @@ FLOORS = [
     {"data", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment", "ground", "rounds"},
     {"sim", "flower", "config", "report"},
-    {"build", "pieces", "trackers", "watch"},
+    {"build", "deploy", "pieces", "trackers", "watch"},
     {"sweep"},
     {"cli", "commands", "console"},
 ]

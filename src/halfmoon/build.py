@@ -8,7 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from halfmoon.config import Config, check_methods, check_place, free_folder, ide
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
 from halfmoon.data.split import SERVER
+from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, device, network_name, source, split_of, world
+from halfmoon.pieces import World, device, images, network_name, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
@@ -381,16 +382,28 @@ def _summary(config: Config, shared: World, folder: RunFolder, played: Row) -> R
 
 def _model_card(config: Config, shared: World) -> dict[str, str]:
     """Return what a model file says of itself."""
-    network = shared.task.network
-    return {
-        "classes": json.dumps(shared.source.classes),
-        "image": json.dumps(list(shared.train.images.shape[1:])),
-        "mean": json.dumps(shared.source.mean),
-        "std": json.dumps(shared.source.std),
-        "network": json.dumps({"name": network_name(config), **asdict(network)}),
-        "method": config.method,
-        "config": text(config),
-    }
+    channels, height, width = shared.train.images.shape[1:]
+    return Card(
+        classes=shared.source.classes,
+        image=(channels, height, width),
+        taken=_taken(config, shared.source),
+        shrink=config.shrink,
+        mean=shared.source.mean,
+        std=shared.source.std,
+        network=shared.task.network,
+        method=config.method,
+        config=text(config),
+    ).render()
+
+
+def _taken(config: Config, prepared: Source) -> tuple[int, int]:
+    """Return height and width of the images as they were before they were shrunk and padded."""
+    pixels = prepared.train.images
+    if pixels[:, -1].any() and pixels[:, :, -1].any():  # padding leaves zeros there
+        _, height, width, _ = pixels.shape
+        return height * config.shrink, width * config.shrink
+    _, height, width, _ = images(config).train.images.shape
+    return height, width
 
 
 def _executor(config: Config) -> Any:
