@@ -43,17 +43,9 @@ def fitted(data: bytes, place: str, height: int, width: int, channels: int) -> n
     image or are cut off, for an image so large that Pillow takes it for a decompression bomb, and for pixels
     without a known range (32-bit).
     """
-    image = upright(data, place)
-    mode = {1: "L", 3: "RGB"}[channels]
-    if image.mode == "F" or image.mode.startswith("I"):
-        image = _eight_bit(image, place)
-    try:
-        if image.mode != mode:
-            image = image.convert(mode)
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-    except ValueError as error:
-        raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
+    image = converted(upright(data, place), place, channels)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
@@ -67,6 +59,17 @@ def upright(data: bytes, place: str) -> Image.Image:
             return ImageOps.exif_transpose(image)
     except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
         return image
+
+
+def converted(image: Image.Image, place: str, channels: int) -> Image.Image:
+    """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `fitted`."""
+    mode = {1: "L", 3: "RGB"}[channels]
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = _eight_bit(image, place)
+    try:
+        return image if image.mode == mode else image.convert(mode)
+    except ValueError as error:
+        raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
 
 
 def stack(images: Iterable[tuple[bytes, str]], count: int, rgb: bool = False) -> np.ndarray:

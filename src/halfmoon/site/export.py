@@ -1,0 +1,169 @@
+"""A public data set as site folders, so that a federation can be rehearsed and compared with the simulator."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from halfmoon import catalog, disk, toml
+from halfmoon.config import SCENARIO, Config
+from halfmoon.data.images import Images, Source
+from halfmoon.data.split import SERVER, Split
+from halfmoon.errors import UserError
+from halfmoon.site.folder import CLASSES, LABELS
+
+FEDERATION, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
+IMAGES = "images"
+"""The folder of a site's images."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One folder to write: rows of `images`, and which of them show their labels."""
+
+    name: str
+    images: Images
+    rows: np.ndarray
+    labeled: np.ndarray
+
+
+def export(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], None] | None = None) -> bool:
+    """Write a data set as `config.clients` site folders, `server` where it holds labels, `test`, and federation.toml.
+
+    `source` has the images as the simulator trains on them, `split` says who holds which. An image is a lossless PNG
+    named by its row in the training (or test) set, so that the sorted names are in the order of a `Split`'s rows.
+    A folder appears under its name when it is whole; a call after a kill makes those that are missing. Return
+    whether anything was left to write; `tell` hears of every folder.
+
+    Raise UserError where the folder holds anything else, the split streams, a site would be without an image, a
+    class name cannot stand in a text file, or the folder cannot be written.
+    """
+    parts = _parts(source, split)
+    words = federation(config, source)
+    _check(source, split, parts, out)
+    try:
+        return _write(source, split, parts, out, words, tell or (lambda _: None))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({disk.reason(error)}); mend that, then export again.") from error
+
+
+def federation(config: Config, source: Source) -> str:
+    """Return the options of `halfmoon run`, as TOML, that make the same images and the same split."""
+    height, width, channels = source.train.images.shape[1:]
+    given = {name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink")}
+    if config.split is not None:
+        given["split"] = SPLIT
+    else:
+        given |= {name: getattr(config, name) for name in SCENARIO}
+    if height == width:  # whatever the network, the simulator then pads to what the sites hold
+        given["image_size"] = height
+    usable = catalog.names_at(config.labels_at)
+    given["method"] = config.method if config.method in usable else usable[0]
+    given["cohort"] = min(config.cohort, config.clients)
+    lines = [f"{name} = {toml.value(value)}" for name, value in given.items() if value is not None]
+    about = [
+        "# Written by halfmoon site export: halfmoon run --config federation.toml plays the same split in the simulator.",
+        f"# Images are {height}x{width} with {channels} channel{'s' if channels > 1 else ''}; in 0..1 the training",
+        f"# pixels have mean {list(source.mean)} and standard deviation {list(source.std)}.",
+    ]
+    return "\n".join([*about, *lines]) + "\n"
+
+
+def _parts(source: Source, split: Split) -> list[_Part]:
+    """Return the folders in the order in which they are written."""
+    digits = max(2, len(str(split.clients - 1)))
+    holders = {f"site-{k:0{digits}}": k for k in range(split.clients)}
+    if split.rows(SERVER, True).size:
+        holders["server"] = SERVER
+    parts = [
+        _Part(name, source.train, rows, split.labeled[rows])
+        for name, k in holders.items()
+        for rows in [np.sort(np.concatenate([split.rows(k, True), split.rows(k, False)]))]
+    ]
+    count = len(source.test)
+    return [*parts, _Part("test", source.test, np.arange(count), np.ones(count, bool))]
+
+
+def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> None:
+    """Raise UserError for what no folders can hold."""
+    if split.stages > 1:
+        raise UserError(f"the split has {split.stages} stages, but a folder of images has no time; set stages to 1.")
+    for part in parts:
+        if not part.rows.size:
+            raise UserError(f"{part.name} would have no image; ask for fewer sites or another split.")
+    for name in source.classes:
+        if name != " ".join(name.split(" ")).strip() or not name.isprintable() or source.classes.count(name) > 1:
+            raise UserError(
+                f"class name {name!r} cannot stand in {CLASSES}: names need to differ and be one line each."
+            )
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give a folder that is empty or not there.")
+
+
+def _write(
+    source: Source, split: Split, parts: Sequence[_Part], out: Path, words: str, tell: Callable[[str], None]
+) -> bool:
+    """Write what is missing; the mark tells an unfinished export of these very sites, federation.toml a finished one."""
+    mark = disk.digest(f"{words}{disk.digest(split.client.tobytes() + split.labeled.tobytes())}".encode())
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(out, mark)
+    with disk.opened(out / MARK, os.O_RDWR) as handle:
+        try:
+            disk.flock(handle)
+        except OSError as error:
+            raise UserError(f"{out} is being written by another process; wait for it.") from error
+        if (out / FEDERATION).exists():
+            return False
+        for part in parts:
+            if (out / part.name).exists():
+                tell(f"{part.name}: there already")
+                continue
+            _write_part(source, part, out)
+            tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
+        if (split_file := words.find(f"\nsplit = {toml.value(SPLIT)}\n")) >= 0:
+            assert split_file
+            split.save(out / SPLIT)
+        disk.replace(out / FEDERATION, words.encode())
+    return True
+
+
+def _claim(out: Path, mark: str) -> None:
+    """Mark an empty folder as this export's; raise UserError where it holds anything else."""
+    held = disk.read(out / MARK)
+    if held is not None and held.decode(errors="replace").strip() == mark:
+        return
+    if held:
+        raise UserError(f"{out} holds an export with other options; give another folder.")
+    if held is None and any(each.name != f".{MARK}{disk.PARTIAL}" for each in out.iterdir()):
+        raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
+    disk.replace(out / MARK, f"{mark}\n".encode())
+
+
+def _write_part(source: Source, part: _Part, out: Path) -> None:
+    """Write one folder under another name until it is whole."""
+    partial = out / f".{part.name}{disk.PARTIAL}"
+    if partial.exists():  # a kill's leftover, in a folder marked as ours
+        shutil.rmtree(partial)
+    (partial / IMAGES).mkdir(parents=True)
+    digits = max(2, len(str(len(part.images) - 1)))
+    names = [f"{IMAGES}/{row:0{digits}}.png" for row in part.rows]
+    for row, name in zip(part.rows, names, strict=True):
+        pixels = part.images.images[row]
+        Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(partial / name)
+    table = io.StringIO()
+    lines = csv.writer(table, lineterminator="\n")
+    lines.writerow(["path", "label"])
+    for row, name, labeled in zip(part.rows, names, part.labeled, strict=True):
+        if labeled:
+            lines.writerow([name, source.classes[part.images.labels[row]]])
+    disk.replace(partial / LABELS, table.getvalue().encode())
+    disk.replace(partial / CLASSES, "".join(f"{name}\n" for name in source.classes).encode())
+    os.rename(partial, out / part.name)

@@ -1,0 +1,254 @@
+"""A site folder: images in any nested folders, a labels.csv that names a few of them, and perhaps a classes.txt."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import posixpath
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from halfmoon.data.folders import SUFFIXES
+from halfmoon.errors import UserError
+
+LABELS, CLASSES = "labels.csv", "classes.txt"
+UNLABELED = -1
+"""The label of an image that has none."""
+
+SHOWN = 10
+"""Names that a message lists before it counts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Hold a site: `paths` of its N images, `labels` int64 (N,) with -1 for unlabeled ones, and the class names.
+
+    Paths are relative to `folder`, with forward slashes, sorted. `classes` is empty where nothing names any. `images`
+    is uint8 (N, H, W, C) where the site is prepared and opened by `open_site`, else None.
+    """
+
+    folder: Path
+    paths: tuple[str, ...]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    images: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Say what is odd about a folder: its `kind`, the files (or groups of equal files), and what to do.
+
+    `reasons` has one for each name, or none at all. With `blocks` the folder cannot take part before it is mended.
+    """
+
+    kind: str
+    remedy: str
+    names: tuple[str | tuple[str, ...], ...]
+    reasons: tuple[str, ...] = ()
+    blocks: bool = False
+
+    def lines(self) -> list[str]:
+        """Return every name in words, with its reason."""
+        names = (each if isinstance(each, str) else " = ".join(each) for each in self.names)
+        if not self.reasons:
+            return list(names)
+        return [f"{name}: {reason}" for name, reason in zip(names, self.reasons, strict=True)]
+
+
+def read(folder: Path) -> Site:
+    """Return a site by its names and labels, without a look into the images.
+
+    labels.csv (optional) has the header path,label, in UTF-8; its paths are relative to the folder, with slashes of
+    either kind. Without a classes.txt, whose order numbers the classes, the sorted names in labels.csv do. Hidden
+    files are ignored. Raise UserError where there is no such folder, no image in it, or a fault in its labels or
+    classes: all that `look` finds and that blocks.
+    """
+    site, findings = look(folder)
+    fault = next((each for each in findings if each.blocks), None)
+    if fault is not None:
+        raise UserError(f"{folder}: {fault.kind}: {some(fault.lines(), 3)}; {fault.remedy}.")
+    if not site.paths:
+        raise UserError(f"{folder}: there is no image in it ({', '.join(SUFFIXES)}); give the folder of a site.")
+    return site
+
+
+def look(folder: Path) -> tuple[Site, list[Finding]]:
+    """Return a site as far as it can be read, and what is odd about its names, labels and classes.
+
+    Raise UserError where there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
+    files = _walk(folder)
+    table = _table(folder)
+    classes, faults = _classes(folder, table)
+    given, missing = _given(files.images, table)
+    number = {name: place for place, name in enumerate(classes)}
+    labels = np.full(len(files.images), UNLABELED, np.int64)
+    for place, path in enumerate(files.images):
+        names = given.get(path, ())
+        if len(names) == 1:
+            labels[place] = number.get(names[0], UNLABELED)
+    twice = {path: ", ".join(names) for path, names in given.items() if len(names) > 1}
+    # A broken classes.txt has every label wrong; it is named alone.
+    strange = {path: ", ".join(names) for path, names in given.items() if set(names) - number.keys() and not faults}
+    findings = [
+        Finding("folders that cannot be opened", "let them be read", tuple(files.closed), blocks=True),
+        Finding(f"{LABELS} cannot be read", "mend it: its header is path,label", tuple(table.faults), blocks=True),
+        Finding(f"{CLASSES} cannot be read", "mend it: one class name a line", tuple(faults), blocks=True),
+        _labeled("files with two labels", f"leave one line for each in {LABELS}", twice),
+        _labeled(f"labels that {CLASSES} does not have", f"correct {LABELS}, or add the class to {CLASSES}", strange),
+        Finding("labels without a file", f"correct {LABELS}, or take the lines out", tuple(missing), blocks=True),
+        Finding("files that are no images", "they are ignored", tuple(files.others)),
+    ]
+    return Site(folder, tuple(files.images), labels, classes), [each for each in findings if each.names]
+
+
+def _given(images: Iterable[str], table: _Table) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the labels of each image that has any, sorted by path, and the paths that are no image's."""
+    known = _Known(images)
+    given: dict[str, list[str]] = {}
+    missing: dict[str, None] = {}
+    for path, label in table.rows:
+        found = known.find(path)
+        if found is None:
+            missing[path] = None
+        elif label not in given.setdefault(found, []):
+            given[found].append(label)
+    return {path: given[path] for path in sorted(given)}, list(missing)
+
+
+def _labeled(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
+    return Finding(kind, remedy, tuple(labels), tuple(labels.values()), blocks=True)
+
+
+def some(names: Iterable[str], shown: int = SHOWN) -> str:
+    """Return the first names of a list, and how many more there are."""
+    listed = list(names)
+    more = len(listed) - shown
+    return ", ".join(listed[:shown]) + (f" and {more:,} more" if more > 0 else "")
+
+
+class _Files(NamedTuple):
+    images: list[str]
+    others: list[str]
+    closed: list[str]  # folders that the system does not let us read
+
+
+def _walk(folder: Path) -> _Files:
+    """Return the files below a folder, each list sorted; hidden ones and the site's own two are left out."""
+    images: list[str] = []
+    others: list[str] = []
+    closed: list[str] = []
+
+    def refused(error: OSError) -> None:
+        closed.append(_shown(_relative(Path(error.filename), folder)))
+
+    for place, inside, names in os.walk(folder, onerror=refused):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        # os.walk does not follow links to folders: they can lead in circles or out of the site.
+        others += [_shown(_relative(Path(place, name), folder)) for name in inside if Path(place, name).is_symlink()]
+        for name in names:
+            path = _relative(Path(place, name), folder)
+            if name.startswith(".") or path in (LABELS, CLASSES):
+                continue
+            (images if _is_image(name) else others).append(path if _is_image(name) else _shown(path))
+    return _Files(sorted(images), sorted(others), sorted(closed))
+
+
+def _is_image(name: str) -> bool:
+    """Say whether a file's name is that of an image; one that is not UTF-8 could not stand in a table."""
+    return Path(name).suffix.lower() in SUFFIXES and _shown(name) == name
+
+
+def _shown(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+class _Table(NamedTuple):
+    rows: list[tuple[str, str]]  # path as written, label
+    faults: list[str]
+
+
+def _table(folder: Path) -> _Table:
+    """Return the lines of labels.csv; an absent file has none."""
+    text, fault = _text(folder / LABELS)
+    if text is None:
+        return _Table([], fault)
+    rows: list[tuple[str, str]] = []
+    faults: list[str] = []
+    header = False
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for cells in lines:
+            stripped = [cell.strip() for cell in cells]
+            if not any(stripped):
+                continue
+            if not header:
+                if [cell.lower() for cell in stripped] != ["path", "label"]:
+                    return _Table([], [f"line {lines.line_num} is {_clip(','.join(stripped))}, not path,label"])
+                header = True
+            elif len(cells) != 2 or not all(stripped):
+                faults.append(f"line {lines.line_num} is not one path and one label")
+            else:
+                rows.append((cells[0], unicodedata.normalize("NFC", stripped[1])))
+    except csv.Error as error:
+        faults.append(f"line {lines.line_num}: {error}")
+    if not header and not faults:
+        faults.append("it has no header path,label")
+    return _Table(rows, faults)
+
+
+def _classes(folder: Path, table: _Table) -> tuple[tuple[str, ...], list[str]]:
+    """Return the class names in the order of their numbers, and the faults of classes.txt."""
+    text, faults = _text(folder / CLASSES)
+    if text is None:
+        return tuple(sorted({label for _, label in table.rows})), faults
+    lines = [unicodedata.normalize("NFC", line.strip()) for line in re.split(r"\r\n|\r|\n", text)]
+    names = [line for line in lines if line]
+    faults = [f"class {name} stands there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    return tuple(dict.fromkeys(names)), faults if names else ["it names no class"]
+
+
+def _text(path: Path) -> tuple[str | None, list[str]]:
+    """Return the text of a file without a byte order mark, or None and what is wrong; an absent file is no fault."""
+    try:
+        return path.read_bytes().decode("utf-8-sig"), []
+    except FileNotFoundError:
+        return None, []
+    except OSError as error:
+        return None, [error.strerror or str(error)]
+    except UnicodeDecodeError as error:
+        return None, [f"byte {error.start} is not UTF-8: save the file as UTF-8"]
+
+
+def _clip(words: str) -> str:
+    return repr(words if len(words) <= 60 else f"{words[:57]}...")
+
+
+class _Known:
+    """The images of a folder, found by a path as people write it: other slashes, ./, or accents in two characters."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._exact: Mapping[str, str] = {path: path for path in paths}
+        self._plain = {unicodedata.normalize("NFC", path): path for path in self._exact}
+
+    def find(self, path: str) -> str | None:
+        """Return the image's own path, None where there is none."""
+        if path in self._exact:
+            return path
+        return self._plain.get(unicodedata.normalize("NFC", posixpath.normpath(path.strip().replace("\\", "/"))))
