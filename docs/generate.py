@@ -40,7 +40,7 @@ from halfmoon.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-COMMANDS = ("run", "compare", "methods", "data", "resume")
+COMMANDS = ("run", "compare", "methods", "data", "resume", "recipes", "sweep", "report", "leaderboard")
 CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20
 """The federation in which methods are measured: clients, those of a round, rounds, and a client's images."""
 _NOWHERE = "nothing: all rows lie in one place"
