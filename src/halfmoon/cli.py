@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
 from halfmoon import toml
-from halfmoon.commands import leaderboard, recipes, report, sweep
+from halfmoon.commands import leaderboard, recipes, report, site, sweep
 from halfmoon.commands.base import Parser, command, complain, flags, print_json, tracked
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
@@ -50,7 +50,13 @@ SECTIONS = {
     "views and measures": ("labeled_view", "strong_view", "shared_views", "flip", "confident", "evaluate_every"),
     "machine and run folder": ("device", "executor", "threads", "memory_cap", "checkpoint_every", "run_dir"),
 }  # fmt: skip
-MODULES: dict[str, ModuleType] = {"recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard}
+MODULES: dict[str, ModuleType] = {
+    "recipes": recipes,
+    "sweep": sweep,
+    "report": report,
+    "leaderboard": leaderboard,
+    "site": site,
+}
 """The commands that are modules of their own, by name."""
 
 SPLIT_OPTIONS = ("data_dir", "cache", "data_share", *SECTIONS["clients and labels"])

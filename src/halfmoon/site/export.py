@@ -47,15 +47,15 @@ def export(config: Config, source: Source, split: Split, out: Path, tell: Callab
     class name cannot stand in a text file, or the folder cannot be written.
     """
     parts = _parts(source, split)
-    words = federation(config, source)
+    words = federation(config, source, split)
     _check(source, split, parts, out)
     try:
-        return _write(source, split, parts, out, words, tell or (lambda _: None))
+        return _write(source, parts, out, _Plan(words, split, config.split is not None), tell or (lambda _: None))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({disk.reason(error)}); mend that, then export again.") from error
 
 
-def federation(config: Config, source: Source) -> str:
+def federation(config: Config, source: Source, split: Split) -> str:
     """Return the options of `halfmoon run`, as TOML, that make the same images and the same split."""
     height, width, channels = source.train.images.shape[1:]
     given = {name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink")}
@@ -65,16 +65,23 @@ def federation(config: Config, source: Source) -> str:
         given |= {name: getattr(config, name) for name in SCENARIO}
     if height == width:  # whatever the network, the simulator then pads to what the sites hold
         given["image_size"] = height
-    usable = catalog.names_at(config.labels_at)
-    given["method"] = config.method if config.method in usable else usable[0]
-    given["cohort"] = min(config.cohort, config.clients)
+    usable = catalog.names_at(_place(split) if config.split is not None else config.labels_at)
+    given["method"] = Config.method if Config.method in usable else usable[0]
+    given["cohort"] = min(Config.cohort, split.clients)
     lines = [f"{name} = {toml.value(value)}" for name, value in given.items() if value is not None]
     about = [
-        "# Written by halfmoon site export: halfmoon run --config federation.toml plays the same split in the simulator.",
+        "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
         f"# Images are {height}x{width} with {channels} channel{'s' if channels > 1 else ''}; in 0..1 the training",
         f"# pixels have mean {list(source.mean)} and standard deviation {list(source.std)}.",
     ]
     return "\n".join([*about, *lines]) + "\n"
+
+
+def _place(split: Split) -> catalog.Place:
+    """Return where a split has its labels."""
+    if split.rows(SERVER, True).size:
+        return "server"
+    return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"
 
 
 def _parts(source: Source, split: Split) -> list[_Part]:
@@ -108,13 +115,24 @@ def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> N
         raise UserError(f"{out} is a file; give a folder that is empty or not there.")
 
 
-def _write(
-    source: Source, split: Split, parts: Sequence[_Part], out: Path, words: str, tell: Callable[[str], None]
-) -> bool:
-    """Write what is missing; the mark tells an unfinished export of these very sites, federation.toml a finished one."""
-    mark = disk.digest(f"{words}{disk.digest(split.client.tobytes() + split.labeled.tobytes())}".encode())
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What tells one export from another: the words of federation.toml, and the split, which is `saved` beside it."""
+
+    words: str
+    split: Split
+    saved: bool
+
+    def mark(self) -> str:
+        """Return a hash that other sites would not have."""
+        held = self.split.client.tobytes() + self.split.labeled.tobytes()
+        return disk.digest(f"{self.words}{self.split.origin.labels_sha256}{disk.digest(held)}".encode())
+
+
+def _write(source: Source, parts: Sequence[_Part], out: Path, plan: _Plan, tell: Callable[[str], None]) -> bool:
+    """Write what is missing; a mark tells an unfinished export of these sites, federation.toml a finished one."""
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out, mark)
+    _claim(out, plan.mark())
     with disk.opened(out / MARK, os.O_RDWR) as handle:
         try:
             disk.flock(handle)
@@ -128,10 +146,9 @@ def _write(
                 continue
             _write_part(source, part, out)
             tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
-        if (split_file := words.find(f"\nsplit = {toml.value(SPLIT)}\n")) >= 0:
-            assert split_file
-            split.save(out / SPLIT)
-        disk.replace(out / FEDERATION, words.encode())
+        if plan.saved:
+            plan.split.save(out / SPLIT)
+        disk.replace(out / FEDERATION, plan.words.encode())
     return True
 
 

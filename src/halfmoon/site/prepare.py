@@ -9,7 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,7 @@ def prepare(
     _check_form(size, channels)
     stamps = _stamps(site)
     old = _load(home)
-    if old is None or size is None or channels is None:
-        shape = _shape(site, old, size, channels)
-    else:
-        shape = (*size, channels)
+    shape = _shape(site, old, size, channels)
     if old is not None and old.shape[1:] == shape and old.stamps == stamps and old.open() is not None:
         return _unchanged(site, home, old)
     with _writing(home):
@@ -209,6 +206,8 @@ def _stat(path: Path) -> os.stat_result | None:
 
 def _shape(site: Site, old: _Index | None, size: tuple[int, int] | None, channels: int | None) -> tuple[int, int, int]:
     """Return height, width and channels: as given, else as before, else as the images are."""
+    if size is not None and channels is not None:
+        return (*size, channels)
     if old is not None:
         _, height, width, depth = old.shape
         return (*(size or (height, width)), channels or depth)
@@ -294,7 +293,8 @@ def _decode(
     _Index(home, name, (len(kept), *shape), site.classes, labels, dict(stamps), left_out).write()
     for each in (*home.glob("images-*.npy"), *home.glob(f".images-*{disk.PARTIAL}")):
         if each.name != name:
-            each.unlink(missing_ok=True)
+            with suppress(OSError):  # Windows keeps files that someone has open
+                each.unlink(missing_ok=True)
     return left_out, count
 
 
