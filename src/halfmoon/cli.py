@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
 from halfmoon import toml
-from halfmoon.commands import leaderboard, recipes, report, site, sweep
+from halfmoon.commands import evaluate, export, leaderboard, predict, recipes, report, site, sweep
 from halfmoon.commands.base import Parser, command, complain, flags, print_json, tracked
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
@@ -51,12 +51,9 @@ SECTIONS = {
     "machine and run folder": ("device", "executor", "threads", "memory_cap", "checkpoint_every", "run_dir"),
 }  # fmt: skip
 MODULES: dict[str, ModuleType] = {
-    "recipes": recipes,
-    "sweep": sweep,
-    "report": report,
-    "leaderboard": leaderboard,
-    "site": site,
-}
+    "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "site": site,
+    "predict": predict, "evaluate": evaluate, "export": export,
+}  # fmt: skip
 """The commands that are modules of their own, by name."""
 
 SPLIT_OPTIONS = ("data_dir", "cache", "data_share", *SECTIONS["clients and labels"])
