@@ -21,7 +21,7 @@ FLOORS = [
     {"optim", "augment", "types"},
     {"data", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment", "ground", "rounds"},
-    {"sim", "flower", "config", "report", "site"},
+    {"sim", "net", "flower", "config", "report", "site"},
     {"build", "deploy", "pieces", "trackers", "watch"},
     {"sweep"},
     {"cli", "commands", "console"},

@@ -108,6 +108,11 @@ class Rounds(ABC):
         """End the round: what it measured and what the run has cost so far."""
         return Report(self.cohort.tolist(), self._samples, self._quality.row(), self.cost.row())
 
+    def state(self) -> Tree:
+        """Return a copy of all that is remembered here; a checkpoint commits the store instead."""
+        shelves = {"shelf": self.shelf}
+        return {name: {key: shelf.get(key) for key in shelf.keys()} for name, shelf in shelves.items()}  # noqa: SIM118
+
     def restore(self, clients: Contents, cost: dict[str, int]) -> None:
         """Go on from a checkpoint."""
         self.store.restore(clients)

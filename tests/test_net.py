@@ -1,0 +1,222 @@
+"""Clients that are elsewhere: every method gives the same bits as in a simulation, and nothing but numbers travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scenes import begin, same
+from test_contract import BATCHINGS, ROUNDS, scene, straight
+
+from halfmoon import catalog
+from halfmoon.budget import Budget
+from halfmoon.data.draw import Views
+from halfmoon.data.split import SERVER, Split
+from halfmoon.errors import UserError
+from halfmoon.evaluate import Examples
+from halfmoon.ground import Ground, Holdings
+from halfmoon.net.message import Malformed, Reply, Request
+from halfmoon.net.remote import Remote
+from halfmoon.net.site import Refused, Site
+from halfmoon.packing import pack
+from halfmoon.store import Store, StoreShelf
+
+FEDERATED = [name for name in catalog.names() if not catalog.entry(name).pooled]
+SEED, VERSION, HASH = 3, "0.1.0", "f" * 64
+
+
+def alone(held: Holdings, k: int) -> Holdings:
+    """Return what a site has: its own rows and nobody else's, without the labels that are hidden."""
+    mine = np.flatnonzero(held.split.client == k)
+    labeled = held.split.labeled[mine]
+    labels = held.train.labels[mine].clone()
+    if not held.all_labels:
+        labels[torch.from_numpy(~labeled)] = 0
+    split = Split(np.full(len(mine), k), labeled, held.split.clients)
+    return Holdings(Examples(held.train.images[mine], labels), split, held.all_labels, reuse_labeled=held.reuse_labeled)
+
+
+def ground(held: Holdings, rule: str, store: Store) -> Ground:
+    shelf = StoreShelf(store, "client/", torch.device("cpu"))
+    batching = BATCHINGS[rule]
+    return Ground(held, Views(), batching, batching, Budget(), SEED, "loop", shelf)
+
+
+class Wire:
+    """A link within one process; it keeps what went over it."""
+
+    def __init__(self, sites: Mapping[str, Site]) -> None:
+        self.sites = sites
+        self.seen: list[bytes] = []
+
+    def exchange(self, requests: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        self.seen += requests.values()
+        # Answered last to first: the order of replies is nobody's promise.
+        replies = {name: self.sites[name].answer(requests[name]) for name in reversed(list(requests))}
+        self.seen += replies.values()
+        return replies
+
+
+def federation(name: str, rule: str) -> tuple[Any, Any, Remote, Wire]:
+    """Return a method, its task, and the runtime of a server whose clients are sites."""
+    method, shared, simulation = scene(name, rule)
+    held = simulation.holdings
+    sites = {}
+    for k in range(held.clients):
+        own = ground(alone(held, k), rule, Store())
+        sites[f"site-{k}"] = Site(k, method, shared, own, HASH, VERSION)
+    wire, store = Wire(sites), Store()
+    server = ground(alone(held, SERVER), rule, store) if simulation.labeled else None
+    remote = Remote(
+        method, shared, Views(), wire, list(sites), federation=HASH, version=VERSION, cohort=simulation.size, seed=SEED,
+        server=server, store=store,
+    )  # fmt: skip
+    return method, shared, remote, wire
+
+
+@pytest.mark.parametrize("rule", list(BATCHINGS))
+@pytest.mark.parametrize("name", FEDERATED)
+def test_sites_compute_what_a_simulation_computes(name: str, rule: str) -> None:
+    """The server's tree after every round, what is reported and what is counted are equal in every bit."""
+    method, shared, remote, _ = federation(name, rule)
+    server = begin(method, shared)
+    for number, there in zip(range(ROUNDS), straight(name, rule), strict=True):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+        report = remote.close()
+        assert same(server, there.server)
+        assert report.cohort == there.report.cohort
+        assert report.cost == there.report.cost
+        ours, theirs = ({key: [float(v) for v in s] for key, s in r.samples.items()} for r in (report, there.report))
+        assert ours == theirs
+        assert same(remote.state(), {"shelf": there.state["shelf"]})
+
+
+def test_nothing_but_numbers_travels() -> None:
+    """No row of pixels of any client, nor its labels, is in the bytes that went over the wire."""
+    method, shared, remote, wire = federation("fedloke", "both")
+    server = begin(method, shared)
+    for number in range(ROUNDS):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+    said = b"".join(wire.seen)
+    assert len(said) > 100_000
+    for site in wire.sites.values():
+        images = site.ground.holdings.train.images
+        for image in images:
+            assert image[0, 0].numpy().tobytes() not in said
+            assert (image.double() / 255).numpy().tobytes()[:64] not in said
+    replies = [Reply.from_bytes(data) for data in wire.seen if b'\\"reply\\"' in data]
+    assert {tuple(sorted(reply.up)) for reply in replies} == {("params", "stats", "weight")}
+
+
+def test_a_site_remembers_and_its_memory_stays() -> None:
+    method, shared, remote, wire = federation("fedloke", "both")
+    server = begin(method, shared)
+    for number in range(ROUNDS):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+    last = straight("fedloke", "both")[-1]
+    kept = {k: wire.sites[f"site-{k}"].ground.memories.get(str(k)) for k in range(4)}
+    assert {str(k): memory for k, memory in kept.items() if memory}.keys() == last.state["client"].keys()
+    for k, memory in last.state["client"].items():
+        assert same(kept[int(k)] or {}, memory)
+
+
+@pytest.fixture
+def asked() -> tuple[Site, Request]:
+    _, _, _, wire = federation("fedavg", "both")
+    return wire.sites["site-0"], Request(HASH, VERSION, 0, 0, "train", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": "9.0.0"}, "this site has to upgrade to 9.0.0"),
+        ({"version": "0.0.9"}, "the server has to upgrade to 0.1.0"),
+        ({"federation": "a" * 64}, "plays federation aaaaaaaa, but this site joined ffffffff"),
+        ({"work": "steal"}, "asks for 'steal', which the method does not have"),
+        ({"round": 99}, "asks for round 100 of 3"),
+        ({"round": -1}, "asks for round 0 of 3"),
+    ],
+)
+def test_a_site_refuses_what_it_did_not_join(asked: tuple[Site, Request], changes: dict[str, Any], said: str) -> None:
+    site, request = asked
+    with pytest.raises(Refused, match=said):
+        site.answer(replace(request, **changes).to_bytes())
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 20, -1])
+def test_a_cut_message_is_refused(asked: tuple[Site, Request], cut: int) -> None:
+    site, request = asked
+    tree = {"a": torch.ones(3)}
+    data = replace(request, down=tree).to_bytes()
+    with pytest.raises(Malformed):
+        site.answer(data[:cut])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 8 + b"x" * 100,
+        (2).to_bytes(8, "little") + b"{}",
+        pack({"a": torch.ones(2)})[0],
+        Request(HASH, VERSION, 0, 0, "train", {}).to_bytes().replace(b'\\"round\\": 0', b'\\"round\\": []'),
+        Request(HASH, VERSION, 0, 0, "train", {}).to_bytes().replace(b"request", b"reequst"),
+    ],
+)
+def test_what_is_no_message_is_refused(asked: tuple[Site, Request], data: bytes) -> None:
+    with pytest.raises(Malformed):
+        asked[0].answer(data)
+
+
+def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
+    leaf = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    request = Request(HASH, VERSION, 7, 2, "train", {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}})
+    back = Request.from_bytes(request.to_bytes())
+    assert list(back.down) == ["b", "a", "none"]
+    assert torch.equal(back.down["b"]["x"], leaf)
+    assert back.down["b"]["x"].stride() == leaf.stride()
+    assert (back.round, back.trip, back.work) == (7, 2, "train")
+
+
+class Bad:
+    """A link on which one site misbehaves."""
+
+    def __init__(self, wire: Wire, change: Any) -> None:
+        self.wire, self.change = wire, change
+
+    def exchange(self, requests: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        replies = dict(self.wire.exchange(requests))
+        return self.change(replies, next(iter(requests)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda replies, name: {k: v for k, v in replies.items() if k != name}, "did not answer in round 1"),
+        (lambda replies, name: {**replies, name: replies[name][:50]}, "answered what cannot be used in round 1"),
+        (
+            lambda replies, name: {
+                **replies, name: replace(Reply.from_bytes(replies[name]), round=5).to_bytes()
+            },
+            "answered round 6, trip 1 .train., when it was asked for round 1",
+        ),
+        (
+            lambda replies, name: {
+                **replies, name: replace(Reply.from_bytes(replies[name]), kept=-1).to_bytes()
+            },
+            "counts are not whole numbers from 0",
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_refuses_what_it_did_not_ask_for(change: Any, said: str) -> None:
+    method, shared, remote, wire = federation("fedavg", "both")
+    remote.link = Bad(wire, change)
+    remote.open(0)
+    with pytest.raises(UserError, match=said):
+        method.round(remote.task, begin(method, shared), remote)
