@@ -155,7 +155,7 @@ def _kept(
     """Compare what was read back from `data` with the model, and write it."""
     noise = _noise(model, _RANDOM).numpy()
     looks: Sequence[np.ndarray] = (noise[:1], noise[1:], *(() if real is None else (real,)))
-    difference = max(_difference(model, run, images) for images in looks)
+    difference = float(np.max([_difference(model, run, images) for images in looks]))  # NaN stays NaN
     if not difference <= TOLERANCE:
         raise UserError(
             f"{path} is not written: a probability differs from the model's by {difference:.2g}, more than "
@@ -171,7 +171,7 @@ def _kept(
 def _difference(model: Model, run: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> float:
     """Return the largest difference of a probability, batch by batch; not a number where one is none."""
     parts = [images[first : first + model.batch] for first in range(0, len(images), model.batch)]
-    return float(max(np.abs(run(part) - model.probabilities(part)).max() for part in parts))
+    return float(np.max([np.abs(run(part) - model.probabilities(part)).max() for part in parts]))
 
 
 def _noise(model: Model, count: int) -> Tensor:

@@ -57,11 +57,7 @@ class Model:
 
         Raise `UserError` for images of another type or shape.
         """
-        if images.dtype != np.uint8 or images.shape[1:] != self.shape:
-            raise UserError(
-                f"the model takes images uint8 (N, {', '.join(map(str, self.shape))}), "
-                f"not {images.dtype} {images.shape}; resize and convert them first."
-            )
+        _check_images(images, self.shape)
         small = pool(images, self.card.shrink) if self.card.shrink > 1 else images
         height, width = self.card.image[1:]
         return small if small.shape[1:3] == (height, width) else pad_to(small, height)
@@ -73,13 +69,12 @@ class Model:
         The softmax is taken in float64, so that the most probable class is that of the largest logit. Raise
         `UserError` for images of another type or shape.
         """
+        _check_images(images, self.shape)
         found = np.empty((len(images), len(self.classes)))
         normalize = Normalize(self.card.mean, self.card.std)
-        for first in range(0, max(len(images), 1), self.batch):
+        for first in range(0, len(images), self.batch):
             rows = slice(first, first + self.batch)
             pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images[rows]).transpose(0, 3, 1, 2)))
-            if not len(pixels):
-                break
             logits = self.network.predict(self.params, self.stats, normalize(pixels.to(self.device)))
             found[rows] = logits.double().softmax(-1).cpu().numpy()
         return found
@@ -128,6 +123,14 @@ def _file(path: Path) -> Path:
     if runs:
         raise UserError(f"{path} holds {len(runs)} run(s), not one; give the folder of one of them: {', '.join(runs)}.")
     raise UserError(f"{path} holds no {MODEL}; give the folder of a finished run.")
+
+
+def _check_images(images: np.ndarray, shape: tuple[int, int, int]) -> None:
+    if images.dtype != np.uint8 or images.shape[1:] != shape:
+        raise UserError(
+            f"the model takes images uint8 (N, {', '.join(map(str, shape))}), not {images.dtype} {images.shape}; "
+            "resize and convert them first."
+        )
 
 
 def _check_tensors(flat: Tree, wanted: Tree, place: Path) -> None:
