@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
 from halfmoon.errors import UserError
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 """What `fitted` opens: no formats that start other programs (EPS) or are hardly tested."""
+
+
+_ORIENTATION = 0x0112
+"""EXIF's tag; from 5 on it swaps height and width."""
 
 
 def decode(data: bytes, place: str) -> np.ndarray:
@@ -61,13 +66,36 @@ def upright(data: bytes, place: str) -> Image.Image:
         return image
 
 
+def header(path: Path) -> tuple[int, int, bool] | None:
+    """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=FORMATS) as image:
+                gray = ImageMode.getmode(image.mode).basemode == "L"
+                if image.format == "TIFF":  # whether Pillow has turned it before decoding depends on its version
+                    image.load()
+                    turned = ImageOps.exif_transpose(image)
+                    return turned.height, turned.width, gray
+                # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
+                tagged = image.format != "PNG" or "exif" in image.info
+                lying = tagged and image.getexif().get(_ORIENTATION, 1) >= 5
+                return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
+    except MemoryError:
+        raise
+    except Exception:  # as in `_open`; whoever decodes it says what is wrong
+        return None
+
+
 def converted(image: Image.Image, place: str, channels: int) -> Image.Image:
     """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `fitted`."""
     mode = {1: "L", 3: "RGB"}[channels]
     if image.mode == "F" or image.mode.startswith("I"):
         image = _eight_bit(image, place)
     try:
-        return image if image.mode == mode else image.convert(mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about palettes with transparency, which is left out on purpose
+            return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
 

@@ -143,9 +143,7 @@ def _duplicates(site: Site, groups: list[list[int]]) -> list[Finding]:
         else:
             kind = unlabeled if labels == {-1} else labeled
         kind.append(tuple(site.paths[row] for row in rows))
-    return [
-        Finding(kind, "keep one of each group, if they show the same", tuple(found)) for kind, found in kinds.items()
-    ]
+    return [Finding(kind, "keep one of each group", tuple(found)) for kind, found in kinds.items()]
 
 
 def _classes(site: Site, mix: Mapping[str, int], labeled: int) -> list[Finding]:

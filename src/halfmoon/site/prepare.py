@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon import disk
-from halfmoon.data.decode import fitted, upright
+from halfmoon.data.decode import fitted, header
 from halfmoon.errors import UserError
 from halfmoon.site.folder import Site, read, some
 
@@ -27,6 +28,9 @@ VERSION = 1
 
 LARGEST = 4096
 """Pixels of a side at most."""
+
+_ARRAY = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(disk.PARTIAL)}")
+"""The arrays that are this module's own, whole or not."""
 
 Progress = Callable[[int, int], None]
 """Told how many images are done, and of how many."""
@@ -214,12 +218,10 @@ def _shape(site: Site, old: _Index | None, size: tuple[int, int] | None, channel
     found: Counter[tuple[int, int]] = Counter()
     gray = True
     for path in site.paths:
-        try:
-            image = upright((site.folder / path).read_bytes(), path)
-        except (OSError, UserError):
-            continue
-        found[image.height, image.width] += 1
-        gray = gray and image.mode in ("1", "L", "LA", "I", "I;16", "I;16B")
+        seen = header(site.folder / path)
+        if seen is not None:
+            found[seen[:2]] += 1
+            gray = gray and seen[2]
     if not found:
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
     if size is None and len(found) > 1:
@@ -291,8 +293,8 @@ def _decode(
     given = dict(zip(site.paths, map(int, site.labels), strict=True))
     labels = {path: given[path] for path in kept}
     _Index(home, name, (len(kept), *shape), site.classes, labels, dict(stamps), left_out).write()
-    for each in (*home.glob("images-*.npy"), *home.glob(f".images-*{disk.PARTIAL}")):
-        if each.name != name:
+    for each in home.iterdir():
+        if _ARRAY.fullmatch(each.name) and each.name != name:
             with suppress(OSError):  # Windows keeps files that someone has open
                 each.unlink(missing_ok=True)
     return left_out, count
