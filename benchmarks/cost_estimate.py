@@ -1,8 +1,8 @@
 """Compare what `halfmoon recipes` estimates of a run with what the run takes, side by side in one process.
 
-    python benchmarks/cost_estimate.py [--data-dir DIR] [--rounds N] [--repeats N] [--methods NAME ...]
+    python benchmarks/cost_estimate.py [--data-dir DIR] [--rounds N] [--repeats N] [--only WORDS] [--clock cpu|wall]
 
-Every run is played twice (`--repeats`), each time right after its own estimate, whose timings are taken anew. One
+Every run is played a few times (`--repeats`), each right after its own estimate, whose timings are taken anew. One
 thread; `--clock cpu`, the default, counts the time that the process has computed, so that what else the machine does
 hardly matters, `--clock wall` what a clock on the wall says. Loading data and making the split are not in either.
 """

@@ -27,7 +27,7 @@ from halfmoon.types import Method, Shelf, Work
 
 WIDTH, ROWS, STEPS = 8, 2, 5
 """Of the tiny network; labeled, and unlabeled, images of a step; steps of a long visit."""
-ROUNDS = (1, 1, STEPS, 1, STEPS)
+ROUNDS = (1, 1, STEPS)
 """Steps of a visit in each round that is played: the first one warms up."""
 
 
