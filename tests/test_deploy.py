@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deploy")
     shared = {"method": "fedavg-sl", "rounds": 3, "lr": 0.01, "threads": 1, "clients": 4, "cohort": 2, "steps": 10}
     halfmoon.run(halfmoon.Config(**shared, budget="none", run_dir=folder / "run"))
-    made = {"network": "resnet9", "width": 4, "shrink": 2}
+    made = {"image_size": 9, "shrink": 2, "labeled_view": "plain"}
     halfmoon.run(halfmoon.Config(**shared, **made, budget="none", run_dir=folder / "padded"))
     write_images(folder / "test", TEST.images, [f"{y}/{k:04}.png" for k, y in enumerate(TEST.labels)])
     return folder
@@ -79,7 +79,7 @@ def build(
 def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(
     home: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The images go through PNG, and in one run through shrinking (8 to 4) and padding (4 to 16) as in training."""
+    """The images go through PNG, and in one run through shrinking (8 to 4) and padding (4 to 9) as in training."""
     summary = json.loads((home / name / "summary.json").read_text())
     assert cli.main(["evaluate", "--model", str(home / name), str(home / "test"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -89,11 +89,11 @@ def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(
 
 
 def test_the_file_says_how_images_are_made_ready(home: Path) -> None:
-    """Digits are 8x8; averaged over 2x2 blocks they are 4x4; ResNet-9 takes 16x16 at least."""
+    """Digits are 8x8; averaged over 2x2 blocks they are 4x4, padded to 9x9."""
     card = load_model(home / "padded").card
-    assert (card.taken, card.shrink, card.image, card.shape) == ((8, 8), 2, (1, 16, 16), (8, 8, 1))
+    assert (card.taken, card.shrink, card.image, card.shape) == ((8, 8), 2, (1, 9, 9), (8, 8, 1))
     assert card.classes == tuple("0123456789")
-    assert (card.method, card.options["lr"], card.options["network"]) == ("fedavg-sl", 0.01, "resnet9")
+    assert (card.method, card.options["lr"], card.options["image_size"]) == ("fedavg-sl", 0.01, 9)
     assert card == load_model(home / "padded" / "model.safetensors").card
     assert Card.parse(card.render(), Path("x")) == card
 
