@@ -73,9 +73,8 @@ def header(path: Path) -> tuple[int, int, bool] | None:
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
                 gray = ImageMode.getmode(image.mode).basemode == "L"
-                if image.format == "TIFF":  # whether Pillow has turned it before decoding depends on its version
-                    image.load()
-                    turned = ImageOps.exif_transpose(image)
+                if image.format == "TIFF":  # Pillow says its size turned or not, as its version and the file have it
+                    turned = upright(path.read_bytes(), str(path))
                     return turned.height, turned.width, gray
                 # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
                 tagged = image.format != "PNG" or "exif" in image.info
