@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import shlex
 import sys
 import zipfile
 from collections.abc import Callable
@@ -431,3 +433,39 @@ def test_bad_input_is_one_sentence(
     one_sentence(errors)
     assert said in errors
     assert sorted(path.name for path in home.rglob("*")) == before
+
+
+# The page
+
+PAGE = Path(__file__).parents[1] / "docs" / "deploy.md"
+
+
+def form(printed: str) -> str:
+    """Return printed text without what differs between machines: the numbers, and the width of columns."""
+    return re.sub(r"[ -]+", " ", re.sub(r"\d[\d.]*(e-\d+)?", "#", printed.strip()))
+
+
+def test_the_page_runs_in_order_and_prints_what_stands_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line `...` stands for any lines."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "page"}
+    ran = 0
+    for language, content in re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        wanted = content
+        if language == "python":
+            capsys.readouterr()
+            exec(compile(content, PAGE.name, "exec", dont_inherit=True), names)
+            ran += 1
+            continue
+        if language == "shell":
+            line, _, wanted = content.partition("\n")
+            capsys.readouterr()
+            assert cli.main(shlex.split(line.removeprefix("$ halfmoon "))) == 0
+            ran += 1
+        parts = [re.escape(form(part)) for part in wanted.split("...\n")]
+        printed = capsys.readouterr().out
+        assert re.fullmatch(r"(?s:.*)".join(parts), form(printed)), printed
+    assert ran == 8

@@ -37,7 +37,5 @@ def run(given: argparse.Namespace) -> int:
         from halfmoon.console import say, show
 
         show(Console(), ["label", "images"], [[name, f"{count:,}"] for name, count in found.labels.items()])
-        say(
-            Console(), f"unsure, below {given.sure:g}: {found.unsure:,} of {found.images:,} images\nlabels: {found.out}"
-        )
+        say(Console(), f"unsure, below {given.sure:g}: {found.unsure:,} of {found.images:,} images\ntable: {found.out}")
     return complain_unreadable(found.unreadable)
