@@ -223,7 +223,8 @@ class Command(NamedTuple):
     @property
     def real(self) -> bool:
         """Whether the test lets it run to its end: it needs no data but the digits and trains nothing."""
-        quick = self.words[0] in ("methods", "--help") or self.words[:2] in (["data", "digits"], ["data", "--split"])
+        small = (["data", "digits"], ["data", "--split"])
+        quick = self.words[0] in ("methods", "site", "--help") or self.words[:2] in small
         return quick or self.printed.startswith("halfmoon: ")
 
 

@@ -63,7 +63,7 @@ def run(given: argparse.Namespace) -> int:
     """Do what is asked for; `check` returns 1 where the folder cannot take part."""
     actions = {"check": _check, "prepare": _prepare, "export": _export}
     if given.action is None:
-        raise UserError(f"halfmoon site needs to know what to do: {nearest('', actions)}")
+        raise UserError(f"site needs to know what to do: {nearest('', actions)}")
     return actions[given.action](given)
 
 
