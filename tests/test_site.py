@@ -135,6 +135,21 @@ def test_no_folder_and_no_image(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
+    """A pipe, a dead link, a linked folder, a name that is not UTF-8: reading the first would wait for ever."""
+    site(tmp_path / "s")
+    picture(tmp_path / "far" / "x.png")
+    os.mkfifo(tmp_path / "s" / "pipe.png")
+    (tmp_path / "s" / "dead.png").symlink_to("nowhere.png")
+    (tmp_path / "s" / "far").symlink_to(tmp_path / "far")
+    shutil.copy(tmp_path / "s" / "a.png", os.fsdecode(os.fsencode(tmp_path / "s") + b"/\xff.png"))
+    found, (others,) = look(tmp_path / "s")
+    assert found.paths == ("a.png", "b.png", "c.png")
+    assert others.names == ("\\udcff.png", "dead.png", "far", "pipe.png")
+    assert not others.blocks
+    assert prepare(tmp_path / "s").decoded == 3
+
+
 # Check
 
 

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halfmoon import catalog
 from halfmoon.data.decode import converted, upright
 from halfmoon.errors import UserError
 from halfmoon.site.folder import CLASSES, LABELS, Finding, Site, look
+
+if TYPE_CHECKING:
+    from halfmoon.catalog import Place
 
 Progress = Callable[[int, int], None]
 """Told how many images are done, and of how many."""
@@ -28,7 +30,7 @@ class Survey:
     labeled: readable images with a label; mix: how many of each class, by name
     sizes: images of each (height, width, Pillow mode), turned upright, the most frequent first
     findings: what is odd, in groups; those with `blocks` must be mended first
-    methods: the methods that the folder can serve, by where a federation expects labels (catalog.Place)
+    methods: the methods that the folder can serve, by where a federation expects labels (halfmoon.catalog.Place)
     """
 
     folder: Path
@@ -38,7 +40,7 @@ class Survey:
     mix: Mapping[str, int]
     sizes: Mapping[tuple[int, int, str], int]
     findings: tuple[Finding, ...]
-    methods: Mapping[catalog.Place, tuple[str, ...]]
+    methods: Mapping[Place, tuple[str, ...]]
 
     @property
     def can_take_part(self) -> bool:
@@ -156,7 +158,9 @@ def _classes(site: Site, mix: Mapping[str, int], labeled: int) -> list[Finding]:
     return found
 
 
-def _methods(labeled: bool) -> dict[catalog.Place, tuple[str, ...]]:
+def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
     """Return the methods that a readable folder can serve: the server's labels are no site's business."""
-    places: tuple[catalog.Place, ...] = ("clients", "some") if labeled else ("some", "server")
+    from halfmoon import catalog  # slow to import: it brings torch
+
+    places: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
     return {place: tuple(catalog.names_at(place)) for place in places}

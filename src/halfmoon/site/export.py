@@ -9,16 +9,20 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from halfmoon import catalog, disk, toml
+from halfmoon import disk, toml
 from halfmoon.config import SCENARIO, Config
 from halfmoon.data.images import Images, Source
 from halfmoon.data.split import SERVER, Split
 from halfmoon.errors import UserError
 from halfmoon.site.folder import CLASSES, LABELS
+
+if TYPE_CHECKING:
+    from halfmoon.catalog import Place
 
 FEDERATION, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
 IMAGES = "images"
@@ -57,6 +61,8 @@ def export(config: Config, source: Source, split: Split, out: Path, tell: Callab
 
 def federation(config: Config, source: Source, split: Split) -> str:
     """Return the options of `halfmoon run`, as TOML, that make the same images and the same split."""
+    from halfmoon import catalog  # slow to import: it brings torch
+
     height, width, channels = source.train.images.shape[1:]
     given = {name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink")}
     if config.split is not None:
@@ -77,7 +83,7 @@ def federation(config: Config, source: Source, split: Split) -> str:
     return "\n".join([*about, *lines]) + "\n"
 
 
-def _place(split: Split) -> catalog.Place:
+def _place(split: Split) -> Place:
     """Return where a split has its labels."""
     if split.rows(SERVER, True).size:
         return "server"

@@ -162,13 +162,16 @@ def _walk(folder: Path) -> _Files:
             path = _relative(Path(place, name), folder)
             if name.startswith(".") or path in (LABELS, CLASSES):
                 continue
-            (images if _is_image(name) else others).append(path if _is_image(name) else _shown(path))
+            if _is_image(Path(place, name)) and _shown(path) == path:
+                images.append(path)
+            else:  # a name that is not UTF-8 could not stand in a table
+                others.append(_shown(path))
     return _Files(sorted(images), sorted(others), sorted(closed))
 
 
-def _is_image(name: str) -> bool:
-    """Say whether a file's name is that of an image; one that is not UTF-8 could not stand in a table."""
-    return Path(name).suffix.lower() in SUFFIXES and _shown(name) == name
+def _is_image(path: Path) -> bool:
+    """Say whether a file is an image by its suffix; a pipe, which would be waited for, and a dead link are none."""
+    return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
 def _shown(name: str) -> str:

@@ -196,7 +196,7 @@ def _stamps(site: Site) -> dict[str, Stamp]:
     stamps = {}
     for path in site.paths:
         facts = _stat(site.folder / path)
-        # A link that leads nowhere has no stamp of its own; it is among those that cannot be read.
+        # A file that has just gone has no stamp; it is among those that cannot be read.
         stamps[path] = (-1, -1) if facts is None else (facts.st_size, facts.st_mtime_ns)
     return stamps
 
