@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from halfmoon.config import Config
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.data import load as load_data
+    from halfmoon.deploy import Model, load_model
     from halfmoon.errors import UserError
     from halfmoon.pieces import World, world
     from halfmoon.types import Batch, Federation, Local, Method, Notes, Task, Work
@@ -27,6 +28,8 @@ _PLACES = {
     "resume": ("halfmoon.build", "resume"),
     "world": ("halfmoon.pieces", "world"),
     "World": ("halfmoon.pieces", "World"),
+    "Model": ("halfmoon.deploy", "Model"),
+    "load_model": ("halfmoon.deploy", "load_model"),
     "Outcome": ("halfmoon.build", "Outcome"),
     "Running": ("halfmoon.watch", "Running"),
     "Watch": ("halfmoon.watch", "Watch"),
@@ -57,6 +60,7 @@ __all__ = [
     "Images",
     "Local",
     "Method",
+    "Model",
     "Notes",
     "Outcome",
     "Running",
@@ -72,6 +76,7 @@ __all__ = [
     "World",
     "compare",
     "load_data",
+    "load_model",
     "resume",
     "run",
     "world",

@@ -25,7 +25,7 @@ from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, device, images, network_name, source, split_of, world
+from halfmoon.pieces import World, device, network_name, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
@@ -386,7 +386,7 @@ def _model_card(config: Config, shared: World) -> dict[str, str]:
     return Card(
         classes=shared.source.classes,
         image=(channels, height, width),
-        taken=_taken(config, shared.source),
+        taken=shared.taken,
         shrink=config.shrink,
         mean=shared.source.mean,
         std=shared.source.std,
@@ -394,16 +394,6 @@ def _model_card(config: Config, shared: World) -> dict[str, str]:
         method=config.method,
         config=text(config),
     ).render()
-
-
-def _taken(config: Config, prepared: Source) -> tuple[int, int]:
-    """Return height and width of the images as they were before they were shrunk and padded."""
-    pixels = prepared.train.images
-    if pixels[:, -1].any() and pixels[:, :, -1].any():  # padding leaves zeros there
-        _, height, width, _ = pixels.shape
-        return height * config.shrink, width * config.shrink
-    _, height, width, _ = images(config).train.images.shape
-    return height, width
 
 
 def _executor(config: Config) -> Any:

@@ -31,11 +31,13 @@ class World:
     views: Views
     batching: Batching
     serving: Batching  # the batch rule of the server's own training
+    taken: tuple[int, int]  # height and width of the images before anything was done to them
 
 
 def world(config: Config, split: Split | None = None) -> World:
     """Return data, split, task, views and batch rule of a configuration; raises `UserError` where they do not fit."""
-    data = source(config)
+    found = images(config)
+    data = fitted(config, found)
     if split is None:
         split = split_of(config, data)
     else:
@@ -58,7 +60,8 @@ def world(config: Config, split: Split | None = None) -> World:
         steps=None,
     )
     train, test = _examples(data.train, place), _examples(data.test, place)
-    return World(data, split, train, test, task, _views(config, data), batching, serving)
+    _, height, width, _ = found.train.images.shape
+    return World(data, split, train, test, task, _views(config, data), batching, serving, (height, width))
 
 
 def images(config: Config) -> Source:
@@ -68,7 +71,12 @@ def images(config: Config) -> Source:
 
 def source(config: Config) -> Source:
     """Return the images of a configuration, shrunk and padded as it says and as its network needs."""
-    found = shrink(images(config), config.shrink)
+    return fitted(config, images(config))
+
+
+def fitted(config: Config, found: Source) -> Source:
+    """Return images shrunk and padded as a configuration says and as its network needs."""
+    found = shrink(found, config.shrink)
     size = config.image_size
     _, height, width, _ = found.train.images.shape
     least, multiple = {"resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))

@@ -51,8 +51,10 @@ def tracked(parser: argparse.ArgumentParser) -> None:
 
 
 def flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the long flags that a parser takes."""
-    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    """Return the long flags that a parser takes, and those of its own commands."""
+    own = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return own + [flag for action in nested for each in action.choices.values() for flag in flags(each)]
 
 
 def print_json(value: Any) -> None:
