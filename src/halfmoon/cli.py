@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import shlex
 import sys
 import tomllib
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from halfmoon import config as settings
 from halfmoon import toml
 from halfmoon.commands import evaluate, export, leaderboard, predict, recipes, report, site, sweep
-from halfmoon.commands.base import Parser, command, complain, flags, print_json, tracked
+from halfmoon.commands.base import Parser, command, complain, flags, option, print_json, tracked
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
 from halfmoon.values import expected
@@ -157,33 +156,11 @@ def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = 
         group = parser.add_argument_group(title)
         for name in section:
             if name in names:
-                _flag(group, name)
+                option(group, name)
     if own:
         group = parser.add_argument_group("options of a method (see halfmoon methods)")
         about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
-
-
-def _flag(group: Any, name: str) -> None:
-    kind, default = settings.kinds()[name], getattr(Config, name)
-    about = settings.helps()[name].replace("%", "%%")
-    if default not in (None, ()):
-        about += f" (default: {default})"
-    flag = f"--{name.replace('_', '-')}"
-    extra: dict[str, Any] = {"metavar": _metavar(kind)}
-    if kind in (bool, bool | None):
-        extra = {"action": argparse.BooleanOptionalAction}
-    elif kind == tuple[str, ...]:
-        extra = {"metavar": "NAME", "nargs": "*"}
-    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about, **extra)
-
-
-def _metavar(kind: Any) -> str:
-    words = expected(kind)
-    if "'" in words:
-        names = "|".join(re.findall(r"'([\w-]+)'", words))
-        return f"N|{names}" if "number" in words else names
-    return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
 
 
 def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list[str]]) -> UserError:

@@ -9,6 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 from halfmoon import config as settings
+from halfmoon.config import Config
 from halfmoon.errors import UserError
 from halfmoon.values import expected
 
@@ -42,6 +43,29 @@ def command(commands: Any, name: str, about: str, usage: str = "") -> argparse.A
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
     return parser
+
+
+def option(group: Any, name: str) -> None:
+    """Add the flag of a run's option to a parser or a group of one; what is not given stays out of the result."""
+    kind, default = settings.kinds()[name], getattr(Config, name)
+    about = settings.helps()[name].replace("%", "%%")
+    if default not in (None, ()):
+        about += f" (default: {default})"
+    flag = f"--{name.replace('_', '-')}"
+    extra: dict[str, Any] = {"metavar": _metavar(kind)}
+    if kind in (bool, bool | None):
+        extra = {"action": argparse.BooleanOptionalAction}
+    elif kind == tuple[str, ...]:
+        extra = {"metavar": "NAME", "nargs": "*"}
+    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about, **extra)
+
+
+def _metavar(kind: Any) -> str:
+    words = expected(kind)
+    if "'" in words:
+        names = "|".join(re.findall(r"'([\w-]+)'", words))
+        return f"N|{names}" if "number" in words else names
+    return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
 
 
 def tracked(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
-from halfmoon.commands.base import Parser, command, print_json
+from halfmoon.commands.base import Parser, command, option, print_json
 from halfmoon.config import SCENARIO, Config
 from halfmoon.errors import UserError, nearest
-from halfmoon.values import expected
 
 if TYPE_CHECKING:
     from halfmoon.site import Survey
@@ -56,7 +55,7 @@ def add(commands: Any) -> None:
     export.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=about)
     export.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for name in OPTIONS:
-        _option(export, name)
+        option(export, name)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -71,17 +70,6 @@ def _action(actions: Any, name: str, about: str, usage: str) -> argparse.Argumen
     parser = command(actions, name, about)
     parser.usage = f"halfmoon site {name} {usage}[options]"
     return parser
-
-
-def _option(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add one of a run's options; what is not given stays out of the result."""
-    default = getattr(Config, name)
-    about = settings.helps()[name].replace("%", "%%") + ("" if default is None else f" (default: {default})")
-    kind = expected(settings.kinds()[name])
-    metavar = {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(kind, "NAME")
-    parser.add_argument(
-        f"--{name.replace('_', '-')}", dest=name, metavar=metavar, default=argparse.SUPPRESS, help=about
-    )
 
 
 def _progress() -> Callable[[int, int], None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
-from halfmoon.commands.base import command, complain, print_json, tracked
+from halfmoon.commands.base import command, complain, option, print_json, tracked
 from halfmoon.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="only list the runs")
     group = parser.add_argument_group("machine")
     for name in PLACE:
-        group.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", default=argparse.SUPPRESS,
-            help=settings.helps()[name].replace("%", "%%"),
-        )  # fmt: skip
+        option(group, name)
 
 
 def run(given: argparse.Namespace) -> int:
