@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, device, network_name, source, split_of, world
+from halfmoon.pieces import World, device, executor, source, split_of, threads, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
@@ -255,11 +253,8 @@ def _finished(path: Path, config: Config) -> bool:
 @contextmanager
 def _threads(config: Config) -> Iterator[None]:
     """Compute with as many processor threads as the configuration says, and leave PyTorch as it was."""
-    before, wanted = torch.get_num_threads(), config.threads
-    if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
-        wanted = 1  # its convolutions are smaller than the cost of waking a second thread
-    # More threads than processors only cost, and thousands crash the process.
-    torch.set_num_threads(min(wanted, os.cpu_count() or 1) if wanted else before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads(config))
     try:
         yield
     finally:
@@ -344,7 +339,7 @@ def _experiment(config: Config, shared: World) -> Experiment:
         budget=Budget(config.budget, reference, catalog.entry(config.reference or config.method).all_labels),
         seed=config.seed,
         cohort=config.cohort,
-        executor=_executor(config),
+        executor=executor(config),
         confident=config.confident,
         serving=shared.serving,
         silent=config.silent,
@@ -394,12 +389,6 @@ def _model_card(config: Config, shared: World) -> dict[str, str]:
         method=config.method,
         config=text(config),
     ).render()
-
-
-def _executor(config: Config) -> Any:
-    if config.executor != "auto":
-        return config.executor
-    return "vmap" if device(config).type == "cuda" else "loop"
 
 
 def _resuming(root: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from halfmoon.data import load as load_source
 from halfmoon.data.draw import Batching, Views
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
+from halfmoon.ground import Executor
 from halfmoon.models import NETWORKS, Network
 from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
 from halfmoon.types import Task
@@ -52,13 +54,7 @@ def world(config: Config, split: Split | None = None) -> World:
         rounds=config.rounds,
         schedule=_schedule(config),
     )
-    batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
-    serving = replace(
-        batching,
-        labeled=batching.labeled if config.server_batch is None else config.server_batch,
-        epochs=config.epochs if config.server_epochs is None else config.server_epochs,
-        steps=None,
-    )
+    batching, serving = batch_rules(config)
     train, test = _examples(data.train, place), _examples(data.test, place)
     _, height, width, _ = found.train.images.shape
     return World(data, split, train, test, task, _views(config, data), batching, serving, (height, width))
@@ -77,12 +73,29 @@ def source(config: Config) -> Source:
 def fitted(config: Config, found: Source) -> Source:
     """Return images shrunk and padded as a configuration says and as its network needs."""
     found = shrink(found, config.shrink)
-    size = config.image_size
     _, height, width, _ = found.train.images.shape
-    least, multiple = {"resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
-    if size is None and multiple > 1:
-        size = max(least, -(-max(height, width) // multiple) * multiple)
+    size = padded(config, height, width)
     return fit(found, size) if size is not None and (height, width) != (size, size) else found
+
+
+def padded(config: Config, height: int, width: int) -> int | None:
+    """Return the size to which images are padded as a configuration says or its network needs; None: they stay."""
+    least, multiple = {"resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
+    if config.image_size is not None or multiple == 1:
+        return config.image_size
+    return max(least, -(-max(height, width) // multiple) * multiple)
+
+
+def batch_rules(config: Config) -> tuple[Batching, Batching]:
+    """Return the batch rule of the clients, and that of the server's own training."""
+    batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
+    serving = replace(
+        batching,
+        labeled=batching.labeled if config.server_batch is None else config.server_batch,
+        epochs=config.epochs if config.server_epochs is None else config.server_epochs,
+        steps=None,
+    )
+    return batching, serving
 
 
 def scenario(config: Config) -> Scenario:
@@ -169,3 +182,19 @@ def device(config: Config) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
+
+
+def executor(config: Config) -> Executor:
+    """Return how the clients of a cohort are run."""
+    if config.executor != "auto":
+        return config.executor
+    return "vmap" if device(config).type == "cuda" else "loop"
+
+
+def threads(config: Config) -> int:
+    """Return with how many processor threads a run computes."""
+    wanted = config.threads
+    if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
+        wanted = 1  # its convolutions are smaller than the cost of waking a second thread
+    # More threads than processors only cost, and thousands crash the process.
+    return min(wanted, os.cpu_count() or 1) if wanted else torch.get_num_threads()

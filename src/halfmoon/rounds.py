@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfmoon import rng, tree
 from halfmoon.budget import Cost
-from halfmoon.client import Errand, Outcome, add
+from halfmoon.client import Errand, Outcome, add, images_a_call
 from halfmoon.data.draw import Views
 from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Quality
@@ -120,9 +120,7 @@ class Rounds(ABC):
 
     def _ask(self, work: Work, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
         """Visit clients (or the server) and count what it takes."""
-        # So many images' views are made in one call: what fits a CPU's cache, or fills a GPU.
-        rows = 512 if self.device.type == "cpu" else 8192
-        errand = Errand(work, self.views, self.seed, self._round, self._trip, rows)
+        errand = Errand(work, self.views, self.seed, self._round, self._trip, images_a_call(self.device))
         self._trip += 1
         outcomes = self._visit(errand, clients, down, each)
         for client, outcome in zip(clients, outcomes, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,3 +35,11 @@ def shown(held: Any) -> str:
         return value(held)
     except TypeError:
         return "none" if held is None else repr(held)
+
+
+def table(words: str) -> dict[str, Any]:
+    """Return what a TOML file says, {} where it is no TOML."""
+    try:
+        return tomllib.loads(words)
+    except tomllib.TOMLDecodeError:
+        return {}

@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
     if given.dry_run:
         return _list(cells, given.json)
     # The table of several commands names them all.
-    said = [*folder.before().get("command", "").splitlines(), words]
+    said = [*folder.read().get("command", "").splitlines(), words]
     folder = replace(folder, command="\n".join(dict.fromkeys(said)))
     code = _play(given, folder, cells, jobs)
     facts = folder.read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from halfmoon import toml
 from halfmoon.errors import UserError, nearest
 from halfmoon.models import NETWORKS, Network
 
@@ -55,10 +55,7 @@ class Card:
     @property
     def options(self) -> dict[str, Any]:
         """The run's configuration, option by option, as its config.toml has it; {} where it is no TOML."""
-        try:
-            return tomllib.loads(self.config)
-        except tomllib.TOMLDecodeError:
-            return {}
+        return toml.table(self.config)
 
     def render(self) -> dict[str, str]:
         """Return the metadata of a model file; `parse` reads it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfmoon.client import Errand
+from halfmoon.client import Errand, images_a_call
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Quality
 from halfmoon.ground import Ground
@@ -41,7 +41,7 @@ class Site:
                 f"the server asks for {request.work!r}, which the method does not have; it has {list(works)}."
             )
         device = self.ground.holdings.train.labels.device
-        rows = 512 if device.type == "cpu" else 8192
+        rows = images_a_call(device)
         errand = Errand(works[request.work], self.ground.views, self.ground.seed, request.round, request.trip, rows)
         stage = self.ground.holdings.stage(request.round, self.task.rounds)
         # Its unlabeled rows have no labels that pseudo-labels could be compared with: nobody reads this.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon import toml
 from halfmoon.disk import read_json, read_rows
 from halfmoon.errors import UserError
 
@@ -45,10 +45,7 @@ class Run:
     @property
     def options(self) -> dict[str, Any]:
         """What config.toml says, {} where it is no TOML."""
-        try:
-            return tomllib.loads(self.config)
-        except tomllib.TOMLDecodeError:
-            return {}
+        return toml.table(self.config)
 
     @property
     def head(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ its kin may take less. Loading data, the first split and checkpoints are not cou
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -24,13 +23,13 @@ from halfmoon.budget import Budget, Holding, natural
 from halfmoon.config import Config, identity, method_options
 from halfmoon.data import SERVER, Images, Source, Split, subset
 from halfmoon.data import load as load_source
-from halfmoon.data.draw import Amount, Batching
+from halfmoon.data.draw import Amount
 from halfmoon.data.known import KNOWN
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.models import SmallCNN
 from halfmoon.optim import SGD
-from halfmoon.pieces import device, network_name, split_of, world
+from halfmoon.pieces import batch_rules, device, network_name, padded, split_of, threads, world
 from halfmoon.sim import Holdings
 from halfmoon.sim.simulation import LOOKED_AT
 from halfmoon.sweep.grid import Cell
@@ -261,21 +260,8 @@ def seen(config: Config, shape: tuple[int, int, int]) -> tuple[int, int, int]:
     if height % config.shrink or width % config.shrink:
         raise UserError(f"{config.data}: {config.shrink} does not divide images of {width}x{height}; choose another.")
     height, width = height // config.shrink, width // config.shrink
-    least, multiple = {"resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
-    if config.image_size is not None:
-        return channels, config.image_size, config.image_size
-    if multiple == 1:
-        return channels, height, width
-    size = max(least, -(-max(height, width) // multiple) * multiple)
-    return channels, size, size
-
-
-def threads(config: Config) -> int:
-    """Return the processor threads of a run, as `halfmoon.build` chooses them."""
-    wanted = config.threads
-    if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
-        wanted = 1
-    return min(wanted, os.cpu_count() or 1) if wanted else torch.get_num_threads()
+    size = padded(config, height, width)
+    return (channels, height, width) if size is None else (channels, size, size)
 
 
 def weights(config: Config, kept: Rehearsal) -> dict[tuple[Asked, Work], float]:
@@ -296,8 +282,7 @@ def weights(config: Config, kept: Rehearsal) -> dict[tuple[Asked, Work], float]:
 
 def _flow(config: Config, held: Held, asked: Asked, work: Work, visits: float) -> Flow:
     """Return what so many visits come to, as the mean over clients, or over the server alone, sends through."""
-    batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
-    of = _visits(config, held, work, batching, asked.server)
+    of = _visits(config, held, work, asked.server)
     total = sum(of.values())
     steps = forward = backward = swept = rows = 0.0
     views: defaultdict[str, float] = defaultdict(float)
@@ -321,17 +306,10 @@ def _flow(config: Config, held: Held, asked: Asked, work: Work, visits: float) -
     )
 
 
-def _visits(
-    config: Config, held: Held, work: Work, batching: Batching, server: bool
-) -> Counter[tuple[Amount, Holding]]:
+def _visits(config: Config, held: Held, work: Work, server: bool) -> Counter[tuple[Amount, Holding]]:
     """Return the amounts of a visit with what is held there: of the server, or of all clients in all stages."""
+    batching, serving = batch_rules(config)
     if server:
-        serving = replace(
-            batching,
-            labeled=batching.labeled if config.server_batch is None else config.server_batch,
-            epochs=config.epochs if config.server_epochs is None else config.server_epochs,
-            steps=None,
-        )
         return Counter([(natural(serving, work, held.server), held.server)])
     entry = catalog.entry(config.reference or config.method)
     reference = next(iter(catalog.make(config.reference or config.method).works(_task(config)).values()))

@@ -47,11 +47,7 @@ class SweepFolder:
         return self.out / (SPLITS if self.recipe.kind == "splits" else CELLS) / mark[:16]
 
     def read(self) -> dict[str, Any]:
-        """Return what its sweep.json says."""
-        return parse(disk.read(self.path / SWEEP) or b"", self.path / SWEEP)
-
-    def before(self) -> dict[str, Any]:
-        """Return what the sweep.json that is there says, nothing where there is none.
+        """Return what its sweep.json says, nothing where there is none.
 
         Raise UserError where it is damaged, or of another format.
         """

@@ -101,7 +101,7 @@ def _with_kept(folder: SweepFolder, asked: Sequence[Cell]) -> list[Cell]:
     Kept are finished runs of cells that the recipe, as it is now, would play alike.
     """
     found = {tuple(cell.at.items()): cell for cell in asked}
-    for old in folder.before().get("cells", ()):
+    for old in folder.read().get("cells", ()):
         try:
             marks = {run["seed"]: run["identity"] for run in old["runs"] if run["finished"]}
             only = {axis: (name,) for axis, name in dict(old["at"]).items()}

@@ -19,7 +19,7 @@ from halfmoon.budget import Budget
 from halfmoon.config import Config, method_options
 from halfmoon.data.split import SERVER, Split
 from halfmoon.experiment import initial_model
-from halfmoon.pieces import World, device, world
+from halfmoon.pieces import World, device, executor, world
 from halfmoon.sim import Holdings, Simulation
 from halfmoon.sweep.timing import Signature, Speed, computing, now
 from halfmoon.tree import Tree
@@ -126,7 +126,7 @@ def tiny(config: Config) -> Config:
 
     It keeps nothing that does not matter to that: configurations that ask alike are equal here.
     """
-    many = _executor(config) == "vmap"  # there the clients of a cohort are one program
+    many = executor(config) == "vmap"  # there the clients of a cohort are one program
     cohort = min(config.cohort, 8 if many else 2)
     return Config(
         method=config.method,
@@ -156,7 +156,7 @@ def tiny(config: Config) -> Config:
 
 def together(config: Config) -> int:
     """Return how many clients train as one program."""
-    return config.cohort if _executor(config) == "vmap" and not catalog.entry(config.method).pooled else 1
+    return config.cohort if executor(config) == "vmap" and not catalog.entry(config.method).pooled else 1
 
 
 def rehearse(config: Config, place: str, speed: Callable[[Signature], Speed]) -> Rehearsal:
@@ -176,7 +176,7 @@ def rehearse(config: Config, place: str, speed: Callable[[Signature], Speed]) ->
         held = Holdings(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled)
         simulation = Simulation(
             method, shared.task, held, views=shared.views, batching=shared.batching, budget=Budget(), seed=0,
-            cohort=config.cohort, executor=_executor(config),
+            cohort=config.cohort, executor=executor(config),
         )  # fmt: skip
         rounds, rests = _play(method, shared, simulation)
     visit, step = _overheads(rounds, simulation, speed(signature))
@@ -250,10 +250,3 @@ def _split(clients: int, place: str) -> Split:
         if place == "server" or (place == "some" and k % 2):
             client[k * rows : k * rows + ROWS] = SERVER if place == "server" and not k else -1
     return Split(client, labeled, clients)
-
-
-def _executor(config: Config) -> Any:
-    """Return how the clients of a cohort are run, as `halfmoon.build` chooses it."""
-    if config.executor != "auto":
-        return config.executor
-    return "vmap" if device(config).type == "cuda" else "loop"
