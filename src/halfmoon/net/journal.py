@@ -1,0 +1,31 @@
+"""What a person reads of a federation while it runs: one line an event, appended to a file that outlives processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon import disk
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Lines of a log, in `path`; several processes may write to it, one after the other."""
+
+    path: Path
+
+    def say(self, words: str) -> None:
+        """Add a line with the time of day; a line break becomes a blank. Raises OSError where it cannot be written."""
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {' '.join(words.splitlines())}\n"
+        disk.append(self.path, line.encode())
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in words: 512 B, 36.1 kB, 26.4 MB."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
