@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from halfmoon import catalog, disk
-from halfmoon.budget import Budget
 from halfmoon.config import Config, check_methods, check_place, free_folder, identity, method_options, resolve, text
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
@@ -23,7 +22,7 @@ from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, device, executor, source, split_of, threads, world
+from halfmoon.pieces import World, budget, device, executor, source, split_of, threads, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
@@ -329,14 +328,13 @@ def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
 def _experiment(config: Config, shared: World) -> Experiment:
     entry = catalog.entry(config.method)
     method = catalog.make(config.method, method_options(config, config.method))
-    reference = next(iter(catalog.make(config.reference or config.method).works(shared.task).values()))
     runtime = Simulation(
         method,
         shared.task,
         Holdings(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled),
         views=shared.views,
         batching=shared.batching,
-        budget=Budget(config.budget, reference, catalog.entry(config.reference or config.method).all_labels),
+        budget=budget(config, shared.task),
         seed=config.seed,
         cohort=config.cohort,
         executor=executor(config),

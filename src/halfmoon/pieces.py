@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 
+from halfmoon import catalog
 from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
+from halfmoon.budget import Budget
 from halfmoon.config import Config
 from halfmoon.data import Images, Scenario, Source, Split, fit, shrink, subset
 from halfmoon.data import load as load_source
@@ -19,6 +21,23 @@ from halfmoon.ground import Executor
 from halfmoon.models import NETWORKS, Network
 from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
 from halfmoon.types import Task
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the images of a federation are like when they are trained on; `Source` says what `mirror` to `std` mean."""
+
+    image: tuple[int, int, int]  # channels, height, width
+    classes: tuple[str, ...]
+    mirror: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, source: Source) -> Form:
+        """Return the form of a data set."""
+        height, width, channels = source.train.images.shape[1:]
+        return cls((channels, height, width), source.classes, source.mirror, source.mean, source.std)
 
 
 @dataclass(frozen=True)
@@ -44,20 +63,30 @@ def world(config: Config, split: Split | None = None) -> World:
         split = split_of(config, data)
     else:
         split.check(data)
-    place = device(config)
-    task = Task(
-        network=_network(config, data),
+    place, form = device(config), Form.of(data)
+    batching, serving = batch_rules(config)
+    train, test = examples(data.train, place), examples(data.test, place)
+    _, height, width, _ = found.train.images.shape
+    return World(data, split, train, test, task(config, form), views(config, form), batching, serving, (height, width))
+
+
+def task(config: Config, form: Form) -> Task:
+    """Return what all methods of a configuration share; raises `UserError` where the network cannot take the images."""
+    return Task(
+        network=_network(config, form),
         optimizer=_optimizer(config),
-        normalize=Normalize(data.mean, data.std),
+        normalize=Normalize(form.mean, form.std),
         statistics=config.statistics,
         labeling=config.labeling,
         rounds=config.rounds,
         schedule=_schedule(config),
     )
-    batching, serving = batch_rules(config)
-    train, test = _examples(data.train, place), _examples(data.test, place)
-    _, height, width, _ = found.train.images.shape
-    return World(data, split, train, test, task, _views(config, data), batching, serving, (height, width))
+
+
+def budget(config: Config, task: Task) -> Budget:
+    """Return what the visits of a configuration's method are measured by."""
+    name = config.reference or config.method
+    return Budget(config.budget, next(iter(catalog.make(name).works(task).values())), catalog.entry(name).all_labels)
 
 
 def images(config: Config) -> Source:
@@ -128,7 +157,8 @@ def split_of(config: Config, data: Source) -> Split:
     return scenario(config).split(data.train.labels, data.classes, data.name)
 
 
-def _examples(images: Images, device: torch.device) -> Examples:
+def examples(images: Images, device: torch.device) -> Examples:
+    """Return images as tensors (N, C, H, W) on a device."""
     pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2).contiguous()
     return Examples(pixels.to(device), torch.from_numpy(images.labels).to(device))
 
@@ -140,16 +170,16 @@ def network_name(config: Config) -> str:
     return "small" if config.data == "digits" else "resnet9"
 
 
-def _network(config: Config, data: Source) -> Network:
-    _, height, width, channels = data.train.images.shape
-    make = partial(NETWORKS[network_name(config)], channels=channels, classes=len(data.classes), norm=config.norm)
+def _network(config: Config, form: Form) -> Network:
+    make = partial(NETWORKS[network_name(config)], channels=form.image[0], classes=len(form.classes), norm=config.norm)
     network = make() if config.width is None else make(width=config.width)
-    network.check((channels, height, width))
+    network.check(form.image)
     return network
 
 
-def _views(config: Config, data: Source) -> Views:
-    flip = data.mirror if config.flip is None else config.flip
+def views(config: Config, form: Form) -> Views:
+    """Return how labeled and unlabeled images are augmented."""
+    flip = form.mirror if config.flip is None else config.flip
     labeled: View = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
     strong = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}[config.strong_view](flip=flip)
     unlabeled: dict[str, View] = {"plain": Plain(), "weak": Weak(flip=flip), "strong": strong}
