@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,3 +30,25 @@ def size(count: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+class Tail:
+    """What is added to a text file from now on, by whole lines; a file that is not there yet has none."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin at the end of `path`."""
+        self.path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """Return the lines that were added since the last call; one that has no end yet comes later."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._at:  # somebody began it anew
+                    self._at = 0
+                file.seek(self._at)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._at += len(whole) + len(end)
+        return (whole + end).decode(errors="replace").splitlines()

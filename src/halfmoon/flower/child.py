@@ -1,0 +1,68 @@
+"""`python -m halfmoon.flower.child SCRIPT ...`: one of Flower's commands, as a process that never outlives its parent.
+
+Flower starts its own children by name; `halfmoon.flower.processes` puts scripts of these names first on the path, which
+come here. Each process holds a lock in its `HALFMOON_FLOWER` folder, with its number in it, until it is dead: whoever
+starts next sees by the lock whether it still lives, and by the number whom to end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from halfmoon import disk
+
+FOLDER = "HALFMOON_FLOWER"
+"""The variable of the environment that names the folder of the locks."""
+
+PATIENCE = 60.0
+"""Seconds until a process gives up whose predecessor does not end."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def lock_of(folder: Path, script: str) -> Path:
+    """Return the file that a process of `script` locks."""
+    return folder / f"{script}.lock"
+
+
+def main(words: Sequence[str]) -> None:
+    """Become the console script `words[0]` of Flower with the arguments that follow."""
+    script, *arguments = words
+    _die_with_parent()
+    _hold(lock_of(Path(os.environ[FOLDER]), script))
+    found = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=script)
+    sys.argv = [script, *arguments]
+    sys.exit(next(iter(found)).load()())
+
+
+def _die_with_parent() -> None:
+    """Ask the system for a kill where the parent dies, however it dies; only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _hold(path: Path) -> None:
+    """Lock a file for the rest of this process' life and write its number into it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            disk.flock(handle)
+            break
+        except OSError:
+            if time.monotonic() > end:
+                sys.exit(f"{path} is still locked by another process")
+            time.sleep(0.02)
+    os.ftruncate(handle, 0)
+    os.write(handle, str(os.getpid()).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
