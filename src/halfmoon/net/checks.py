@@ -134,9 +134,9 @@ def _impossible(reply: Reply, most: Amount, images: int) -> Iterator[str]:
     limits = {name: max(1, TWICE * images) for name in ROWS} | dict.fromkeys(MARKS, 1)
     for name, limit in limits.items():
         leaf = reply.up.get(name)
-        wrong = leaf[~((leaf >= 0) & (leaf <= limit))] if isinstance(leaf, Tensor) else ()
-        if len(wrong):
-            yield f"its {name} is {float(wrong[0]):g}, not between 0 and {limit}, the most for {images} images"
+        wrong = [x for x in leaf.flatten().tolist() if not 0 <= x <= limit] if isinstance(leaf, Tensor) else []
+        if wrong:
+            yield f"its {name} is {wrong[0]:g}, not between 0 and {limit}, the most for {images} images"
     down, up = reply.traffic
     counts = {
         "images swept": (reply.swept, SWEEPS * images + 1),
