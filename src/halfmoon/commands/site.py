@@ -1,4 +1,4 @@
-"""`halfmoon site`: check and prepare a site's folder of images; write a public data set as site folders."""
+"""`halfmoon site`: check and prepare a site's folder of images, join a federation; write a data set as site folders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
+from halfmoon.commands import join
 from halfmoon.commands.base import Parser, command, option, print_json
 from halfmoon.config import SCENARIO, Config
 from halfmoon.errors import UserError, nearest
@@ -28,7 +29,7 @@ EVERY = 5.0
 
 def add(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
-    about = "check and prepare a site's folder of images, or write a public data set as such folders"
+    about = "check and prepare a site's folder of images, join a federation, or write a data set as such folders"
     parser = commands.add_parser(
         "site",
         help=about,
@@ -47,6 +48,9 @@ def add(commands: Any) -> None:
     about = "a folder for the decoded images (default: FOLDER/.halfmoon)"
     prepare.add_argument("--out", metavar="DIR", type=Path, help=about)
 
+    about = "take part in a federation; no image leaves the folder"
+    join.add(_action(actions, "join", about, "--server HOST:PORT --site FOLDER --name NAME "))
+
     about = "write a data set as the folders of several sites, split as a run splits it"
     export = _action(actions, "export", about, "DATASET --sites K --out FOLDER ")
     export.add_argument("data", metavar="DATASET", help=settings.helps()["data"])
@@ -59,8 +63,8 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Do what is asked for; `check` returns 1 where the folder cannot take part."""
-    actions = {"check": _check, "prepare": _prepare, "export": _export}
+    """Do what is asked for; `check` returns 1 where the folder cannot take part, `join` 130 where it was ended."""
+    actions = {"check": _check, "prepare": _prepare, "join": join.run, "export": _export}
     if given.action is None:
         raise UserError(f"site needs to know what to do: {nearest('', actions)}")
     return actions[given.action](given)

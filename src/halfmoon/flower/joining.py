@@ -1,0 +1,216 @@
+"""`halfmoon site join`: Flower's SuperNode of one site, kept alive until it is told to end; a log in plain words."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon import disk, toml
+from halfmoon.errors import UserError
+from halfmoon.flower.contact import Absent, Address, reach, trust
+from halfmoon.flower.processes import SUPEREXEC, SUPERNODE, Home, alone, free_port, require_flower, stop
+from halfmoon.net.journal import Journal, Tail
+
+LOG = "join.log"
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What a site can be called, as `halfmoon.net.terms` has it, which would bring torch."""
+
+EVERY = 0.2
+"""Seconds between two looks at processes and logs."""
+CALLING = 1.0
+"""Seconds between two calls of a server that is not there."""
+STEADY = 30.0
+"""Seconds after which a SuperNode counts as one that works."""
+LONGEST_PAUSE = 60.0
+"""Seconds of pause, at most, before a SuperNode that has died is started again."""
+
+REASONS = {
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "2001]": "the server wants sites with a key: give --key FILE",
+    "2004]": "the server does not know this site's key, or another site uses it; its people have to register it",
+    "Exit Code: 302": "--key is no private key (elliptic curve, in OpenSSH's format)",
+    "Exit Code: 606": "the server has another version of Flower",
+    "address already in use": "its port on this machine is taken",
+    "Heartbeat failed": "the server does not know this site any more",
+}
+"""What a SuperNode's log says where it dies, and what that means."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How a site takes part: the server, its own name and folder, and where it keeps its images and its memory.
+
+    `images` and `labeled` count what is in the folder. `ca` has the authority that signed the server's certificate;
+    without it the connection is plain, which away from this machine needs `insecure`. `key` is the site's own, where
+    the server wants one. `port` is one of this machine's for Flower's own use, a free one if None. Raise UserError
+    where these do not fit.
+    """
+
+    server: Address
+    name: str
+    folder: Path
+    images: int
+    labeled: int
+    home: Path
+    ca: Path | None = None
+    insecure: bool = False
+    key: Path | None = None
+    device: str = "auto"
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit."""
+        if not NAME.fullmatch(self.name):
+            raise UserError(
+                f"--name is {self.name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
+                "first is a letter or a digit."
+            )
+        if self.ca is not None and self.insecure:
+            raise UserError("--insecure and --ca contradict each other; leave one of them out.")
+        if self.ca is not None:
+            trust(self.ca)
+        elif not self.insecure and not self.server.loopback:
+            raise UserError(
+                f"nothing on the way to {self.server} would be encrypted: give --ca FILE, which the server's people "
+                "have, or --insecure where the network itself is safe."
+            )
+        if self.key is not None and self.ca is None:
+            raise UserError("--key needs --ca: a server knows sites by their keys over TLS only.")
+        if self.key is not None and not self.key.is_file():
+            raise UserError(f"--key {self.key}: there is no such file.")
+
+    @property
+    def processes(self) -> Home:
+        """Return the folder of Flower's processes."""
+        return Home(self.home / "flower")
+
+
+def node(site: Joining) -> str:
+    """Return what the site's own program is told, as TOML; it stays on this machine."""
+    folder, home = site.folder.absolute(), site.home.absolute()
+    facts = {"name": site.name, "folder": folder, "home": home, "device": site.device}
+    return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
+
+
+def supernode(site: Joining) -> list[str]:
+    """Return the arguments of `flower-supernode`."""
+    safety = ["--insecure"] if site.ca is None else ["--root-certificates", str(site.ca.absolute())]
+    key = [] if site.key is None else ["--auth-supernode-private-key", str(site.key.absolute())]
+    return [
+        *("--superlink", str(site.server), *safety, *key),
+        *("--host", "127.0.0.1", "--port", str(free_port() if site.port is None else site.port)),
+        *("--node-config", str(site.processes.folder / "node.toml")),
+    ]
+
+
+def join(site: Joining, show: Callable[[str], None]) -> None:
+    """Take part until interrupted; `show` gets every line of the site's log as it comes.
+
+    Raise UserError where the server cannot be talked to like this, or the site takes part already. Whatever ends
+    this, no process is left.
+    """
+    require_flower()
+    folder = site.processes.folder
+    with alone(folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."):
+        site.processes.prepare()
+        site.processes.kill()  # what a site left behind that was killed
+        disk.replace(folder / "node.toml", node(site).encode())
+        site.processes.log(SUPERNODE).write_bytes(b"")
+        tail = Tail(site.home / LOG)
+        try:
+            _Member(site, tail, show).stay()
+        finally:
+            for line in tail.lines():
+                show(line)
+
+
+class _Member:
+    """What lives while a site takes part: the SuperNode's process, what its log has said, and whether it is lost."""
+
+    def __init__(self, site: Joining, tail: Tail, show: Callable[[str], None]) -> None:
+        self.site, self.tail, self.show = site, tail, show
+        self.home, self.journal = site.processes, Journal(site.home / LOG)
+        self.node: subprocess.Popen[bytes] | None = None
+        self.pause = CALLING
+        self.lost = False
+
+    def stay(self) -> None:
+        """Join, and join again."""
+        site = self.site
+        self.journal.say(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
+        first = True
+        try:
+            while True:
+                self._call(first)
+                first = False
+                self._live()
+        finally:
+            stop(self.node)
+            self.home.kill()
+
+    def _call(self, strict: bool) -> None:
+        """Wait until the server answers; where it cannot be talked to, raise UserError at first, and wait later."""
+        while True:
+            try:
+                reach(self.site.server, self.site.ca)
+                break
+            except Absent as error:
+                words = f"{error}: waiting for it (Ctrl-C ends this)"
+            except UserError as error:
+                if strict:
+                    raise
+                words = f"{error} Trying again."
+            if not self.lost:
+                self.journal.say(words)
+            self.lost = True
+            self._show()
+            time.sleep(CALLING)
+        self._found()
+
+    def _live(self) -> None:
+        """Start a SuperNode and watch it until it dies."""
+        for script in (SUPEREXEC, SUPERNODE):
+            self.home.forget(script)
+        log = Tail(self.home.log(SUPERNODE))
+        words: list[str] = []
+        begin = time.monotonic()
+        self.node = self.home.start(SUPERNODE, supernode(self.site))
+        while self.node.poll() is None and (self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)):
+            self._show()
+            words = [*words, *self._read(log)][-200:]
+            time.sleep(EVERY)
+        stop(self.node)
+        self.home.kill()
+        words += log.lines()
+        self.pause = CALLING if time.monotonic() - begin > STEADY else min(2 * self.pause, LONGEST_PAUSE)
+        why = "\n".join(words)
+        reason = next((meaning for sign, meaning in REASONS.items() if sign in why), f"see {log.path}")
+        self.journal.say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
+        self._show()
+        time.sleep(self.pause)
+
+    def _read(self, log: Tail) -> list[str]:
+        """Return what the SuperNode has said, and say when it loses its server and finds it again."""
+        lines = log.lines()
+        for line in lines:
+            if "Connection attempt failed" in line and not self.lost:
+                self.lost = True
+                self.journal.say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
+            elif "Connection successful" in line:
+                self._found()
+        return lines
+
+    def _found(self) -> None:
+        if self.lost:
+            self.lost = False
+            self.journal.say(f"{self.site.server} answers")
+
+    def _show(self) -> None:
+        for line in self.tail.lines():
+            self.show(line)
