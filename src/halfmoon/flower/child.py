@@ -12,14 +12,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from halfmoon import disk
+from halfmoon.flower import warm
 
 FOLDER = "HALFMOON_FLOWER"
 """The variable of the environment that names the folder of the locks."""
+
+CLIENT_APP, WARM = "flwr-clientapp", "warm"
 
 PATIENCE = 60.0
 """Seconds until a process gives up whose predecessor does not end."""
@@ -33,13 +36,29 @@ def lock_of(folder: Path, script: str) -> Path:
 
 
 def main(words: Sequence[str]) -> None:
-    """Become the console script `words[0]` of Flower with the arguments that follow."""
+    """Become the console script `words[0]` of Flower with the arguments that follow, or `WARM` for the app named."""
     script, *arguments = words
+    folder = Path(os.environ[FOLDER])
     _die_with_parent()
-    _hold(lock_of(Path(os.environ[FOLDER]), script))
-    found = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=script)
+    if script == CLIENT_APP and (code := warm.relay(folder, arguments)) is not None:
+        sys.exit(code)
+    _hold(lock_of(folder, script))
+    if script == WARM:
+        warm.attend(folder, arguments[0], lambda: _script(CLIENT_APP), lambda: _begin(folder))
     sys.argv = [script, *arguments]
-    sys.exit(next(iter(found)).load()())
+    sys.exit(_script(script)())
+
+
+def _script(name: str) -> Callable[[], int | None]:
+    """Return the function of one of Flower's console scripts."""
+    found = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=name)
+    return next(iter(found)).load()
+
+
+def _begin(folder: Path) -> None:
+    """Do in a fork what every process does first."""
+    _die_with_parent()
+    _hold(lock_of(folder, CLIENT_APP))
 
 
 def _die_with_parent() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from halfmoon import disk, toml
 from halfmoon.errors import UserError
 from halfmoon.flower.contact import Absent, Address, reach, trust
-from halfmoon.flower.processes import SUPEREXEC, SUPERNODE, Home, alone, free_port, require_flower, stop
+from halfmoon.flower.processes import APPS, SUPEREXEC, SUPERNODE, WARM, Home, alone, free_port, require_flower, stop
 from halfmoon.net.journal import Journal, Tail
 
 LOG = "join.log"
@@ -63,6 +63,7 @@ class Joining:
     key: Path | None = None
     device: str = "auto"
     port: int | None = None
+    app: str = APPS[1]
 
     def __post_init__(self) -> None:
         """Refuse what does not fit."""
@@ -137,6 +138,7 @@ class _Member:
         self.site, self.tail, self.show = site, tail, show
         self.home, self.journal = site.processes, Journal(site.home / LOG)
         self.node: subprocess.Popen[bytes] | None = None
+        self.warm: subprocess.Popen[bytes] | None = None
         self.pause = CALLING
         self.lost = False
 
@@ -180,13 +182,15 @@ class _Member:
         log = Tail(self.home.log(SUPERNODE))
         words: list[str] = []
         begin = time.monotonic()
+        if self.warm is None or self.warm.poll() is not None:
+            # In the meantime it warms up; without it everything works, slower.
+            self.warm = self.home.start(WARM, [self.site.app])
         self.node = self.home.start(SUPERNODE, supernode(self.site))
         while self.node.poll() is None and (self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)):
             self._show()
             words = [*words, *self._read(log)][-200:]
             time.sleep(EVERY)
         stop(self.node)
-        self.home.kill()
         words += log.lines()
         self.pause = CALLING if time.monotonic() - begin > STEADY else min(2 * self.pause, LONGEST_PAUSE)
         why = "\n".join(words)

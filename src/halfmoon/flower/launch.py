@@ -23,6 +23,7 @@ from halfmoon import disk, toml
 from halfmoon.errors import UserError
 from halfmoon.flower.contact import Absent, Address, reach, trust
 from halfmoon.flower.processes import (
+    APPS,
     SERVER_APP,
     SUPEREXEC,
     SUPERLINK,
@@ -32,9 +33,6 @@ from halfmoon.flower.processes import (
     stop,
 )
 from halfmoon.net.journal import Journal, Tail
-
-APPS = ("halfmoon.flower.server_app:app", "halfmoon.flower.client_app:app")
-"""The ServerApp and the ClientApp of every federation."""
 
 LOG, METRICS, SUMMARY, MODEL = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"
 """Files of a run folder, by name: `halfmoon.record`, which writes them, would bring torch."""
@@ -49,6 +47,8 @@ LONGEST_PAUSE = 10.0
 """Seconds of pause, at most, before what has died twice is started again."""
 
 _STOPPED = re.compile(r"\S+ \S+  stopped: (.*)")
+_WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")
+_COLORS = re.compile(r"\x1b\[\d*m")
 _CONNECTION = "halfmoon"
 _IN_USE = {errno.EADDRINUSE}
 
@@ -223,7 +223,7 @@ class _Serving:
         log = Tail(self.home.log(SUPERLINK))
         self.link = self.home.start(SUPERLINK, superlink(self.server))
         if not self._wait(self._answers, STARTING):
-            raise Halted(f"the SuperLink did not start: {_last(log.lines())} (all of it: {log.path}).")
+            raise Halted(f"the SuperLink did not start: {_last(log.lines()) or 'it said nothing'}; see {log.path}.")
 
     def _answers(self) -> bool:
         with suppress(Absent):
@@ -241,14 +241,20 @@ class _Serving:
         return True
 
     def _submit(self) -> Ended | None:
-        """Give Flower a run that goes on where the last one ended; return what died instead, None where all is well."""
+        """Give Flower a run that goes on where the last one ended; return what died instead, None where all is well.
+
+        Raise Halted where Flower will not have it.
+        """
+        assert self.link is not None
         self.home.forget(SERVER_APP)
         with suppress(subprocess.TimeoutExpired):
             done = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, "--format", "json"], STARTING)
             with suppress(ValueError, LookupError, TypeError):
                 self.number = str(json.loads(done.stdout)["run-id"])
                 return None
-            self.journal.say(f"Flower did not take the run: {_last((done.stdout + done.stderr).decode().splitlines())}")
+            if self.link.poll() is None:
+                said = " ".join((done.stdout + done.stderr).decode(errors="replace").split())
+                raise Halted(f"Flower did not take the run: {said}")
         return "link"
 
     def _watch(self) -> Ended:
@@ -260,7 +266,7 @@ class _Serving:
             ended = self._ended(time.monotonic() - begin)
             self._show()
             if ended is not None:
-                if ended == "app" and (reason := _last(errors.lines(), "")):
+                if ended == "app" and (reason := _last(errors.lines(), _ERROR)):
                     self.journal.say(f"the last words of the server's program: {reason}")
                 return ended
             time.sleep(EVERY)
@@ -329,6 +335,7 @@ def _taken(address: Address) -> bool:
     return False
 
 
-def _last(lines: list[str], nothing: str = "it said nothing") -> str:
-    """Return the last line that has words in it."""
-    return next((line.strip() for line in reversed(lines) if any(letter.isalnum() for letter in line)), nothing)
+def _last(lines: list[str], sought: re.Pattern[str] = _WORDS) -> str:
+    """Return the last line with what is sought, without colors; nothing where there is none."""
+    plain = [_COLORS.sub("", line).strip() for line in lines]
+    return next((line for line in reversed(plain) if sought.search(line)), "")

@@ -18,11 +18,14 @@ from pathlib import Path
 
 from halfmoon import disk
 from halfmoon.errors import UserError
-from halfmoon.flower.child import FOLDER, lock_of
+from halfmoon.flower.child import CLIENT_APP, FOLDER, WARM, lock_of
 
 SUPERLINK, SUPERNODE, SUPEREXEC = "flower-superlink", "flower-supernode", "flower-superexec"
-SERVER_APP, CLIENT_APP, FLWR = "flwr-serverapp", "flwr-clientapp", "flwr"
+SERVER_APP, FLWR = "flwr-serverapp", "flwr"
 SCRIPTS = (SUPERLINK, SUPERNODE, SUPEREXEC, SERVER_APP, CLIENT_APP, FLWR)
+
+APPS = ("halfmoon.flower.server_app:app", "halfmoon.flower.client_app:app")
+"""The ServerApp and the ClientApp of every federation."""
 
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -124,7 +127,7 @@ class Home:
     def kill(self) -> None:
         """End every process of this folder, whoever started it; raise UserError for one that does not end."""
         end = time.monotonic() + GRACE
-        for script in SCRIPTS:
+        for script in (*SCRIPTS, WARM):
             while self.running(script):
                 words = disk.read(lock_of(self.folder, script)) or b""
                 if words.isdigit():
