@@ -21,9 +21,10 @@ FLOORS = [
     {"optim", "augment", "types"},
     {"data", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment", "ground", "rounds"},
-    {"sim", "net", "flower", "config", "report", "site"},
+    {"sim", "config", "report", "site"},
     {"build", "deploy", "pieces", "trackers", "watch"},
-    {"sweep"},
+    {"sweep", "net"},
+    {"flower"},
     {"cli", "commands", "console"},
 ]
 """The modules and packages of each floor, from the ground up."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from halfmoon import catalog, disk
 from halfmoon.config import Config, check_methods, check_place, free_folder, identity, method_options, resolve, text
@@ -22,7 +21,7 @@ from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, budget, device, executor, source, split_of, threads, world
+from halfmoon.pieces import World, budget, computing, device, executor, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
@@ -132,7 +131,7 @@ def cell(config: Config, path: Path, watch: Watch = SILENCE) -> Row:
         shared = _shared([job], Split.load(kept) if kept.exists() else None, watch)
         if device(config).type == "cpu":
             keep_memory()
-    with _threads(config):
+    with computing(config):
         return _play(path, job, shared, watch)
 
 
@@ -177,7 +176,7 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: World | None, watch: Watc
     """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
     if shared is not None and device(jobs[0].config).type == "cpu":
         keep_memory()
-    with _threads(jobs[0].config):
+    with computing(jobs[0].config):
         summaries = [_play(root / job.folder, job, shared, watch) for job in jobs]
     paths = [root / job.folder for job in jobs]
     outcome = Outcome(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
@@ -247,17 +246,6 @@ def _finished(path: Path, config: Config) -> bool:
         return False
     with _folder(path, config) as folder:
         return folder.finished
-
-
-@contextmanager
-def _threads(config: Config) -> Iterator[None]:
-    """Compute with as many processor threads as the configuration says, and leave PyTorch as it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads(config))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:

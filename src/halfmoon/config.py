@@ -40,6 +40,8 @@ SCENARIO = (
     *("clients", "setting", "gamma", "labels_per_class", "label_ratio", "labels", "labels_at", "labeled_clients"),
     *("classes_per_client", "stages", "unlabeled_share", "min_size", "split_seed"),
 )
+# What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.
+TABLE = "federation"
 # Three ways to say how many labels there are.
 AMOUNTS = ("labels_per_class", "label_ratio", "labels")
 
@@ -170,10 +172,18 @@ def helps() -> Mapping[str, str]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the values of a TOML file; its relative paths start at the file's folder.
+    """Return the values of a TOML file without its table [federation]; its relative paths start at the file's folder.
 
     Raise UserError where the file cannot be read or is no TOML. Names and types are checked by `resolve`.
     """
+    values = read(path)
+    if isinstance(values.get(TABLE), Mapping):
+        del values[TABLE]
+    return anchored(values, path.parent)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what a TOML file says, as it stands there; raise UserError where it cannot be read or is no TOML."""
     try:
         content = path.read_bytes().decode()
     except OSError as error:
@@ -181,10 +191,9 @@ def load(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text file: byte {error.start} is not UTF-8.") from error
     try:
-        values = tomllib.loads(content)
+        return tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from error
-    return anchored(values, path.parent)
 
 
 def anchored(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from halfmoon import rng, tree
+from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples, Tally, tally
 from halfmoon.manifest import Contents
 from halfmoon.record import Loaded, RunFolder
@@ -20,6 +21,10 @@ from halfmoon.types import Federation, Method, Sample, Task
 
 Row = dict[str, Any]
 """One round's line of metrics.jsonl."""
+
+
+class TooFew(UserError):
+    """A round that too few clients have answered: nothing of it counts, and it is played again."""
 
 
 class Report(NamedTuple):
@@ -35,9 +40,18 @@ class Runtime(Federation, Protocol):
     """A federation that the round loop can drive: on this machine, or over a network."""
 
     store: Store  # what has to be saved beside the server's tree
+    device: torch.device  # where the server computes
 
     def open(self, round: int) -> None:
-        """Begin a round: draw its cohort."""
+        """Begin a round, or begin it again: draw its cohort."""
+        ...
+
+    def again(self, few: TooFew) -> None:
+        """Make ready to play the round again that too few have answered, or raise `few`."""
+        ...
+
+    def saved(self, round: int) -> None:
+        """Take note that the first `round` rounds are on the disk."""
         ...
 
     def stored(self, server: int) -> None:
@@ -63,12 +77,12 @@ class Runtime(Federation, Protocol):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One method on one federation."""
+    """One method on one federation; without `test` images nothing is evaluated here."""
 
     method: Method
     task: Task
     runtime: Runtime
-    test: Examples
+    test: Examples | None
     seed: int
     evaluate_every: int = 1
     checkpoint_every: int = 1
@@ -82,24 +96,24 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
 def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
     """Play the rounds that are left, and return the run's {"model", "confusion", "accuracy", "cost"}.
 
-    "confusion" is that of the final model on the test set: rows are true classes, columns predicted ones.
+    "confusion" is that of the final model on the test set: rows are true classes, columns predicted ones. Without a
+    test set it and "accuracy" are None.
     The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`,
     the folder's newest checkpoint, if there is one. Raises `halfmoon.client.Diverged` when a loss is not a number.
     """
-    method, task, runtime = experiment.method, experiment.task, experiment.runtime
-    device = experiment.test.labels.device
-    server, first = _start(experiment, folder, loaded, device)
+    task, runtime = experiment.task, experiment.runtime
+    server, first = _start(experiment, folder, loaded, runtime.device)
     final: _Tested | None = None
     for number in range(first, task.rounds):
         began = time.perf_counter()
-        runtime.open(number)
-        server = method.round(task.at(number), server, runtime)
+        server = _round(experiment, number, server)
         runtime.stored(tree.nbytes(server))
         row = _row(number, runtime.close())
         if (number + 1) % experiment.evaluate_every == 0 or number + 1 == task.rounds:
             final = _test(experiment, server)
-            row["test"] = final.said.row()
-            row["prior"] = runtime.prior(final.model, final.said.per_class)
+            if final.said is not None:
+                row["test"] = final.said.row()
+                row["prior"] = runtime.prior(final.model, final.said.per_class)
         folder.log(row)
         if (number + 1) % experiment.checkpoint_every == 0 or number + 1 == task.rounds:
             _save(folder, number + 1, server, runtime, row["cost"])
@@ -107,20 +121,32 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         watch(row)
     if final is None:  # it was stopped between its last round and its end
         final = _test(experiment, server)
-    return {"model": final.model, "confusion": final.said.confusion.tolist(), **_result(folder.rows())}
+    confusion = None if final.said is None else final.said.confusion.tolist()
+    return {"model": final.model, "confusion": confusion, **_result(folder.rows())}
+
+
+def _round(experiment: Experiment, number: int, server: Tree) -> Tree:
+    """Return the server's tree after a round, which is played until enough clients have answered."""
+    while True:
+        experiment.runtime.open(number)
+        try:
+            return experiment.method.round(experiment.task.at(number), server, experiment.runtime)
+        except TooFew as few:
+            experiment.runtime.again(few)
 
 
 class _Tested(NamedTuple):
     """A model and what it said of the test set."""
 
     model: Tree
-    said: Tally
+    said: Tally | None  # None where there is no test set
 
 
 def _test(experiment: Experiment, server: Tree) -> _Tested:
     task = experiment.task
     model = experiment.method.solution(task, server)
-    return _Tested(model, tally(task.network, model, task.normalize, experiment.test))
+    test = experiment.test
+    return _Tested(model, None if test is None else tally(task.network, model, task.normalize, test))
 
 
 def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device) -> tuple[Tree, int]:
@@ -136,6 +162,7 @@ def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, dev
 
 def _save(folder: RunFolder, number: int, server: Tree, runtime: Runtime, cost: dict[str, int]) -> None:
     folder.save(number, {"server": server}, {"cost": cost}, runtime.store)
+    runtime.saved(number)
 
 
 def _row(number: int, report: Report) -> Row:
@@ -158,6 +185,8 @@ def _row(number: int, report: Report) -> Row:
 def _result(rows: list[Row]) -> Row:
     """Return the last and the best test accuracy and the final cost of the rows of a run."""
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
+    if not tested:
+        return {"accuracy": None, "cost": rows[-1]["cost"]}
     best, best_round = max(tested, key=lambda each: (each[0], -each[1]))
     accuracy = {"last": tested[-1][0], "best": best, "best_round": best_round}
     return {"accuracy": accuracy, "cost": rows[-1]["cost"]}

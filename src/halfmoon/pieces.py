@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -228,3 +230,14 @@ def threads(config: Config) -> int:
         wanted = 1  # its convolutions are smaller than the cost of waking a second thread
     # More threads than processors only cost, and thousands crash the process.
     return min(wanted, os.cpu_count() or 1) if wanted else torch.get_num_threads()
+
+
+@contextmanager
+def computing(config: Config) -> Iterator[None]:
+    """Compute with as many processor threads as the configuration says, and leave PyTorch as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads(config))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from halfmoon.client import Errand, Outcome, add, images_a_call
 from halfmoon.data.draw import Views
 from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Quality
-from halfmoon.experiment import Report, Row
+from halfmoon.experiment import Report, Row, TooFew
 from halfmoon.manifest import Contents
 from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
@@ -65,8 +65,19 @@ class Rounds(ABC):
         """Return what the model leans to (`halfmoon.evaluate.leaning`), None where that cannot be known."""
 
     @abstractmethod
-    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
-        """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each."""
+    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
+        """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
+
+        Return what came of it by client, in their order, of those who answered: of one at least.
+        """
+
+    @abstractmethod
+    def again(self, few: TooFew) -> None:
+        """Make ready to play the round again that too few have answered, or raise `few`."""
+
+    @abstractmethod
+    def saved(self, round: int) -> None:
+        """Take note that the first `round` rounds are on the disk."""
 
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort, the same for every method of one seed."""
@@ -81,21 +92,19 @@ class Rounds(ABC):
         """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...)."""
         asked = self.cohort if to is None else to.cpu()
         there = self._there(asked)
-        self.answered = asked[there]
+        private = {} if each is None else each
+        outcomes = self._ask(self.works[work], asked[there].tolist(), down, tree.map(lambda leaf: leaf[there], private))
+        self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
         mute = asked[~torch.isin(asked, self.answered)]
         self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
-        private = {} if each is None else each
-        outcomes = self._ask(
-            self.works[work], self.answered.tolist(), down, tree.map(lambda leaf: leaf[there], private)
-        )
-        lost = len(asked) - len(there)  # they are sent something too
+        lost = len(asked) - len(self.answered)  # they are sent something too
         self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
-        return tree.stack([outcome.up for outcome in outcomes])
+        return tree.stack([outcome.up for outcome in outcomes.values()])
 
     def ask_server(self, work: str, down: Tree) -> Tree:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
         traffic = self.cost.bytes_down, self.cost.bytes_up
-        (outcome,) = self._ask(self.works[work], [SERVER], down, {})
+        outcome = self._ask(self.works[work], [SERVER], down, {})[SERVER]
         self.cost.bytes_down, self.cost.bytes_up = traffic
         return outcome.up
 
@@ -118,12 +127,12 @@ class Rounds(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(self, work: Work, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
+    def _ask(self, work: Work, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
         """Visit clients (or the server) and count what it takes."""
         errand = Errand(work, self.views, self.seed, self._round, self._trip, images_a_call(self.device))
         self._trip += 1
         outcomes = self._visit(errand, clients, down, each)
-        for client, outcome in zip(clients, outcomes, strict=True):
+        for client, outcome in outcomes.items():
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
             for name, new in outcome.samples.items():

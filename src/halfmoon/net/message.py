@@ -1,14 +1,15 @@
 """What travels between a server and a site: trees as safetensors, numbers as JSON in their header; never code.
 
-A request names the round, the trip and the work, and carries what goes down. A reply carries what goes up, what the
-method reports of its steps, and counts; nothing else leaves a site.
+A server sends an Offer (what all have to agree on) and Requests, which name the round, the trip and the work, and
+carry what goes down. A site sends Joined, Replies, which carry what goes up, what the method reports of its steps, and
+counts, or a Refusal. Nothing else leaves a site.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
@@ -23,31 +24,57 @@ HEAD, SHAPE = "halfmoon", "shape"
 LONGEST_HEAD = 2**24
 """Bytes of a header at most: 16 MiB name a hundred thousand tensors."""
 
+UNKNOWN, OTHER_VERSION, UNFIT, FAILED = "unknown", "version", "unfit", "failed"
+"""Why a site refuses: it did not join that federation, runs another halfmoon, cannot take part, or could not do it."""
+
 
 class Malformed(UserError):
     """Bytes that are no message of a halfmoon."""
 
 
 @dataclass(frozen=True)
+class Offer:
+    """What a server asks a site to join: `terms` is the JSON of `halfmoon.net.terms.Terms`."""
+
+    version: str  # of the server's halfmoon
+    terms: str
+
+
+@dataclass(frozen=True)
 class Request:
-    """One question to one site: do `work` in this round; `down` is what the server sends."""
+    """One question to one site: do `work` in this round; `down` is what the server sends.
+
+    `attempt` counts how often the round is played, from 0. Rounds before `settled` will never be played again.
+    """
 
     federation: str  # a hash of what all have to agree on
     version: str  # of the server's halfmoon
     round: int
+    attempt: int
     trip: int
+    settled: int
     work: str
-    down: Tree
+    down: Tree = field(default_factory=dict)
 
-    def to_bytes(self) -> bytes:
-        """Return the message as bytes."""
-        return _seal({"kind": "request", **_numbers(self, "down")}, self.down)
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Request:
-        """Return the request in `data`; raise Malformed where there is none."""
-        head, down = _open(data, "request")
-        return _made(cls, head, down=down)
+@dataclass(frozen=True)
+class Joined:
+    """A site takes part: under its name, with so many images that have a label, and so many that have none."""
+
+    federation: str
+    version: str
+    name: str
+    labeled: int
+    unlabeled: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A site does not do what it was asked: `kind` is one of this module's words, `reason` says it to a person."""
+
+    version: str
+    kind: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,7 @@ class Reply:
     federation: str
     version: str
     round: int
+    attempt: int
     trip: int
     work: str
     amount: list[int]
@@ -66,22 +94,30 @@ class Reply:
     up: Tree = field(default_factory=dict)
     samples: Tree = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        sizes = [len(self.amount) == len(Amount._fields), len(self.traffic) == 2]
+        counts = [*self.amount, *self.traffic, self.swept, self.kept]
+        if not all(sizes) or not all(type(count) is int and count >= 0 for count in counts):
+            raise Malformed("a reply's counts are not whole numbers from 0.")
+        if not all(isinstance(each, dict) and set(each) == set(Sample._fields) for each in self.samples.values()):
+            raise Malformed("a reply's samples are not totals, squares and counts.")
+
     @classmethod
     def of(cls, request: Request, version: str, outcome: Outcome) -> Reply:
         """Return the reply that says what came of a visit."""
-        samples = {name: each._asdict() for name, each in outcome.samples.items()}
         return cls(
-            request.federation,
-            version,
-            request.round,
-            request.trip,
-            request.work,
-            list(outcome.amount),
-            list(outcome.traffic),
-            outcome.swept,
-            outcome.kept,
-            outcome.up,
-            samples,
+            federation=request.federation,
+            version=version,
+            round=request.round,
+            attempt=request.attempt,
+            trip=request.trip,
+            work=request.work,
+            amount=list(outcome.amount),
+            traffic=list(outcome.traffic),
+            swept=outcome.swept,
+            kept=outcome.kept,
+            up=outcome.up,
+            samples={name: each._asdict() for name, each in outcome.samples.items()},
         )
 
     def outcome(self) -> Outcome:
@@ -90,55 +126,53 @@ class Reply:
         samples = {name: Sample(**each) for name, each in self.samples.items()}
         return Outcome(self.up, {}, samples, Amount(*self.amount), (down, up), self.swept, self.kept)
 
-    def to_bytes(self) -> bytes:
-        """Return the message as bytes."""
-        head = {"kind": "reply", **_numbers(self, "up", "samples")}
-        return _seal(head, {"up": self.up, "samples": self.samples})
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Reply:
-        """Return the reply in `data`; raise Malformed where there is none."""
-        head, body = _open(data, "reply")
-        reply = _made(cls, head, up=body.get("up", {}), samples=body.get("samples", {}))
-        sizes = [len(reply.amount) == len(Amount._fields), len(reply.traffic) == 2]
-        counts = [*reply.amount, *reply.traffic, reply.swept, reply.kept]
-        if not all(sizes) or not all(type(count) is int and count >= 0 for count in counts):
-            raise Malformed("a reply's counts are not whole numbers from 0.")
-        if not all(set(each) == set(Sample._fields) for each in reply.samples.values()):
-            raise Malformed("a reply's samples are not totals, squares and counts.")
-        return reply
+Message = Offer | Request | Joined | Refusal | Reply
+_KINDS: dict[str, type[Message]] = {
+    "offer": Offer, "request": Request, "joined": Joined, "refusal": Refusal, "reply": Reply,
+}  # fmt: skip
+_TREES = ("down", "up", "samples")
+_TYPES: dict[str, type] = {"str": str, "int": int, "list[int]": list}
+M = TypeVar("M", bound=Message)
 
 
-def _numbers(message: Any, *trees: str) -> dict[str, Any]:
-    return {each.name: getattr(message, each.name) for each in fields(message) if each.name not in trees}
+def write(message: Message) -> bytes:
+    """Return a message as bytes."""
+    (kind,) = (kind for kind, made in _KINDS.items() if made is type(message))
+    held = {each.name: getattr(message, each.name) for each in fields(message)}
+    body = {name: held.pop(name) for name in _TREES if name in held}
+    data, shape = pack(body)
+    return with_metadata(data, {HEAD: json.dumps({"message": kind, **held}), SHAPE: json.dumps(shape)})
 
 
-def _made(kind: Any, head: dict[str, Any], **trees: Tree) -> Any:
-    wanted = {each.name: str(each.type) for each in fields(kind) if each.name not in trees}
-    types = {"str": str, "int": int, "list[int]": list}
-    for name, type_ in wanted.items():
-        if type(head.get(name)) is not types[type_]:
-            raise Malformed(f"a message's {name} is not of type {type_}.")
-    return kind(**{name: head[name] for name in wanted}, **trees)
+def read(data: bytes, *wanted: type[M]) -> M:
+    """Return the message in `data`, which must be of a `wanted` kind; raise Malformed where there is none.
 
-
-def _seal(head: dict[str, Any], tree: Tree) -> bytes:
-    data, shape = pack(tree)
-    return with_metadata(data, {HEAD: json.dumps(head), SHAPE: json.dumps(shape)})
-
-
-def _open(data: bytes, kind: str) -> tuple[dict[str, Any], Tree]:
-    """Return head and tree of a message; the header's length is judged before anything of it is read."""
+    The header's length is judged before anything of it is read.
+    """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(LONGEST_HEAD, len(data) - 8):
         raise Malformed("a message is cut off, or none of halfmoon's.")
     try:
         meta = json.loads(data[8 : 8 + length])["__metadata__"]
         head, shape = json.loads(meta[HEAD]), json.loads(meta[SHAPE])
-        tree = unpack(data, shape)
-        found = head["kind"]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        body = unpack(data, shape)
+        kind = _KINDS[head.pop("message")]
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise Malformed(f"a message cannot be read ({type(error).__name__}).") from error
-    if found != kind:
-        raise Malformed(f"a {kind} was expected, not a {found!r}.")
-    return head, tree
+    for choice in wanted:
+        if kind is choice:
+            return _made(choice, head, body)
+    words = {made: word for word, made in _KINDS.items()}
+    raise Malformed(f"a {' or '.join(words[each] for each in wanted)} was expected, not a {words[kind]}.")
+
+
+def _made(kind: type[M], head: dict[str, Any], body: Tree) -> M:
+    values: dict[str, Any] = {}
+    for each in fields(kind):
+        value = body.get(each.name, {}) if each.name in _TREES else head.get(each.name)
+        wanted = dict if each.name in _TREES else _TYPES[str(each.type)]
+        if type(value) is not wanted:
+            raise Malformed(f"a message's {each.name} is not of type {each.type}.")
+        values[each.name] = value
+    return kind(**values)

@@ -2,38 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from halfmoon import tree
+from halfmoon import rng, tree
 from halfmoon.client import Errand, Outcome
-from halfmoon.data.draw import Views
+from halfmoon.data.draw import Amount, Views
 from halfmoon.data.split import SERVER
-from halfmoon.errors import UserError
-from halfmoon.experiment import Row
+from halfmoon.experiment import Report, Row, TooFew
 from halfmoon.ground import Ground
-from halfmoon.net.message import Malformed, Reply, Request
+from halfmoon.net.checks import implausible, misfit, norms, outsized
+from halfmoon.net.message import Malformed, Refusal, Reply, Request, read, write
+from halfmoon.net.patterns import Patterns
+from halfmoon.net.plan import Rules
+from halfmoon.net.register import Register
+from halfmoon.net.roster import Answer
 from halfmoon.rounds import Rounds
-from halfmoon.store import Store
+from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
-from halfmoon.types import Method, Task
+from halfmoon.types import Method, Sample, Shelf, Task, Work
+
+CPU = torch.device("cpu")
 
 
 class Link(Protocol):
     """What carries messages to sites and back; it knows nothing of what they say."""
 
-    def exchange(self, requests: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Send a request to each named site and return the replies that came, by name."""
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        """Send each named site a request, and return what each answered; `what` says in words what it is."""
         ...
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of sites before they answer, to judge their answers by.
+
+    `most` returns how much a visit of a work to a site may look at, and of how many images the site told.
+    """
+
+    patterns: Patterns
+    most: Callable[[Work, str], tuple[Amount, int]]
+
+
+@dataclass
+class Draft:
+    """A shelf whose changes count when the round does: a round that is played again finds it as it was."""
+
+    shelf: Shelf
+    changed: dict[str, Tree] = field(default_factory=dict)
+
+    def get(self, key: str) -> Tree | None:
+        """Return a tree, None where there is none."""
+        return self.changed[key] if key in self.changed else self.shelf.get(key)
+
+    def put(self, key: str, tree: Tree) -> None:
+        """Keep a tree until the round is over."""
+        self.changed[key] = tree
+
+    def keys(self) -> list[str]:
+        """Return the names, sorted."""
+        return sorted({*self.shelf.keys(), *self.changed})
+
+    def keep(self) -> None:
+        """Take the changes over."""
+        for key, value in self.changed.items():
+            self.shelf.put(key, value)
+        self.changed.clear()
 
 
 class Remote(Rounds):
     """A runtime whose client k is the site `names[k]`; `server` has the server's own labeled rows, where it has some.
 
     Cohorts are drawn by number, so the order of the names is a part of the federation. Replies are taken in the order
-    of the numbers, whatever order they came in.
+    of the numbers, whatever order they came in. A site without a usable answer leaves its round; a round with too few
+    is played again, with other sites where there are some. `register` counts unusable answers, and who is set aside is
+    drawn no more. Without an `inspection` replies are only read, not judged.
     """
 
     def __init__(
@@ -48,8 +94,13 @@ class Remote(Rounds):
         version: str,
         cohort: int,
         seed: int,
+        device: torch.device = CPU,
         server: Ground | None = None,
         store: Store | None = None,
+        rules: Rules | None = None,
+        register: Register | None = None,
+        inspection: Inspection | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(
             method,
@@ -58,13 +109,22 @@ class Remote(Rounds):
             clients=len(names),
             cohort=cohort,
             seed=seed,
-            device=torch.device("cpu"),
+            device=device,
             confident=1.0,
             silent=0.0,
             store=store,
         )
-        self.link, self.names, self.server = link, tuple(names), server
+        self.link, self.names = link, tuple(names)
+        self.server = None if server is None else replace(server, memories=Draft(server.memories))
         self.federation, self.version = federation, version
+        self.rules = rules or Rules()
+        self.register = register or Register(names, self.rules.strikes, None)
+        self.inspection, self.say = inspection, say
+        self._draft = Draft(StoreShelf(self.store, "shelf/", self.device))
+        self.shelf: Shelf = self._draft
+        self._attempt = 0
+        self._failed: set[int] = set()  # of this round
+        self._saved = [0, 0]
 
     @property
     def labeled(self) -> int:
@@ -75,32 +135,108 @@ class Remote(Rounds):
         """Return None: the server sees no unlabeled image."""
         return None
 
-    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
+    def open(self, round: int) -> None:
+        """Begin a round, or begin it again: draw its cohort, at first as a simulation does."""
+        super().open(round)
+        for draft in self._drafts():
+            draft.changed.clear()
+        path = ("cohort", round, self._attempt) if self._attempt else ("cohort", round)
+        order = torch.randperm(self.clients, generator=rng.generator(self.seed, *path)).tolist()
+        here = [k for k in order if self.names[k] not in self.register.aside]
+        if not here:
+            raise TooFew("every site is set aside; look into serve.log, and let sites back in with --readmit.")
+        fresh = [k for k in here if k not in self._failed]
+        # Those who have failed are asked again only where the others are too few.
+        chosen = [*fresh, *(k for k in here if k in self._failed)][: self.size]
+        self.cohort = torch.tensor(chosen, dtype=torch.int64).sort().values
+
+    def again(self, few: TooFew) -> None:
+        """Make ready to play the round again, or raise `few` when that was tried often enough."""
+        self._attempt += 1
+        if self._attempt >= self.rules.attempts or len(self.register.aside) == self.clients:
+            raise few
+        self.say(f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}")
+
+    def saved(self, round: int) -> None:
+        """Take note of what is on the disk: the newest checkpoint, and the one to fall back on."""
+        self._saved = [self._saved[1], round]
+
+    def close(self) -> Report:
+        """End the round: what it measured and what the run has cost so far."""
+        for draft in self._drafts():
+            draft.keep()
+        self._attempt = 0
+        self._failed.clear()
+        return super().close()
+
+    def _drafts(self) -> list[Draft]:
+        """Return what the server remembers of a round only when it is over."""
+        own = None if self.server is None else self.server.memories
+        return [self._draft, own] if isinstance(own, Draft) else [self._draft]
+
+    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
-            return self.server.visit(errand, clients, None, down, each, self._quality)
-        work = next(name for name, known in self.works.items() if known is errand.work)
-        requests = {
-            self.names[client]: Request(
-                self.federation, self.version, errand.round, errand.trip, work, {**down, **tree.index(each, k)}
-            ).to_bytes()
-            for k, client in enumerate(clients)
-        }
-        replies = self.link.exchange(requests)
-        return [self._read(self.names[client], replies, errand, work) for client in clients]
+            (outcome,) = self.server.visit(errand, clients, None, down, each, self._quality)
+            return {SERVER: outcome}
+        name = next(name for name, known in self.works.items() if known is errand.work)
+        request = Request(self.federation, self.version, errand.round, self._attempt, errand.trip, self._saved[0], name)
+        downs = {self.names[k]: {**down, **tree.index(each, place)} for place, k in enumerate(clients)}
+        what = f"round {errand.round + 1}, trip {errand.trip + 1} ({name})"
+        answers = self.link.exchange({site: write(replace(request, down=own)) for site, own in downs.items()}, what)
+        replies = {site: self._read(site, answer, request) for site, answer in answers.items()}
+        good = self._judged({site: reply for site, reply in replies.items() if reply is not None}, errand, downs)
+        self._failed |= {k for k in clients if self.names[k] not in good}
+        wanted = self.rules.quorum(len(clients))
+        if len(good) < wanted:
+            raise TooFew(f"{what} has {len(good)} usable replies of {len(clients)}, and {wanted} are needed.")
+        return {k: self._placed(good[self.names[k]].outcome()) for k in clients if self.names[k] in good}
 
-    def _read(self, name: str, replies: Mapping[str, bytes], errand: Errand, work: str) -> Outcome:
-        if name not in replies:
-            raise UserError(f"site {name} did not answer in round {errand.round + 1}; start it, and resume the run.")
+    def _placed(self, outcome: Outcome) -> Outcome:
+        """Return what came of a visit on the server's device."""
+        samples = {name: Sample(*(leaf.to(self.device) for leaf in each)) for name, each in outcome.samples.items()}
+        return outcome._replace(up=tree.to(outcome.up, self.device), samples=samples)
+
+    def _read(self, site: str, answer: Answer, request: Request) -> Reply | None:
+        """Return the reply to a request, None where there is none that could be used."""
+        if answer.data is None:
+            self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
+            return None
         try:
-            reply = Reply.from_bytes(replies[name])
+            said = read(answer.data, Reply, Refusal)
         except Malformed as error:
-            raise UserError(f"site {name} answered what cannot be used in round {errand.round + 1}: {error}") from error
-        asked = (self.federation, self.version, errand.round, errand.trip, work)
-        if (reply.federation, reply.version, reply.round, reply.trip, reply.work) != asked:
-            raise UserError(
-                f"site {name} answered round {reply.round + 1}, trip {reply.trip + 1} ({reply.work}), when it was "
-                f"asked for round {errand.round + 1}, trip {errand.trip + 1} ({work}): it is late, or of another "
-                "federation."
-            )
-        return reply.outcome()
+            return self._refuse(site, str(error))
+        if isinstance(said, Refusal):
+            self.say(f"{site} has no part in round {request.round + 1}: {said.reason[:500]}")
+            return None
+        asked, told = (
+            (each.federation, each.version, each.round, each.attempt, each.trip, each.work) for each in (request, said)
+        )
+        if asked != told:
+            return self._refuse(site, f"it answers round {said.round + 1}, trip {said.trip + 1} ({said.work[:40]})")
+        return said
+
+    def _judged(self, replies: Mapping[str, Reply], errand: Errand, downs: Mapping[str, Tree]) -> dict[str, Reply]:
+        """Return the replies that may touch the model."""
+        if self.inspection is None:
+            return dict(replies)
+        good: dict[str, Reply] = {}
+        for site, reply in replies.items():
+            pattern = self.inspection.patterns.of(errand, downs[site])
+            fault = misfit(reply.up, reply.samples, pattern)
+            fault = fault or implausible(reply, *self.inspection.most(errand.work, site))
+            if fault is None:
+                good[site] = reply
+            else:
+                self._refuse(site, fault)
+        large = outsized(norms({s: reply.up for s, reply in good.items()}, downs), self.rules.norm_bound)
+        for site, fault in large.items():
+            self._refuse(site, fault)
+        return {site: reply for site, reply in good.items() if site not in large}
+
+    def _refuse(self, site: str, reason: str) -> None:
+        """Count an answer that cannot be used, with its reason."""
+        aside = self.register.refuse(site, self._round + 1, reason)
+        self.say(f"refused in round {self._round + 1}: the answer of {site}: {reason}")
+        if aside:
+            self.say(f"{site} is set aside after {self.register.limit} unusable answers; --readmit {site} lets it back")

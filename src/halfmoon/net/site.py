@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from halfmoon import catalog
 from halfmoon.client import Errand, images_a_call
+from halfmoon.data import Images, Split
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Quality
-from halfmoon.ground import Ground
-from halfmoon.net.message import Reply, Request
-from halfmoon.types import Method, Task
+from halfmoon.ground import Ground, Holdings
+from halfmoon.net.message import OTHER_VERSION, UNFIT, UNKNOWN, Reply, Request
+from halfmoon.net.terms import Terms
+from halfmoon.pieces import batch_rules, budget, device, examples, task, views
+from halfmoon.store import Store, StoreShelf
+from halfmoon.types import Method, Shelf, Task
 
 
 class Refused(UserError):
-    """A request that a site does not do: another federation, another version, a work that its method does not have."""
+    """What a site does not do, and why; the message goes to the server, so it names nothing that only the site knows.
+
+    `kind` is one of the words of `halfmoon.net.message`.
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 @dataclass
@@ -30,36 +44,98 @@ class Site:
     federation: str
     version: str
 
-    def answer(self, data: bytes) -> bytes:
-        """Do what a request asks and return the reply; raise Malformed or Refused where it will not."""
-        request = Request.from_bytes(data)
-        self._check(request)
-        task = self.task.at(request.round)
-        works = self.method.works(task)
+    @classmethod
+    def of(
+        cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, place: str = "auto"
+    ) -> Site:
+        """Return the site with these images, uint8 (N, H, W, C), and labels, int64 (N,), -1 where there is none.
+
+        It computes on the device `place`. Raises `Refused` where the method cannot use such a site.
+        """
+        config = replace(terms.config, device=place)
+        shared = task(config, terms.form)
+        labeled = labels >= 0
+        if config.labels_at == "server":
+            labeled = np.zeros_like(labeled)
+        method = catalog.make(config.method, dict(config.options))
+        _check(terms, method, shared, int(labeled.sum()), int((~labeled).sum()))
+        # Rows without a label get one that nothing looks at.
+        held = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
+        split = Split(np.full(len(labels), number), labeled, len(terms.sites))
+        entry = catalog.entry(config.method)
+        memories = StoreShelf(Store(), "client/", held.labels.device)
+        ground = Ground(
+            Holdings(held, split, entry.all_labels, reuse_labeled=config.reuse_labeled),
+            views(config, terms.form),
+            *batch_rules(config),
+            budget(config, shared),
+            config.seed,
+            "loop",
+            memories,
+        )
+        return cls(number, method, shared, ground, terms.hash, version)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many labeled and how many unlabeled images the site gives."""
+        rows = self.ground.holdings.split.labeled
+        return int(rows.sum()), int((~rows).sum())
+
+    def do(self, request: Request, memories: Shelf | None = None) -> Reply:
+        """Do what a request asks; `memories` is where the site remembers. Raises `Refused` where it will not."""
+        self.check(request)
+        shared = self.task.at(request.round)
+        works = self.method.works(shared)
         if request.work not in works:
             raise Refused(
-                f"the server asks for {request.work!r}, which the method does not have; it has {list(works)}."
+                UNFIT, f"the server asks for {request.work!r}, which the method does not have; it has {list(works)}."
             )
-        device = self.ground.holdings.train.labels.device
-        rows = images_a_call(device)
-        errand = Errand(works[request.work], self.ground.views, self.ground.seed, request.round, request.trip, rows)
-        stage = self.ground.holdings.stage(request.round, self.task.rounds)
+        ground = self.ground if memories is None else replace(self.ground, memories=memories)
+        place = ground.holdings.train.labels.device
+        rows = images_a_call(place)
+        errand = Errand(works[request.work], ground.views, ground.seed, request.round, request.trip, rows)
+        stage = ground.holdings.stage(request.round, self.task.rounds)
         # Its unlabeled rows have no labels that pseudo-labels could be compared with: nobody reads this.
-        quality = Quality(task.network.classes, 1.0, device)
-        (outcome,) = self.ground.visit(errand, [self.number], stage, request.down, {}, quality)
-        return Reply.of(request, self.version, outcome).to_bytes()
+        quality = Quality(shared.network.classes, 1.0, place)
+        (outcome,) = ground.visit(errand, [self.number], stage, request.down, {}, quality)
+        return Reply.of(request, self.version, outcome)
 
-    def _check(self, request: Request) -> None:
-        if request.version != self.version:
-            old, new = sorted((self.version, request.version))
-            late = "this site" if self.version == old else "the server"
-            raise Refused(
-                f"this site runs halfmoon {self.version}, the server {request.version}: {late} has to upgrade to {new}."
-            )
+    def check(self, request: Request) -> None:
+        """Raise `Refused` for a request of another version, of another federation, or of a round that there is not."""
+        check_version(self.version, request.version)
         if request.federation != self.federation:
             raise Refused(
+                UNKNOWN,
                 f"the server plays federation {request.federation[:8]}, but this site joined {self.federation[:8]}; "
-                "join again with the server's configuration."
+                "join again with the server's configuration.",
             )
         if not 0 <= request.round < self.task.rounds:
-            raise Refused(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
+            raise Refused(UNFIT, f"the server asks for round {request.round + 1} of {self.task.rounds}.")
+
+
+def check_version(mine: str, theirs: str) -> None:
+    """Raise `Refused` where a site runs another halfmoon than the server: the sentence says who has to upgrade."""
+    if mine == theirs:
+        return
+    older, newer = sorted((mine, theirs), key=_parts)
+    late = "this site" if mine == older else "the server"
+    raise Refused(
+        OTHER_VERSION, f"this site runs halfmoon {mine}, the server {theirs}: {late} has to upgrade to {newer}."
+    )
+
+
+def _parts(version: str) -> list[tuple[int, str]]:
+    """Return what versions are compared by: 0.10.0 is newer than 0.9.0."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in version.split(".")]
+
+
+def _check(terms: Terms, method: Method, shared: Task, labeled: int, unlabeled: int) -> None:
+    """Raise `Refused` where the method needs labels, or images without labels, that the site does not have."""
+    config, entry = terms.config, catalog.entry(terms.config.method)
+    if entry.all_labels:
+        if unlabeled:
+            raise Refused(UNFIT, f"method {entry.name} needs a label for every image, but {unlabeled:,} have none.")
+        return
+    if config.labels_at == "clients" and not labeled:
+        raise Refused(UNFIT, "the federation has labels at every site, but this site has none.")
+    if next(iter(method.works(shared).values())).views and not unlabeled and not config.reuse_labeled:
+        raise Refused(UNFIT, f"method {entry.name} needs images without a label, but this site has none.")

@@ -13,7 +13,7 @@ from halfmoon.client import Errand, Outcome
 from halfmoon.data.draw import Batching, Views
 from halfmoon.data.split import SERVER
 from halfmoon.evaluate import leaning, mean_prediction
-from halfmoon.experiment import Row
+from halfmoon.experiment import Row, TooFew
 from halfmoon.ground import Executor, Ground, Holdings
 from halfmoon.rounds import Rounds
 from halfmoon.store import Store, StoreShelf
@@ -68,6 +68,13 @@ class Simulation(Rounds):
         super().open(round)
         self._stage = self.holdings.stage(round, self.base.rounds)
 
+    def again(self, few: TooFew) -> None:
+        """Raise `few`: who does not answer on one machine will not answer the second time either."""
+        raise few
+
+    def saved(self, round: int) -> None:
+        """Do nothing: what clients on this machine remember is a part of what was saved."""
+
     def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Return what the model leans to (`halfmoon.evaluate.leaning`), None where the cohort has no unlabeled row.
 
@@ -102,5 +109,6 @@ class Simulation(Rounds):
         shelves = {"client": self.memories, "shelf": self.shelf}
         return {name: {key: shelf.get(key) for key in shelf.keys()} for name, shelf in shelves.items()}  # noqa: SIM118
 
-    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> list[Outcome]:
-        return self.ground.visit(errand, clients, self._stage, down, each, self._quality)
+    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
+        outcomes = self.ground.visit(errand, clients, self._stage, down, each, self._quality)
+        return dict(zip(clients, outcomes, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from halfmoon import disk, toml
-from halfmoon.config import SCENARIO, Config
+from halfmoon.config import SCENARIO, TABLE, Config
 from halfmoon.data.images import Images, Source
 from halfmoon.data.split import SERVER, Split
 from halfmoon.errors import UserError
@@ -77,10 +78,29 @@ def federation(config: Config, source: Source, split: Split) -> str:
     lines = [f"{name} = {toml.value(value)}" for name, value in given.items() if value is not None]
     about = [
         "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
-        f"# Images are {height}x{width} with {channels} channel{'s' if channels > 1 else ''}; in 0..1 the training",
-        f"# pixels have mean {list(source.mean)} and standard deviation {list(source.std)}.",
     ]
-    return "\n".join([*about, *lines]) + "\n"
+    parts = holders(split)
+    folders = {"test": "test", **({"server": "server"} if "server" in parts else {})}
+    table = {
+        "name": re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-._") or "exported",
+        "sites": [name for name, k in parts.items() if k != SERVER],
+        "classes": source.classes,
+        "image": (channels, height, width),
+        "mirror": source.mirror,
+        "mean": source.mean,
+        "std": source.std,
+        **folders,
+    }
+    served = [f"{name} = {toml.value(value)}" for name, value in table.items()]
+    why = "# What halfmoon serve needs to know beside; a simulation does not look at it."
+    return "\n".join([*about, *lines, "", why, f"[{TABLE}]", *served]) + "\n"
+
+
+def holders(split: Split) -> dict[str, int]:
+    """Return the names of the folders of who holds rows, and their numbers in the split."""
+    digits = max(2, len(str(split.clients - 1)))
+    named = {f"site-{k:0{digits}}": k for k in range(split.clients)}
+    return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
 
 
 def _place(split: Split) -> Place:
@@ -92,13 +112,9 @@ def _place(split: Split) -> Place:
 
 def _parts(source: Source, split: Split) -> list[_Part]:
     """Return the folders in the order in which they are written."""
-    digits = max(2, len(str(split.clients - 1)))
-    holders = {f"site-{k:0{digits}}": k for k in range(split.clients)}
-    if split.rows(SERVER, True).size:
-        holders["server"] = SERVER
     parts = [
         _Part(name, source.train, rows, split.labeled[rows])
-        for name, k in holders.items()
+        for name, k in holders(split).items()
         for rows in [np.sort(np.concatenate([split.rows(k, True), split.rows(k, False)]))]
     ]
     count = len(source.test)

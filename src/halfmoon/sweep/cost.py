@@ -19,7 +19,7 @@ import torch
 
 from halfmoon import catalog
 from halfmoon.augment import Normalize
-from halfmoon.budget import Budget, Holding, natural
+from halfmoon.budget import Holding, natural
 from halfmoon.config import Config, identity, method_options
 from halfmoon.data import SERVER, Images, Source, Split, subset
 from halfmoon.data import load as load_source
@@ -29,7 +29,7 @@ from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.models import SmallCNN
 from halfmoon.optim import SGD
-from halfmoon.pieces import batch_rules, device, network_name, padded, split_of, threads, world
+from halfmoon.pieces import batch_rules, budget, device, network_name, padded, split_of, threads, world
 from halfmoon.sim import Holdings
 from halfmoon.sim.simulation import LOOKED_AT
 from halfmoon.sweep.grid import Cell
@@ -311,12 +311,10 @@ def _visits(config: Config, held: Held, work: Work, server: bool) -> Counter[tup
     batching, serving = batch_rules(config)
     if server:
         return Counter([(natural(serving, work, held.server), held.server)])
-    entry = catalog.entry(config.reference or config.method)
-    reference = next(iter(catalog.make(config.reference or config.method).works(_task(config)).values()))
-    budget = Budget(config.budget, reference, entry.all_labels)
+    rule = budget(config, _task(config))
     found: Counter[tuple[Amount, Holding]] = Counter()
     for (own, given), count in held.clients.items():
-        amount = budget.amount(batching, work, own, given)
+        amount = rule.amount(batching, work, own, given)
         found[amount if own.unlabeled or not work.views else amount._replace(steps=0), own] += count
     return found
 

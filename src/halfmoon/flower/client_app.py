@@ -1,0 +1,51 @@
+"""The one ClientApp: whatever the method, it hands a message to the site's `Member` and sends back what that answers.
+
+`node_config` says who it is: "name", "folder" (of the site), "home" and "device". In a rehearsal, on Flower's
+simulation engine, it has numbers alone: the site is then the folder of that name in `run_config` "sites".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from halfmoon.flower.link import unwrapped, wrapped
+from halfmoon.net.member import Member
+from halfmoon.net.plan import load
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Do a round's work."""
+    return _answered(message, context)
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Join, or say why not."""
+    return _answered(message, context)
+
+
+def _answered(message: Message, context: Context) -> Message:
+    said = {name: str(value) for name, value in context.node_config.items()}
+    if "name" not in said:
+        said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
+    member = _member(said["folder"], said["name"], said.get("home", ""), said.get("device", "auto"))
+    return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
+
+
+@cache
+def _member(folder: str, name: str, home: str, device: str) -> Member:
+    """Return the member; a process that answers several messages opens its images once."""
+    return Member.at(Path(folder), name, Path(home) if home else None, device)
+
+
+@cache
+def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
+    name = load(Path(federation)).terms.sites[int(number)]
+    return {"name": name, "folder": str(Path(sites) / name)}

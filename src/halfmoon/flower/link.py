@@ -1,0 +1,75 @@
+"""Flower's Grid as a `halfmoon.net.roster.Post`: bytes in an array of a record, which Flower cuts and stores once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import httpx
+from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from halfmoon.net.roster import Parcel
+
+NAME = "message"
+"""Of the record, and of the array in it."""
+
+
+def wrapped(data: bytes) -> RecordDict:
+    """Return a message's content that holds the bytes."""
+    array = Array(dtype="uint8", shape=(len(data),), stype="halfmoon", data=data)
+    return RecordDict({NAME: ArrayRecord({NAME: array})})
+
+
+def unwrapped(content: RecordDict) -> bytes:
+    """Return the bytes in a message's content, none where there are none."""
+    try:
+        return content.array_records[NAME][NAME].data
+    except KeyError:
+        return b""
+
+
+class GridPost:
+    """Carries bytes over a Grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        """Carry over `grid`."""
+        self.grid = grid
+
+    def nodes(self) -> Sequence[int]:
+        """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
+        with _connecting():
+            return list(self.grid.get_node_ids())
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""
+        kind = MessageType.QUERY if asks else MessageType.TRAIN
+        contents = {data: wrapped(data) for data in mail.values()}  # equal bytes are made into one object
+        messages = [Message(contents[data], node, kind, ttl=seconds) for node, data in mail.items()]
+        with _connecting():
+            tickets = list(self.grid.push_messages(messages))
+        # Where the whole post is refused, Flower returns no ticket at all.
+        return {node: ticket for node, ticket in zip(mail, tickets, strict=False) if ticket}
+
+    def collect(self, tickets: Sequence[str]) -> Sequence[Parcel]:
+        """Return what has come for these tickets; raises ConnectionError."""
+        if not tickets:
+            return []
+        with _connecting():
+            return [_parcel(message) for message in self.grid.pull_messages(tickets)]
+
+
+def _parcel(message: Message) -> Parcel:
+    ticket = message.metadata.reply_to_message_id
+    if message.has_error():
+        # The reason may hold a traceback with paths of the site: its code is enough.
+        return Parcel(ticket, None, f"Flower reports error {message.error.code}")
+    return Parcel(ticket, unwrapped(message.content))
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,31 @@
+"""The one ServerApp: it plays the federation of the file `run_config` "federation" in the run folder "run-dir".
+
+Sites are waited for without end, or for `run_config` "patience" seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from halfmoon.errors import UserError
+from halfmoon.flower.link import GridPost
+from halfmoon.net.host import Host
+from halfmoon.net.plan import load
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Play the rounds that are left; what stops it is the last line of its log, which begins with "stopped: "."""
+    host = Host(load(Path(str(context.run_config["federation"]))), Path(str(context.run_config["run-dir"])))
+    host.make()
+    try:
+        host.serve(GridPost(grid), float(context.run_config.get("patience", math.inf)))
+    except UserError as error:
+        host.journal.say(f"stopped: {error}")
+        raise

@@ -1,0 +1,240 @@
+"""A federation's server: from its plan to a finished run folder, over any post; stopped anywhere, it goes on there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon import catalog, disk, toml
+from halfmoon import config as settings
+from halfmoon.budget import Budget, Holding
+from halfmoon.data import Images, Split
+from halfmoon.data.draw import Amount, Batching
+from halfmoon.data.split import SERVER
+from halfmoon.deploy.card import Card
+from halfmoon.errors import UserError
+from halfmoon.evaluate import Examples
+from halfmoon.experiment import Experiment, Row, play
+from halfmoon.ground import Ground, Holdings
+from halfmoon.net.journal import Journal
+from halfmoon.net.patterns import Patterns
+from halfmoon.net.plan import Plan
+from halfmoon.net.register import Register
+from halfmoon.net.remote import Inspection, Remote
+from halfmoon.net.roster import Post, Roster
+from halfmoon.net.terms import Terms
+from halfmoon.pieces import batch_rules, budget, computing, device, examples, task, views
+from halfmoon.record import TIMINGS, RunFolder
+from halfmoon.site import prepare
+from halfmoon.site.folder import Site as Folder
+from halfmoon.site.prepare import HOME
+from halfmoon.store import Store, StoreShelf
+from halfmoon.types import Work
+
+LOG, SITES, TERMS = "serve.log", "sites.json", "terms.json"
+
+
+@dataclass(frozen=True)
+class Host:
+    """The server of a federation: its plan, and the folder of its run."""
+
+    plan: Plan
+    path: Path
+
+    @property
+    def journal(self) -> Journal:
+        """Where the server writes down what happens."""
+        return Journal(self.path / LOG)
+
+    def make(self) -> None:
+        """Make the run's folder, or look into the one that is there.
+
+        Raise UserError where that holds something else, and for what could only fail later: folders of the server that
+        cannot be read, a method without its labels.
+        """
+        terms, config = self.plan.terms, self.plan.config
+        for folder in (self.plan.test, self.plan.server):
+            if folder is not None:
+                _labeled(folder, terms)
+        if config.labels_at == "server" and self.plan.server is None:
+            raise UserError(
+                "labels_at is 'server', but [federation] names no folder of the server's own labeled images: give its "
+                "path as server."
+            )
+        with self._folder():
+            pass
+
+    def serve(self, post: Post, patience: float = math.inf) -> Row:
+        """Play all rounds that are left, and return the run's summary; one that is finished is only read.
+
+        Sites are waited for without end, or for `patience` seconds.
+
+        Raise UserError where the folder holds something else or is in use, or too few sites answer again and again;
+        the run goes on when it is served again.
+        """
+        with self._folder() as folder:
+            done = folder.summary()
+            if done is not None:
+                return done
+            with computing(self.plan.config):
+                return self._play(folder, post, patience)
+
+    def _folder(self) -> RunFolder:
+        terms = self.plan.terms
+        if not RunFolder.made(self.path):
+            return RunFolder.create(self.path, _words(self.plan), terms.hash)
+        folder = RunFolder.open(self.path)
+        if folder.identity != terms.hash:
+            raise UserError(
+                f"{self.path} holds a run of other terms ({folder.identity[:8]}, these are {terms.hash[:8]}): undo the "
+                "change of the configuration, or choose another --run-dir."
+            )
+        return folder
+
+    def _play(self, folder: RunFolder, post: Post, patience: float) -> Row:
+        terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
+        say = self.journal.say
+        version = metadata.version("halfmoon")
+        loaded = folder.load()
+        for warning in loaded.warnings if loaded else []:
+            say(warning)
+        say(f"{terms.said()}; halfmoon {version}")
+        disk.replace(self.path / TERMS, terms.text.encode())
+        roster = Roster(post, terms, version, rules.round_timeout, rules.absence, say)
+        experiment = self._experiment(roster, version)
+        if loaded:
+            say(f"going on after round {loaded.round}")
+        roster.gather(rules.quorum(config.cohort), patience)
+        played = play(experiment, folder, loaded, lambda row: say(_told(row, config.rounds)))
+        summary = _summary(self.plan, folder, played)
+        folder.finish(played["model"], _card(self.plan, experiment).render(), summary)
+        say(f"finished: the model is {self.path / 'model.safetensors'}")
+        return summary
+
+    def _experiment(self, roster: Roster, version: str) -> Experiment:
+        terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
+        shared, seen = task(config, terms.form), views(config, terms.form)
+        entry = catalog.entry(config.method)
+        store = Store(cap=config.memory_cap * 1_000_000)
+        place = device(config)
+        test = None if self.plan.test is None else examples(_labeled(self.plan.test, terms), place)
+        batching, serving = batch_rules(config)
+        measure = budget(config, shared)
+        server = None
+        if self.plan.server is not None and config.labels_at == "server":
+            held = _served(examples(_labeled(self.plan.server, terms), place), len(terms.sites))
+            shelf = StoreShelf(store, "client/", place)
+            server = Ground(held, seen, batching, serving, measure, config.seed, "loop", shelf)
+
+        def most(work: Work, site: str) -> tuple[Amount, int]:
+            said = roster.joined[site]
+            return _most(batching, measure, work, Holding(said.labeled, said.unlabeled), entry.all_labels)
+
+        runtime = Remote(
+            catalog.make(config.method, dict(config.options)),
+            shared,
+            seen,
+            roster,
+            terms.sites,
+            federation=terms.hash,
+            version=version,
+            cohort=config.cohort,
+            seed=config.seed,
+            device=place,
+            server=server,
+            store=store,
+            rules=rules,
+            register=Register(terms.sites, rules.strikes, self.path / SITES),
+            inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most),
+            say=self.journal.say,
+        )
+        return Experiment(
+            runtime.method, shared, runtime, test, config.seed, config.evaluate_every, config.checkpoint_every
+        )
+
+
+def _most(batching: Batching, measure: Budget, work: Work, given: Holding, all_labels: bool) -> tuple[Amount, int]:
+    """Return how much a visit may look at, and how many images a site has, from what it told when it joined."""
+    images = given.labeled + given.unlabeled
+    own = Holding(images, 0) if all_labels else given
+    return measure.amount(batching, work, own, given), images
+
+
+def _labeled(folder: Path, terms: Terms) -> Images:
+    """Return a folder's labeled images in the terms' form; raise UserError where one cannot be used."""
+    channels, height, width = terms.form.image
+    found: Folder = prepare(folder, (height, width), channels, folder / HOME / f"{height}x{width}x{channels}").site
+    assert found.images is not None, "it was just prepared"
+    rows = np.flatnonzero(found.labels >= 0)
+    strange = sorted({found.classes[k] for k in found.labels[rows]} - set(terms.form.classes))
+    if strange or not len(rows):
+        what = f"has images of class {strange[0]!r}, which is none of the federation's" if strange else "has no label"
+        raise UserError(f"{folder} {what}: correct its labels.csv, or the classes in [federation].")
+    number = {name: place for place, name in enumerate(terms.form.classes)}
+    labels = np.array([number[found.classes[k]] for k in found.labels[rows]], np.int64)
+    return Images(np.ascontiguousarray(found.images[rows]), labels)
+
+
+def _served(rows: Examples, sites: int) -> Holdings:
+    count = len(rows.labels)
+    return Holdings(rows, Split(np.full(count, SERVER), np.ones(count, bool), sites))
+
+
+def _words(plan: Plan) -> str:
+    """Return the run folder's config.toml: the options, and who takes part."""
+    terms = plan.terms
+    form = terms.form
+    table = {
+        "name": terms.name, "sites": terms.sites, "classes": form.classes, "image": form.image, "mirror": form.mirror,
+        "mean": form.mean, "std": form.std, "hash": terms.hash,
+    }  # fmt: skip
+    lines = [f"{name} = {toml.value(value)}" for name, value in table.items()]
+    return settings.text(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
+
+
+def _card(plan: Plan, experiment: Experiment) -> Card:
+    form = plan.terms.form
+    return Card(
+        classes=form.classes,
+        image=form.image,
+        taken=form.image[1:],
+        shrink=1,
+        mean=form.mean,
+        std=form.std,
+        network=experiment.task.network,
+        method=plan.config.method,
+        config=_words(plan),
+    )
+
+
+def _told(row: Row, rounds: int) -> str:
+    """Return a round's line in words."""
+    test = row.get("test")
+    said = f", accuracy {test['accuracy']:.2%}" if test else ""
+    loss = row["train"].get("loss")
+    told = f", mean loss {loss:.4f}" if loss is not None else ""
+    return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{told}{said}"
+
+
+def _summary(plan: Plan, folder: RunFolder, played: Row) -> Row:
+    config = plan.config
+    seconds = sum(row.get("seconds", 0.0) for row in disk.read_rows(folder.path / TIMINGS))
+    return {
+        "method": config.method,
+        "title": catalog.entry(config.method).title,
+        "data": config.data,
+        "federation": plan.terms.hash,
+        "sites": list(plan.terms.sites),
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "accuracy": played["accuracy"],
+        "cost": played["cost"],
+        "classes": list(plan.terms.form.classes),
+        "confusion": played["confusion"],
+        "seconds": round(seconds, 1),
+        "finished": True,
+    }

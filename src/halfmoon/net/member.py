@@ -1,0 +1,181 @@
+"""A site folder that takes part: joins a federation, does what it is asked, remembers, and writes down what happened.
+
+Whatever comes, `Member.answer` returns an answer; what it says of a failure names no path, file or image of the site.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon import disk, tree
+from halfmoon.client import Diverged
+from halfmoon.errors import UserError
+from halfmoon.net.journal import Journal, size
+from halfmoon.net.memory import Memory, settle
+from halfmoon.net.message import FAILED, UNFIT, UNKNOWN, Joined, Malformed, Offer, Refusal, Reply, Request, read, write
+from halfmoon.net.site import Refused, Site, check_version
+from halfmoon.net.terms import Terms
+from halfmoon.pieces import computing
+from halfmoon.site import Prepared, prepare
+from halfmoon.site.folder import Site as Folder
+from halfmoon.site.prepare import HOME, open_site
+
+FEDERATIONS, TERMS, LOG = "federations", "terms.json", "join.log"
+OWN_LOG = "its own log says why"
+
+
+@dataclass
+class Member:
+    """A site named `name` with its images in `folder`; `home` keeps decoded images, memories and the log.
+
+    `device` is where it computes: auto, cpu or cuda.
+    """
+
+    folder: Path
+    name: str
+    home: Path
+    device: str = "auto"
+    version: str = field(default_factory=lambda: metadata.version("halfmoon"))
+    _sites: dict[str, tuple[Terms, Site]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def at(cls, folder: Path, name: str, home: Path | None = None, device: str = "auto") -> Member:
+        """Return the member with its home in the site folder, where no other is given."""
+        return cls(folder, name, home or folder / HOME, device)
+
+    @property
+    def journal(self) -> Journal:
+        """Where the site writes down what happens."""
+        return Journal(self.home / LOG)
+
+    def answer(self, data: bytes) -> bytes:
+        """Return the answer to a message; a failure becomes a `Refusal`, and a line in the log."""
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+            return write(self._answered(read(data, Offer, Request), len(data)))
+        except Refused as refused:
+            return self._refused(refused.kind, str(refused), str(refused))
+        except Malformed as error:
+            return self._refused(UNFIT, str(error), f"what the server sent cannot be read: {error}")
+        except Diverged as error:
+            return self._refused(FAILED, f"its training diverged; {OWN_LOG}.", str(error))
+        except OSError as error:
+            return self._refused(FAILED, f"its disk: {disk.reason(error)}.", f"{error.filename}: {disk.reason(error)}.")
+        except UserError as error:
+            return self._refused(FAILED, f"it cannot take part now; {OWN_LOG}.", str(error))
+        except Exception as error:  # whatever it is, the server has to hear that no answer will come
+            return self._refused(FAILED, f"it failed ({type(error).__name__}); {OWN_LOG}.", repr(error))
+
+    def _refused(self, kind: str, reason: str, words: str) -> bytes:
+        self._say(f"not done: {words}")
+        return write(Refusal(self.version, kind, reason))
+
+    def _say(self, words: str) -> None:
+        with suppress(OSError):  # a full disk: what cannot be written down is still answered
+            self.journal.say(words)
+
+    def _answered(self, message: Offer | Request, received: int) -> Joined | Reply:
+        if isinstance(message, Offer):
+            return self._join(message)
+        check_version(self.version, message.version)
+        return self._work(message, received)
+
+    def _join(self, offer: Offer) -> Joined:
+        check_version(self.version, offer.version)
+        try:
+            terms = Terms.parse(offer.terms)
+        except UserError as error:
+            raise Refused(UNFIT, str(error)) from error
+        if self.name not in terms.sites:
+            raise Refused(UNFIT, f"federation {terms.name} has no site {self.name}.")
+        site = self._opened(terms)
+        self._sites[terms.hash] = terms, site
+        place = self._place(terms.hash)
+        place.mkdir(parents=True, exist_ok=True)
+        disk.replace(place / TERMS, terms.text.encode())
+        labeled, unlabeled = site.counts()
+        self._say(f"{terms.said()}; this site gives {labeled:,} images with a label and {unlabeled:,} without")
+        return Joined(terms.hash, self.version, self.name, labeled, unlabeled)
+
+    def _work(self, request: Request, received: int) -> Reply:
+        place = self._place(request.federation)
+        if request.federation not in self._sites:
+            text = disk.read(place / TERMS)
+            if text is None:
+                raise Refused(UNKNOWN, f"this site has not joined federation {request.federation[:8]} yet.")
+            terms = Terms.parse(text.decode())
+            self._sites[request.federation] = terms, self._opened(terms)
+        terms, site = self._sites[request.federation]
+        device = site.ground.holdings.train.labels.device
+        memory = Memory(place, (request.round, request.trip), device, self._say)
+        began = time.perf_counter()
+        with computing(terms.config):
+            reply = site.do(request, memory)
+        settle(place, request.settled)
+        self._tell(request, reply, received, time.perf_counter() - began)
+        return reply
+
+    def _tell(self, request: Request, reply: Reply, received: int, seconds: float) -> None:
+        steps, labeled, unlabeled, _ = reply.amount
+        trained = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
+        loss = reply.samples.get("loss")
+        said = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
+        sent = ", ".join(f"{name} {size(tree.nbytes({'': part}))}" for name, part in reply.up.items())
+        again = f" (attempt {request.attempt + 1})" if request.attempt else ""
+        self._say(
+            f"round {request.round + 1}{again}, {request.work}: received {size(received)}; {trained} in {seconds:.1f} s"
+            f"{said}; sends {sent}"
+        )
+
+    def _place(self, federation: str) -> Path:
+        if not re.fullmatch("[0-9a-f]{64}", federation):  # it becomes the name of a folder
+            raise Refused(UNKNOWN, "what the server calls its federation is no hash of any.")
+        return self.home / FEDERATIONS / federation[:16]
+
+    def _opened(self, terms: Terms) -> Site:
+        """Return the site with its images in the terms' form; they are decoded where that was not done before."""
+        folder = self._prepared(terms)
+        assert folder.images is not None, "it was just prepared"
+        number = terms.sites.index(self.name)
+        return Site.of(terms, number, folder.images, _labels(folder, terms), self.version, self.device)
+
+    def _prepared(self, terms: Terms) -> Folder:
+        """Return the folder, decoded at home, or beside that where another form is at home already."""
+        channels, height, width = terms.form.image
+        try:
+            kept = open_site(self.folder, self.home)
+        except UserError:
+            kept = None
+        if kept is not None and kept.images is not None:
+            if kept.images.shape[1:] == (height, width, channels):
+                return kept
+            return self._decoded(terms, self.home / f"{height}x{width}x{channels}")
+        return self._decoded(terms, self.home)
+
+    def _decoded(self, terms: Terms, out: Path) -> Folder:
+        channels, height, width = terms.form.image
+        done: Prepared = prepare(self.folder, (height, width), channels, out)
+        if done.decoded:
+            self._say(f"decoded {done.decoded:,} images; {len(done.left_out):,} cannot be read and are left out")
+        return done.site
+
+
+def _labels(folder: Folder, terms: Terms) -> np.ndarray:
+    """Return the labels, int64 (N,), numbered as the federation numbers its classes."""
+    numbers = np.array(
+        [terms.form.classes.index(name) if name in terms.form.classes else -2 for name in folder.classes]
+    )
+    used = folder.labels >= 0
+    labels = folder.labels.copy()
+    if used.any():
+        labels[used] = numbers[folder.labels[used]]
+    if (labels == -2).any():
+        raise Refused(UNFIT, "it has labels of classes that the federation does not have; see its classes and labels.")
+    return labels

@@ -1,0 +1,295 @@
+"""Who is there, and the exchange with them: names instead of nodes, time limits, late answers, sites that come back.
+
+A `Post` carries bytes to nodes, whose numbers are random and change when a site starts again. The roster asks every new
+node to join, and knows it by the name that it answers with. Nothing here knows what a request asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from halfmoon.errors import UserError
+from halfmoon.net.message import UNKNOWN, Joined, Malformed, Offer, Refusal, read, write
+from halfmoon.net.terms import Terms
+
+PAUSE = 0.1
+"""Seconds between two looks for replies."""
+
+LOOK, HASTE = 2.0, 0.5
+"""Seconds between two looks for new sites, and where some are missing."""
+
+AGAIN = 30.0
+"""Seconds after which a node that would not join, or did not answer, is asked once more."""
+
+RESENDS = 3
+"""How often a request is sent again in one exchange to a site whose process died over it."""
+
+
+class Parcel(NamedTuple):
+    """What came for a ticket: the answer, or None and why there will be none."""
+
+    ticket: str
+    data: bytes | None
+    problem: str = ""
+
+
+class Post(Protocol):
+    """What carries bytes; every method may raise ConnectionError, which is waited out."""
+
+    def nodes(self) -> Sequence[int]:
+        """Return the nodes that are connected."""
+        ...
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        """Send each node its bytes, which it may take so many seconds for; return a ticket for each that was taken.
+
+        `asks` says that this is a question who is there, not work.
+        """
+        ...
+
+    def collect(self, tickets: Sequence[str]) -> Sequence[Parcel]:
+        """Return what has come for these tickets."""
+        ...
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time that a test can replace."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Answer(NamedTuple):
+    """What a site answered to a request: its bytes, or None and why there are none."""
+
+    data: bytes | None
+    reason: str = ""
+
+
+@dataclass
+class _Sent:
+    """A request under way."""
+
+    name: str
+    node: int
+    what: str
+    at: float
+
+
+class Roster:
+    """The sites of `terms`, as far as they are connected (a `halfmoon.net.remote.Link`).
+
+    `timeout` is how long a site may take for an answer, `absence` how long one that is not connected is waited for,
+    both in seconds. `say` hears what people should know.
+    """
+
+    def __init__(
+        self, post: Post, terms: Terms, version: str, timeout: float, absence: float, say: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        self.post, self.terms, self.timeout, self.absence, self.say = post, terms, timeout, absence, say
+        self.clock = clock or Clock()
+        self.joined: dict[str, Joined] = {}
+        """What the sites said when they joined, also those that are gone."""
+        self._offer = write(Offer(version, terms.text))
+        self._nodes: dict[str, int] = {}  # the node of each site that is connected
+        self._asked: dict[int, float] = {}  # when a node was last asked to join
+        self._offers: dict[str, int] = {}  # tickets of offers
+        self._late: dict[str, _Sent] = {}  # requests that are no longer waited for
+        self._told: set[tuple[int, str]] = set()  # refusals that were said
+        self._looked = -1e9
+        self._cut = False
+
+    @property
+    def present(self) -> list[str]:
+        """The names of the sites that are connected, in the order of their numbers."""
+        return [name for name in self.terms.sites if name in self._nodes]
+
+    def gather(self, wanted: int, patience: float) -> None:
+        """Wait until as many sites have joined; those that come within `absence` seconds are waited for too.
+
+        Raise UserError where they have not after `patience` seconds.
+        """
+        began, said = self.clock.now(), -1e9
+        while len(self._nodes) < len(self.terms.sites):
+            self._look()
+            self._receive({})
+            now = self.clock.now()
+            if len(self._nodes) >= wanted and now - began > self.absence:
+                break
+            if now - began > patience and len(self._nodes) < wanted:
+                why = f" ({'; '.join(sorted({words for _, words in self._told}))})" if self._told else ""
+                raise UserError(f"{len(self._nodes)} of {wanted} sites that are needed have joined{why}.")
+            if now - said > AGAIN and len(self._nodes) < wanted:
+                self.say(f"waiting for sites: {len(self._nodes)} of {len(self.terms.sites)} are there, {wanted} needed")
+                said = now
+            self.clock.sleep(PAUSE)
+
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, Answer]:
+        """Send each named site its request, and return what each answered, or why it did not; `what` is said of it.
+
+        A site that is cut off and comes back in time is asked again.
+        """
+        began = self.clock.now()
+        waiting = dict.fromkeys(requests, began)  # since when
+        sent, answers = dict[str, _Sent](), dict[str, Answer]()
+        sends: dict[str, int] = dict.fromkeys(requests, 0)
+        while len(answers) < len(requests):
+            self._look()
+            now = self.clock.now()
+            self._come_back(waiting, sent, now)
+            answers |= self._give_up(waiting, sent, now, began)
+            names = {self._nodes[name]: name for name in waiting if name in self._nodes}
+            tickets = self._send({node: requests[name] for node, name in names.items()}, self.timeout, False)
+            for node, ticket in tickets.items():
+                name = names[node]
+                del waiting[name]
+                sends[name] += 1
+                sent[ticket] = _Sent(name, node, what, now)
+            for name, answer in self._receive(sent).items():
+                if answer.data is None and sends[name] <= RESENDS:
+                    waiting[name] = now
+                else:
+                    answers[name] = answer
+            if len(answers) < len(requests):
+                self.clock.sleep(PAUSE)
+        return {name: answers[name] for name in requests}
+
+    def _come_back(self, waiting: dict[str, float], sent: dict[str, _Sent], now: float) -> None:
+        """Let sites that have started again since they were asked be asked again: what they had got is lost."""
+        for ticket, each in list(sent.items()):
+            if self._nodes.get(each.name, each.node) != each.node:
+                del sent[ticket]
+                waiting[each.name] = now
+
+    def _give_up(
+        self, waiting: dict[str, float], sent: dict[str, _Sent], now: float, began: float
+    ) -> dict[str, Answer]:
+        """Give up sites that are away for too long, or have had all their time."""
+        given: dict[str, Answer] = {}
+        for name, since in list(waiting.items()):
+            if now - since > self.absence or now - began > self.timeout:
+                del waiting[name]
+                given[name] = Answer(None, f"it was not connected for {now - since:.0f} s")
+        for ticket, each in list(sent.items()):
+            if now - began > self.timeout:
+                self._late[ticket] = sent.pop(ticket)
+                given[each.name] = Answer(None, f"it did not answer within {self.timeout:g} s")
+        return given
+
+    def _look(self) -> None:
+        """Ask new nodes to join, and forget those that are gone."""
+        now = self.clock.now()
+        if now - self._looked < (LOOK if len(self._nodes) == len(self.terms.sites) else HASTE):
+            return
+        self._looked = now
+        try:
+            nodes = set(self.post.nodes())
+        except ConnectionError as error:
+            self._lost(error)
+            return
+        self._found()
+        for name, node in list(self._nodes.items()):
+            if node not in nodes:
+                del self._nodes[name]
+                self.say(f"{name} is no longer connected")
+        known = set(self._nodes.values())
+        self._asked = {node: when for node, when in self._asked.items() if node in nodes}
+        new = [node for node in sorted(nodes - known) if now - self._asked.get(node, -1e9) > AGAIN]
+        for node, ticket in self._send(dict.fromkeys(new, self._offer), self.timeout, True).items():
+            self._offers[ticket] = node
+            self._asked[node] = now
+
+    def _send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        if not mail:
+            return {}
+        try:
+            return self.post.send(mail, seconds, asks)
+        except ConnectionError as error:
+            self._lost(error)
+            return {}
+
+    def _receive(self, sent: dict[str, _Sent]) -> dict[str, Answer]:
+        """Take in what has come, and return the answers to requests; one that is late is named and let go."""
+        try:
+            parcels = self.post.collect([*sent, *self._offers, *self._late])
+        except ConnectionError as error:
+            self._lost(error)
+            return {}
+        found: dict[str, Answer] = {}
+        for ticket, data, problem in parcels:
+            if ticket in self._offers:
+                self._join(self._offers.pop(ticket), data)
+            elif ticket in self._late:
+                self._let_go(self._late.pop(ticket), data)
+            elif ticket in sent:
+                each = sent.pop(ticket)
+                if data is None:
+                    self._forget(each, problem)
+                elif self._unknown(data):
+                    self._forget(each, "")
+                    data, problem = None, "it had to join again"
+                found[each.name] = Answer(data, problem)
+        return found
+
+    def _join(self, node: int, data: bytes | None) -> None:
+        """Take in what a node answered to an offer."""
+        if data is None:
+            return
+        try:
+            said = read(data, Joined, Refusal)
+        except Malformed as error:
+            self._tell(node, f"a site answered what cannot be read: {error}")
+            return
+        if isinstance(said, Refusal):
+            self._tell(node, f"a site does not join: {said.reason}")
+            return
+        if said.federation != self.terms.hash or said.name not in self.terms.sites:
+            self._tell(node, f"a site that calls itself {said.name[:64]!r} is none of this federation")
+            return
+        other = self._nodes.get(said.name)
+        self._nodes[said.name] = node
+        self.joined[said.name] = said
+        back = " again" if other is not None and other != node else ""
+        self.say(f"{said.name} is there{back}: {said.labeled:,} images with a label, {said.unlabeled:,} without")
+
+    def _tell(self, node: int, words: str) -> None:
+        if (node, words) not in self._told:
+            self._told.add((node, words))
+            self.say(words)
+
+    def _let_go(self, each: _Sent, data: bytes | None) -> None:
+        if data is not None:
+            late = self.clock.now() - each.at - self.timeout
+            self.say(f"{each.name} answered {each.what} {late:.0f} s too late: discarded")
+
+    def _forget(self, each: _Sent, problem: str) -> None:
+        """Forget the node of a site that did not answer: it is asked to join before it is asked anything else."""
+        if self._nodes.get(each.name) == each.node:
+            del self._nodes[each.name]
+        self._asked.pop(each.node, None)
+        if problem:
+            self.say(f"{each.name} did not answer {each.what}: {problem}")
+
+    @staticmethod
+    def _unknown(data: bytes) -> bool:
+        """Say whether a site answers that it has not joined, or not any more."""
+        try:
+            said = read(data, Refusal)
+        except Malformed:
+            return False
+        return said.kind == UNKNOWN
+
+    def _lost(self, error: ConnectionError) -> None:
+        if not self._cut:
+            self.say(f"the connection to the sites is lost ({error}); waiting for it")
+        self._cut = True
+
+    def _found(self) -> None:
+        if self._cut:
+            self.say("the connection to the sites is there again")
+        self._cut = False

@@ -1,0 +1,144 @@
+"""What all of a federation agree on: equal terms have equal hashes, and a hash travels with every message."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from halfmoon import catalog, toml
+from halfmoon import config as settings
+from halfmoon.config import PLACE, SCENARIO, Config
+from halfmoon.errors import UserError
+from halfmoon.pieces import Form, task
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What a site or a federation can be called: it becomes the name of a folder, and a word of a command line."""
+
+LARGEST = 4096
+"""Pixels of a side at most."""
+
+ALONE = {
+    *("beside", "data", "data_share", "image_size", "shrink", "split", "silent", "confident", "evaluate_every"),
+    *SCENARIO,
+    *PLACE,
+} - {"labels_at"}
+"""Options that sites need not agree on: whose images a simulation has, and where and how something is computed."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a federation's sites and its server compute with.
+
+    `config` has the options that change numbers; its others are defaults. A site's number is its place in `sites`.
+    Raise UserError where a name cannot be one, the method cannot be played between sites, or the images do not fit.
+    """
+
+    name: str
+    sites: tuple[str, ...]
+    form: Form
+    config: Config
+
+    @classmethod
+    def of(cls, name: str, sites: tuple[str, ...], form: Form, values: Mapping[str, Any], file: str) -> Terms:
+        """Return the terms with the options `values`, without those of `ALONE`; `file` is named where one is wrong."""
+        _check_names(name, sites)
+        _check_form(form)
+        size = {} if "cohort" in values else {"cohort": min(Config.cohort, len(sites))}
+        # With a blank: no folder beside the server's is meant.
+        here = {"data": f"federation {name}", "clients": len(sites)}
+        config = settings.resolve({**size, **values, **here}, {}, file)
+        entry = catalog.entry(config.method)
+        if entry.pooled:
+            raise UserError(f"method {entry.name} needs all images in one place: it cannot be played between sites.")
+        task(config, form)
+        return cls(name, sites, form, config)
+
+    @classmethod
+    def parse(cls, text: str) -> Terms:
+        """Return the terms that a server sent; raise UserError where they are none that this halfmoon understands."""
+        try:
+            facts = json.loads(text)
+            image = {each.name: _plain(facts["form"][each.name]) for each in fields(Form)}
+            # None is a default: a file cannot say it.
+            options = {option: value for option, value in facts["options"].items() if value is not None}
+            values = {**facts["config"], "options": options}
+            strange = set(values) - shared() - {"options"}
+            name, sites = facts["name"], tuple(facts["sites"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"the server's terms cannot be read ({type(error).__name__}).") from error
+        if strange:
+            raise UserError(f"the server's terms have an option {min(strange)!r} that this halfmoon does not know.")
+        return cls.of(name, sites, Form(**image), values, "the terms")
+
+    @cached_property
+    def text(self) -> str:
+        """The terms as JSON, the same for the same terms, whatever the order of a file's lines."""
+        method = self.config.method
+        defaults = {name: option.default for name, option in catalog.options(method).items()}
+        facts = {
+            "name": self.name,
+            "sites": self.sites,
+            "form": asdict(self.form),
+            "config": {name: getattr(self.config, name) for name in shared()},
+            "options": {**defaults, **settings.method_options(self.config, method)},
+        }
+        return json.dumps(facts, sort_keys=True)
+
+    @cached_property
+    def hash(self) -> str:
+        """The SHA-256 of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def said(self) -> str:
+        """Return the terms in a sentence for the people at a site."""
+        channels, height, width = self.form.image
+        config = self.config
+        return (
+            f"federation {self.name} ({self.hash[:8]}): {catalog.entry(config.method).title} for {config.rounds} "
+            f"rounds, {config.cohort} of {len(self.sites)} sites a round; images {height}x{width} with {channels} "
+            f"channel{'s' if channels > 1 else ''}; classes {', '.join(self.form.classes)}"
+        )
+
+
+def shared() -> set[str]:
+    """Return the names of the options that all sites have to agree on."""
+    return set(settings.kinds()) - ALONE
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
+    for what, each in (("the federation", name), *(("a site", site) for site in sites)):
+        if not isinstance(each, str) or not NAME.fullmatch(each):
+            raise UserError(
+                f"{what} is called {each!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
+                "first is a letter or a digit."
+            )
+    if not sites or len(set(sites)) < len(sites):
+        raise UserError("sites must name one site or more, each once.")
+
+
+def _check_form(form: Form) -> None:
+    image, classes = form.image, form.classes
+    if (
+        len(image) != 3
+        or not all(type(side) is int and 1 <= side <= LARGEST for side in image)
+        or image[0] not in (1, 3)
+    ):
+        raise UserError(
+            f"image is {toml.shown(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
+        )
+    if len(classes) < 2 or len(set(classes)) < len(classes) or not all(type(c) is str and c for c in classes):
+        raise UserError(f"classes is {toml.shown(classes)}: it must name two classes or more, each once.")
+    for name, values in (("mean", form.mean), ("std", form.std)):
+        fine = len(values) == image[0] and all(isinstance(v, float) and math.isfinite(v) for v in values)
+        if not fine or (name == "std" and min(values) <= 0):
+            raise UserError(f"{name} is {toml.shown(values)}: it must be one number for each of {image[0]} channels.")
