@@ -34,6 +34,7 @@ class Report(NamedTuple):
     samples: dict[str, Sample]
     pseudo: Row | None
     cost: dict[str, int]  # of the run so far
+    exam: Row | None = None  # how the model before this round did on test images that only the clients have
 
 
 class Runtime(Federation, Protocol):
@@ -48,6 +49,10 @@ class Runtime(Federation, Protocol):
 
     def again(self, few: TooFew) -> None:
         """Make ready to play the round again that too few have answered, or raise `few`."""
+        ...
+
+    def bring(self, model: Tree) -> None:
+        """Have the model tested with the next question, where clients have test images of their own."""
         ...
 
     def saved(self, round: int) -> None:
@@ -129,6 +134,8 @@ def _round(experiment: Experiment, number: int, server: Tree) -> Tree:
     """Return the server's tree after a round, which is played until enough clients have answered."""
     while True:
         experiment.runtime.open(number)
+        if experiment.test is None and number and number % experiment.evaluate_every == 0:
+            experiment.runtime.bring(experiment.method.solution(experiment.task, server))
         try:
             return experiment.method.round(experiment.task.at(number), server, experiment.runtime)
         except TooFew as few:
@@ -179,6 +186,7 @@ def _row(number: int, report: Report) -> Row:
         "train": train,
         "pseudo": report.pseudo,
         "cost": report.cost,
+        **({} if report.exam is None else {"exam": report.exam}),
     }
 
 

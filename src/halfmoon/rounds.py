@@ -76,6 +76,10 @@ class Rounds(ABC):
         """Make ready to play the round again that too few have answered, or raise `few`."""
 
     @abstractmethod
+    def bring(self, model: Tree) -> None:
+        """Have the model tested with the next question, where clients have test images of their own."""
+
+    @abstractmethod
     def saved(self, round: int) -> None:
         """Take note that the first `round` rounds are on the disk."""
 

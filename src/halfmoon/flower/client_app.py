@@ -1,7 +1,7 @@
 """The one ClientApp: whatever the method, it hands a message to the site's `Member` and sends back what that answers.
 
-`node_config` says who it is: "name", "folder" (of the site), "home" and "device". In a rehearsal, on Flower's
-simulation engine, it has numbers alone: the site is then the folder of that name in `run_config` "sites".
+`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" (a folder). In a rehearsal, on
+Flower's simulation engine, it has numbers alone: the site is then the folder of that name in `run_config` "sites".
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def _answered(message: Message, context: Context) -> Message:
     said = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in said:
         said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
-    member = _member(said["folder"], said["name"], said.get("home", ""), said.get("device", "auto"))
+    member = _member(*(said.get(word, "") for word in ("folder", "name", "home", "device", "tests")))
     return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
 
 
 @cache
-def _member(folder: str, name: str, home: str, device: str) -> Member:
+def _member(folder: str, name: str, home: str, device: str, tests: str) -> Member:
     """Return the member; a process that answers several messages opens its images once."""
-    return Member.at(Path(folder), name, Path(home) if home else None, device)
+    paths = [Path(each) if each else None for each in (home, tests)]
+    return Member.at(Path(folder), name, paths[0], device or "auto", paths[1])
 
 
 @cache

@@ -92,8 +92,10 @@ def identity() -> Iterator[None]:
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
 
 
-def rehearse(federation: Path, run_dir: Path, sites: Path) -> None:
+def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, Path] | None = None) -> None:
     """Play a federation in this process, through both of Flower's apps; the site folders are in `sites`, by name.
+
+    `tests` has the folders of test images of sites that have some.
 
     Raise UserError for what stops it, as a served federation would.
     """
@@ -102,6 +104,9 @@ def rehearse(federation: Path, run_dir: Path, sites: Path) -> None:
 
     names = load(federation).terms.sites
     nodes = {1000 + k: {"name": name, "folder": str(sites / name)} for k, name in enumerate(names)}
+    for said in nodes.values():
+        if tests and said["name"] in tests:
+            said["tests"] = str(tests[said["name"]])
     config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
     with identity():
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)

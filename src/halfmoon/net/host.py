@@ -17,20 +17,18 @@ from halfmoon.data.draw import Amount, Batching
 from halfmoon.data.split import SERVER
 from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
-from halfmoon.evaluate import Examples
+from halfmoon.evaluate import Examples, Tally
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.ground import Ground, Holdings
 from halfmoon.net.journal import Journal
+from halfmoon.net.member import labeled_images
 from halfmoon.net.patterns import Patterns
 from halfmoon.net.plan import Plan
 from halfmoon.net.register import Register
 from halfmoon.net.remote import Inspection, Remote
 from halfmoon.net.roster import Post, Roster
-from halfmoon.net.terms import Terms
 from halfmoon.pieces import batch_rules, budget, computing, device, examples, task, views
 from halfmoon.record import TIMINGS, RunFolder
-from halfmoon.site import prepare
-from halfmoon.site.folder import Site as Folder
 from halfmoon.site.prepare import HOME
 from halfmoon.store import Store, StoreShelf
 from halfmoon.types import Work
@@ -56,10 +54,10 @@ class Host:
         Raise UserError where that holds something else, and for what could only fail later: folders of the server that
         cannot be read, a method without its labels.
         """
-        terms, config = self.plan.terms, self.plan.config
+        config = self.plan.config
         for folder in (self.plan.test, self.plan.server):
             if folder is not None:
-                _labeled(folder, terms)
+                self._labeled(folder)
         if config.labels_at == "server" and self.plan.server is None:
             raise UserError(
                 "labels_at is 'server', but [federation] names no folder of the server's own labeled images: give its "
@@ -82,6 +80,11 @@ class Host:
                 return done
             with computing(self.plan.config):
                 return self._play(folder, post, patience)
+
+    def _labeled(self, folder: Path) -> Images:
+        """Return the labeled images of one of the server's folders; raise UserError where there are none."""
+        channels, height, width = self.plan.terms.form.image
+        return labeled_images(folder, self.plan.terms, folder / HOME / f"{height}x{width}x{channels}")
 
     def _folder(self) -> RunFolder:
         terms = self.plan.terms
@@ -109,7 +112,13 @@ class Host:
         if loaded:
             say(f"going on after round {loaded.round}")
         roster.gather(rules.quorum(config.cohort), patience)
+        runtime = experiment.runtime
         played = play(experiment, folder, loaded, lambda row: say(_told(row, config.rounds)))
+        if isinstance(runtime, Remote) and experiment.test is None:
+            said = runtime.concluded(played["model"])
+            if said is not None:
+                say(f"the sites' own test images: accuracy {said.row()['accuracy']:.2%}")
+                played |= {"confusion": said.confusion.tolist(), "accuracy": _accuracy(folder, said, config.rounds)}
         summary = _summary(self.plan, folder, played)
         folder.finish(played["model"], _card(self.plan, experiment).render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
@@ -121,18 +130,21 @@ class Host:
         entry = catalog.entry(config.method)
         store = Store(cap=config.memory_cap * 1_000_000)
         place = device(config)
-        test = None if self.plan.test is None else examples(_labeled(self.plan.test, terms), place)
+        test = None if self.plan.test is None else examples(self._labeled(self.plan.test), place)
         batching, serving = batch_rules(config)
         measure = budget(config, shared)
         server = None
         if self.plan.server is not None and config.labels_at == "server":
-            held = _served(examples(_labeled(self.plan.server, terms), place), len(terms.sites))
+            held = _served(examples(self._labeled(self.plan.server), place), len(terms.sites))
             shelf = StoreShelf(store, "client/", place)
             server = Ground(held, seen, batching, serving, measure, config.seed, "loop", shelf)
 
         def most(work: Work, site: str) -> tuple[Amount, int]:
             said = roster.joined[site]
             return _most(batching, measure, work, Holding(said.labeled, said.unlabeled), entry.all_labels)
+
+        def tests(site: str) -> int:
+            return roster.joined[site].tests if site in roster.joined else 0
 
         runtime = Remote(
             catalog.make(config.method, dict(config.options)),
@@ -149,7 +161,7 @@ class Host:
             store=store,
             rules=rules,
             register=Register(terms.sites, rules.strikes, self.path / SITES),
-            inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most),
+            inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most, tests),
             say=self.journal.say,
         )
         return Experiment(
@@ -164,19 +176,12 @@ def _most(batching: Batching, measure: Budget, work: Work, given: Holding, all_l
     return measure.amount(batching, work, own, given), images
 
 
-def _labeled(folder: Path, terms: Terms) -> Images:
-    """Return a folder's labeled images in the terms' form; raise UserError where one cannot be used."""
-    channels, height, width = terms.form.image
-    found: Folder = prepare(folder, (height, width), channels, folder / HOME / f"{height}x{width}x{channels}").site
-    assert found.images is not None, "it was just prepared"
-    rows = np.flatnonzero(found.labels >= 0)
-    strange = sorted({found.classes[k] for k in found.labels[rows]} - set(terms.form.classes))
-    if strange or not len(rows):
-        what = f"has images of class {strange[0]!r}, which is none of the federation's" if strange else "has no label"
-        raise UserError(f"{folder} {what}: correct its labels.csv, or the classes in [federation].")
-    number = {name: place for place, name in enumerate(terms.form.classes)}
-    labels = np.array([number[found.classes[k]] for k in found.labels[rows]], np.int64)
-    return Images(np.ascontiguousarray(found.images[rows]), labels)
+def _accuracy(folder: RunFolder, last: Tally, rounds: int) -> Row:
+    """Return the last and the best accuracy on the sites' own test images."""
+    tested = [(row["exam"]["accuracy"], row["exam"]["round"]) for row in folder.rows() if row.get("exam")]
+    final = last.row()["accuracy"]
+    best, best_round = max([*tested, (final, rounds)], key=lambda each: (each[0], -each[1]))
+    return {"last": final, "best": best, "best_round": best_round}
 
 
 def _served(rows: Examples, sites: int) -> Holdings:
@@ -214,7 +219,10 @@ def _card(plan: Plan, experiment: Experiment) -> Card:
 def _told(row: Row, rounds: int) -> str:
     """Return a round's line in words."""
     test = row.get("test")
+    exam = row.get("exam")
     said = f", accuracy {test['accuracy']:.2%}" if test else ""
+    if exam:
+        said = f"; the model before it: accuracy {exam['accuracy']:.2%} at {exam['sites']} sites"
     loss = row["train"].get("loss")
     told = f", mean loss {loss:.4f}" if loss is not None else ""
     return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{told}{said}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from halfmoon import disk, tree
 from halfmoon.client import Diverged
+from halfmoon.data import Images
 from halfmoon.errors import UserError
 from halfmoon.net.journal import Journal, size
 from halfmoon.net.memory import Memory, settle
 from halfmoon.net.message import FAILED, UNFIT, UNKNOWN, Joined, Malformed, Offer, Refusal, Reply, Request, read, write
 from halfmoon.net.site import Refused, Site, check_version
 from halfmoon.net.terms import Terms
-from halfmoon.pieces import computing
+from halfmoon.pieces import computing, examples
 from halfmoon.site import Prepared, prepare
 from halfmoon.site.folder import Site as Folder
 from halfmoon.site.prepare import HOME, open_site
@@ -35,20 +36,23 @@ OWN_LOG = "its own log says why"
 class Member:
     """A site named `name` with its images in `folder`; `home` keeps decoded images, memories and the log.
 
-    `device` is where it computes: auto, cpu or cuda.
+    `device` is where it computes: auto, cpu or cuda. `tests` is a folder of labeled images that are never trained on.
     """
 
     folder: Path
     name: str
     home: Path
     device: str = "auto"
+    tests: Path | None = None
     version: str = field(default_factory=lambda: metadata.version("halfmoon"))
     _sites: dict[str, tuple[Terms, Site]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def at(cls, folder: Path, name: str, home: Path | None = None, device: str = "auto") -> Member:
+    def at(
+        cls, folder: Path, name: str, home: Path | None = None, device: str = "auto", tests: Path | None = None
+    ) -> Member:
         """Return the member with its home in the site folder, where no other is given."""
-        return cls(folder, name, home or folder / HOME, device)
+        return cls(folder, name, home or folder / HOME, device, tests)
 
     @property
     def journal(self) -> Journal:
@@ -101,8 +105,10 @@ class Member:
         place.mkdir(parents=True, exist_ok=True)
         disk.replace(place / TERMS, terms.text.encode())
         labeled, unlabeled = site.counts()
-        self._say(f"{terms.said()}; this site gives {labeled:,} images with a label and {unlabeled:,} without")
-        return Joined(terms.hash, self.version, self.name, labeled, unlabeled)
+        tests = 0 if site.tests is None else len(site.tests.labels)
+        tested = f"; it tests models on {tests:,} others" if tests else ""
+        self._say(f"{terms.said()}; this site gives {labeled:,} images with a label and {unlabeled:,} without{tested}")
+        return Joined(terms.hash, self.version, self.name, labeled, unlabeled, tests)
 
     def _work(self, request: Request, received: int) -> Reply:
         place = self._place(request.federation)
@@ -123,6 +129,13 @@ class Member:
         return reply
 
     def _tell(self, request: Request, reply: Reply, received: int, seconds: float) -> None:
+        if reply.exam:
+            cells = reply.exam["confusion"]
+            share = int(cells.diagonal().sum()) / max(1, int(cells.sum()))
+            which = f"the model before round {request.round + 1}" if request.work else "the last model"
+            self._say(f"{which} is right on {share:.2%} of the test images here")
+        if not request.work:
+            return
         steps, labeled, unlabeled, _ = reply.amount
         trained = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
         loss = reply.samples.get("loss")
@@ -144,7 +157,11 @@ class Member:
         folder = self._prepared(terms)
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(self.name)
-        return Site.of(terms, number, folder.images, _labels(folder, terms), self.version, self.device)
+        site = Site.of(terms, number, folder.images, numbered(folder, terms), self.version, self.device)
+        if self.tests is None:
+            return site
+        held = labeled_images(self.tests, terms, self.home / f"tests-{self._form(terms)}")
+        return replace(site, tests=examples(held, site.ground.holdings.train.labels.device))
 
     def _prepared(self, terms: Terms) -> Folder:
         """Return the folder, decoded at home, or beside that where another form is at home already."""
@@ -156,8 +173,13 @@ class Member:
         if kept is not None and kept.images is not None:
             if kept.images.shape[1:] == (height, width, channels):
                 return kept
-            return self._decoded(terms, self.home / f"{height}x{width}x{channels}")
+            return self._decoded(terms, self.home / self._form(terms))
         return self._decoded(terms, self.home)
+
+    @staticmethod
+    def _form(terms: Terms) -> str:
+        channels, height, width = terms.form.image
+        return f"{height}x{width}x{channels}"
 
     def _decoded(self, terms: Terms, out: Path) -> Folder:
         channels, height, width = terms.form.image
@@ -167,8 +189,19 @@ class Member:
         return done.site
 
 
-def _labels(folder: Folder, terms: Terms) -> np.ndarray:
-    """Return the labels, int64 (N,), numbered as the federation numbers its classes."""
+def labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
+    """Return a folder's labeled images in the terms' form, decoded into `out`; raise UserError where there are none."""
+    channels, height, width = terms.form.image
+    found = prepare(folder, (height, width), channels, out).site
+    assert found.images is not None, "it was just prepared"
+    rows = np.flatnonzero(found.labels >= 0)
+    if not len(rows):
+        raise UserError(f"{folder} has no labeled image: name some in its labels.csv.")
+    return Images(np.array(found.images[rows]), numbered(found, terms)[rows])
+
+
+def numbered(folder: Folder, terms: Terms) -> np.ndarray:
+    """Return the labels, int64 (N,), numbered as the federation numbers its classes; -1 where there is none."""
     numbers = np.array(
         [terms.form.classes.index(name) if name in terms.form.classes else -2 for name in folder.classes]
     )

@@ -44,7 +44,8 @@ class Offer:
 class Request:
     """One question to one site: do `work` in this round; `down` is what the server sends.
 
-    `attempt` counts how often the round is played, from 0. Rounds before `settled` will never be played again.
+    `attempt` counts how often the round is played, from 0. Rounds before `settled` will never be played again. `exam`
+    is a model {"params", "stats"} to test on the site's own test images, beside the work; without a work that is all.
     """
 
     federation: str  # a hash of what all have to agree on
@@ -55,17 +56,19 @@ class Request:
     settled: int
     work: str
     down: Tree = field(default_factory=dict)
+    exam: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A site takes part: under its name, with so many images that have a label, and so many that have none."""
+    """A site takes part: under its name, with so many images that have a label, that have none, and to test on."""
 
     federation: str
     version: str
     name: str
     labeled: int
     unlabeled: int
+    tests: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a site answers: `up`, its samples as a tree, and counts of what the visit took (see `Outcome`)."""
+    """What a site answers: `up`, its samples as a tree, and counts of what the visit took (see `Outcome`).
+
+    `exam` is what the model that came for a test said of the site's own test images: "confusion" (classes, classes)
+    int64, rows the true classes, and "loss" (), the mean cross-entropy, float64.
+    """
 
     federation: str
     version: str
@@ -93,6 +100,7 @@ class Reply:
     kept: int
     up: Tree = field(default_factory=dict)
     samples: Tree = field(default_factory=dict)
+    exam: Tree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = [len(self.amount) == len(Amount._fields), len(self.traffic) == 2]
@@ -131,7 +139,7 @@ Message = Offer | Request | Joined | Refusal | Reply
 _KINDS: dict[str, type[Message]] = {
     "offer": Offer, "request": Request, "joined": Joined, "refusal": Refusal, "reply": Reply,
 }  # fmt: skip
-_TREES = ("down", "up", "samples")
+_TREES = ("down", "up", "samples", "exam")
 _TYPES: dict[str, type] = {"str": str, "int": int, "list[int]": list}
 M = TypeVar("M", bound=Message)
 

@@ -12,9 +12,11 @@ from halfmoon import rng, tree
 from halfmoon.client import Errand, Outcome
 from halfmoon.data.draw import Amount, Views
 from halfmoon.data.split import SERVER
+from halfmoon.evaluate import Tally
 from halfmoon.experiment import Report, Row, TooFew
 from halfmoon.ground import Ground
 from halfmoon.net.checks import implausible, misfit, norms, outsized
+from halfmoon.net.exam import Exam
 from halfmoon.net.message import Malformed, Refusal, Reply, Request, read, write
 from halfmoon.net.patterns import Patterns
 from halfmoon.net.plan import Rules
@@ -40,11 +42,13 @@ class Link(Protocol):
 class Inspection:
     """What is known of sites before they answer, to judge their answers by.
 
-    `most` returns how much a visit of a work to a site may look at, and of how many images the site told.
+    `most` returns how much a visit of a work to a site may look at, and of how many images the site told; `tests` of
+    how many test images of its own it told.
     """
 
     patterns: Patterns
     most: Callable[[Work, str], tuple[Amount, int]]
+    tests: Callable[[str], int]
 
 
 @dataclass
@@ -125,6 +129,8 @@ class Remote(Rounds):
         self._attempt = 0
         self._failed: set[int] = set()  # of this round
         self._saved = [0, 0]
+        self._brought: Tree = {}
+        self._exam: Exam | None = None
 
     @property
     def labeled(self) -> int:
@@ -138,6 +144,7 @@ class Remote(Rounds):
     def open(self, round: int) -> None:
         """Begin a round, or begin it again: draw its cohort, at first as a simulation does."""
         super().open(round)
+        self._brought, self._exam = {}, None
         for draft in self._drafts():
             draft.changed.clear()
         path = ("cohort", round, self._attempt) if self._attempt else ("cohort", round)
@@ -157,6 +164,23 @@ class Remote(Rounds):
             raise few
         self.say(f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}")
 
+    def bring(self, model: Tree) -> None:
+        """Have the model tested with the next question by those who have test images of their own."""
+        self._brought = model
+
+    def concluded(self, model: Tree) -> Tally | None:
+        """Return how a model does on the test images of all sites that have some and answer, None where none does."""
+        names = [name for name in self.names if self._tests(name) and name not in self.register.aside]
+        request = self._request(self.task.rounds - 1, self._trip, "", model)
+        exam = Exam()
+        if names:
+            answers = self.link.exchange(dict.fromkeys(names, write(request)), "the last test")
+            for name, answer in answers.items():
+                reply = self._read(name, answer, request)
+                if reply is not None:
+                    self._add(exam, name, reply)
+        return exam.tally()
+
     def saved(self, round: int) -> None:
         """Take note of what is on the disk: the newest checkpoint, and the one to fall back on."""
         self._saved = [self._saved[1], round]
@@ -167,7 +191,11 @@ class Remote(Rounds):
             draft.keep()
         self._attempt = 0
         self._failed.clear()
-        return super().close()
+        report = super().close()
+        said = self._exam and self._exam.tally()
+        if not (self._exam and said):
+            return report
+        return report._replace(exam={"round": self._round, "sites": self._exam.sites, **said.row()})
 
     def _drafts(self) -> list[Draft]:
         """Return what the server remembers of a round only when it is over."""
@@ -180,17 +208,37 @@ class Remote(Rounds):
             (outcome,) = self.server.visit(errand, clients, None, down, each, self._quality)
             return {SERVER: outcome}
         name = next(name for name, known in self.works.items() if known is errand.work)
-        request = Request(self.federation, self.version, errand.round, self._attempt, errand.trip, self._saved[0], name)
+        request = self._request(errand.round, errand.trip, name, self._brought)
+        exam = Exam() if self._brought else None
+        self.cost.bytes_down += len(clients) * tree.nbytes(self._brought)
+        self._brought = {}
         downs = {self.names[k]: {**down, **tree.index(each, place)} for place, k in enumerate(clients)}
         what = f"round {errand.round + 1}, trip {errand.trip + 1} ({name})"
         answers = self.link.exchange({site: write(replace(request, down=own)) for site, own in downs.items()}, what)
         replies = {site: self._read(site, answer, request) for site, answer in answers.items()}
         good = self._judged({site: reply for site, reply in replies.items() if reply is not None}, errand, downs)
+        if exam is not None:
+            for site, reply in good.items():
+                self._add(exam, site, reply)
+            self._exam = exam
         self._failed |= {k for k in clients if self.names[k] not in good}
         wanted = self.rules.quorum(len(clients))
         if len(good) < wanted:
             raise TooFew(f"{what} has {len(good)} usable replies of {len(clients)}, and {wanted} are needed.")
         return {k: self._placed(good[self.names[k]].outcome()) for k in clients if self.names[k] in good}
+
+    def _request(self, round: int, trip: int, work: str, exam: Tree) -> Request:
+        return Request(self.federation, self.version, round, self._attempt, trip, self._saved[0], work, exam=exam)
+
+    def _tests(self, site: str) -> int:
+        return 0 if self.inspection is None else self.inspection.tests(site)
+
+    def _add(self, exam: Exam, site: str, reply: Reply) -> None:
+        """Count what a site says of a model, if it says something."""
+        if not reply.exam:
+            return
+        if not exam.add(reply.exam, self.base.network.classes, self._tests(site)):
+            self.say(f"{site} tested a model in a way that cannot be: that is left out")
 
     def _placed(self, outcome: Outcome) -> Outcome:
         """Return what came of a visit on the server's device."""

@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from halfmoon import catalog
-from halfmoon.client import Errand, images_a_call
+from halfmoon.client import Errand, Outcome, images_a_call
 from halfmoon.data import Images, Split
+from halfmoon.data.draw import Amount
 from halfmoon.errors import UserError
-from halfmoon.evaluate import Quality
+from halfmoon.evaluate import Examples, Quality, tally
 from halfmoon.ground import Ground, Holdings
 from halfmoon.net.message import OTHER_VERSION, UNFIT, UNKNOWN, Reply, Request
 from halfmoon.net.terms import Terms
 from halfmoon.pieces import batch_rules, budget, device, examples, task, views
 from halfmoon.store import Store, StoreShelf
+from halfmoon.tree import Tree
 from halfmoon.types import Method, Shelf, Task
+
+NOTHING = Outcome({}, {}, {}, Amount(0, 0, 0), (0, 0))
+"""What comes of a request without work."""
 
 
 class Refused(UserError):
@@ -34,7 +40,8 @@ class Refused(UserError):
 class Site:
     """The client `number` of a federation: `ground` has its rows alone, under that number.
 
-    `federation` is the hash of what all agreed on when the site joined, `version` that of its halfmoon.
+    `federation` is the hash of what all agreed on when the site joined, `version` that of its halfmoon. `tests` are
+    images of its own that are never trained on.
     """
 
     number: int
@@ -43,6 +50,7 @@ class Site:
     ground: Ground
     federation: str
     version: str
+    tests: Examples | None = None
 
     @classmethod
     def of(
@@ -84,6 +92,9 @@ class Site:
         """Do what a request asks; `memories` is where the site remembers. Raises `Refused` where it will not."""
         self.check(request)
         shared = self.task.at(request.round)
+        exam = self._examined(request.exam) if request.exam else {}
+        if not request.work:
+            return replace(Reply.of(request, self.version, NOTHING), exam=exam)
         works = self.method.works(shared)
         if request.work not in works:
             raise Refused(
@@ -97,7 +108,14 @@ class Site:
         # Its unlabeled rows have no labels that pseudo-labels could be compared with: nobody reads this.
         quality = Quality(shared.network.classes, 1.0, place)
         (outcome,) = ground.visit(errand, [self.number], stage, request.down, {}, quality)
-        return Reply.of(request, self.version, outcome)
+        return replace(Reply.of(request, self.version, outcome), exam=exam)
+
+    def _examined(self, model: Tree) -> Tree:
+        """Return what a model says of the site's test images, {} where it has none."""
+        if self.tests is None:
+            return {}
+        said = tally(self.task.network, model, self.task.normalize, self.tests)
+        return {"confusion": said.confusion.cpu(), "loss": torch.tensor(said.loss, dtype=torch.float64)}
 
     def check(self, request: Request) -> None:
         """Raise `Refused` for a request of another version, of another federation, or of a round that there is not."""

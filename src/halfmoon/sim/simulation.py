@@ -72,6 +72,9 @@ class Simulation(Rounds):
         """Raise `few`: who does not answer on one machine will not answer the second time either."""
         raise few
 
+    def bring(self, model: Tree) -> None:
+        """Do nothing: on one machine there is a test set or none."""
+
     def saved(self, round: int) -> None:
         """Do nothing: what clients on this machine remember is a part of what was saved."""
 
