@@ -26,6 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", metavar="FILE", type=Path, help="the site's private key, where the server wants one")
     about = f"where to train: {', '.join(DEVICES)} (default: auto)"
     parser.add_argument("--device", metavar="DEVICE", default=DEVICES[0], help=about)
+    about = "a folder of labeled images that models are tested on, and never trained on (default: none)"
+    parser.add_argument("--test", metavar="FOLDER", type=Path, help=about)
     about = "a port of this machine for Flower's own use (default: a free one)"
     parser.add_argument("--port", metavar="N", help=about)
 
@@ -44,6 +46,8 @@ def run(given: argparse.Namespace) -> int:
         raise UserError(f"--device is {given.device!r}: it must be one of {', '.join(DEVICES)}.")
     require_flower()
     found = read(given.site)
+    if given.test is not None and not (read(given.test).labels >= 0).any():
+        raise UserError(f"--test {given.test} has no labeled image: name some in its labels.csv.")
     site = Joining(
         server,
         given.name,
@@ -56,6 +60,7 @@ def run(given: argparse.Namespace) -> int:
         key=given.key,
         device=given.device,
         port=port,
+        tests=given.test,
     )
     try:
         with interruptible():

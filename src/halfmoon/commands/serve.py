@@ -29,6 +29,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--certificate", metavar="FILE", type=Path, help="TLS: the certificate of this machine (PEM)")
     parser.add_argument("--key", metavar="FILE", type=Path, help="TLS: the certificate's private key (PEM)")
     parser.add_argument("--insecure", action="store_true", help="listen to other machines without TLS")
+    about = "let a site back in that was set aside for its unusable answers"
+    parser.add_argument("--readmit", metavar="NAME", action="append", help=about)
     about = f"how often what dies is started again without a new round in between (default: {RESTARTS})"
     parser.add_argument("--restarts", metavar="N", default=str(RESTARTS), help=about)
 
@@ -37,6 +39,7 @@ def run(given: argparse.Namespace) -> int:
     """Serve until the run is finished; return 1 where it cannot go on, 130 where it was interrupted."""
     from halfmoon.flower.launch import MODEL, Halted, Server, finished, serve
     from halfmoon.flower.processes import interruptible, require_flower
+    from halfmoon.net.host import Host
     from halfmoon.net.plan import load
 
     port, restarts = whole("--port", given.port, 1, 2**16 - 1), whole("--restarts", given.restarts, 0, 10**6)
@@ -46,6 +49,12 @@ def run(given: argparse.Namespace) -> int:
     tls = {"ca": given.ca, "certificate": given.certificate, "key": given.key}
     server = Server(given.config, folder, given.host, port, **tls, insecure=given.insecure, restarts=restarts)
     show = shower(given.json)
+    # Before anything of Flower's lies in it: a folder that holds something else is not a run's.
+    host = Host(plan, folder)
+    host.make()
+    for name in given.readmit or ():
+        host.readmit(name)
+        show(f"{name} is let back in.")
     if finished(folder):
         show(f"{folder} is finished already.")
     else:

@@ -48,8 +48,8 @@ class Joining:
 
     `images` and `labeled` count what is in the folder. `ca` has the authority that signed the server's certificate;
     without it the connection is plain, which away from this machine needs `insecure`. `key` is the site's own, where
-    the server wants one. `port` is one of this machine's for Flower's own use, a free one if None. Raise UserError
-    where these do not fit.
+    the server wants one. `port` is one of this machine's for Flower's own use, a free one if None. `tests` is a folder
+    of labeled images to test models on. Raise UserError where these do not fit.
     """
 
     server: Address
@@ -63,6 +63,7 @@ class Joining:
     key: Path | None = None
     device: str = "auto"
     port: int | None = None
+    tests: Path | None = None
     app: str = APPS[1]
 
     def __post_init__(self) -> None:
@@ -96,6 +97,8 @@ def node(site: Joining) -> str:
     """Return what the site's own program is told, as TOML; it stays on this machine."""
     folder, home = site.folder.absolute(), site.home.absolute()
     facts = {"name": site.name, "folder": folder, "home": home, "device": site.device}
+    if site.tests is not None:
+        facts["tests"] = site.tests.absolute()
     return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
 
 

@@ -193,13 +193,13 @@ def _write(server: Server) -> None:
 
 
 class _Serving:
-    """What lives while a federation is served: the SuperLink's process, and the number of Flower's run."""
+    """What lives while a federation is served: the SuperLink's process, and in a file the number of Flower's run."""
 
     def __init__(self, server: Server, tail: Tail, show: Callable[[str], None]) -> None:
         self.server, self.tail, self.show = server, tail, show
         self.home, self.journal = server.home, Journal(server.run / LOG)
         self.link: subprocess.Popen[bytes] | None = None
-        self.number = ""
+        self.number = self.home.folder / "number"
         self.failures, self.rounds = 0, _rounds(server.run)
 
     def play(self) -> None:
@@ -209,6 +209,7 @@ class _Serving:
             while (ended := self._submit() or self._watch()) != "finished":
                 self._again(ended)
             self._wait(lambda: not self.home.running(SERVER_APP), CLOSING)
+            self.number.unlink(missing_ok=True)
         finally:
             stop(self.link)
             self.home.kill()
@@ -224,6 +225,17 @@ class _Serving:
         self.link = self.home.start(SUPERLINK, superlink(self.server))
         if not self._wait(self._answers, STARTING):
             raise Halted(f"the SuperLink did not start: {_last(log.lines()) or 'it said nothing'}; see {log.path}.")
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Tell Flower that its last run is over.
+
+        It would take a minute to believe it, and all the while sites would wait for what is left of its messages.
+        """
+        if number := disk.read(self.number):
+            with suppress(subprocess.TimeoutExpired):
+                self.home.flwr(["stop", number.decode(), _CONNECTION])
+            self.number.unlink()
 
     def _answers(self) -> bool:
         with suppress(Absent):
@@ -250,7 +262,7 @@ class _Serving:
         with suppress(subprocess.TimeoutExpired):
             done = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, "--format", "json"], STARTING)
             with suppress(ValueError, LookupError, TypeError):
-                self.number = str(json.loads(done.stdout)["run-id"])
+                disk.replace(self.number, str(json.loads(done.stdout)["run-id"]).encode())
                 return None
             if self.link.poll() is None:
                 said = " ".join((done.stdout + done.stderr).decode(errors="replace").split())
@@ -305,9 +317,7 @@ class _Serving:
         self._show()
         time.sleep(min(2.0 ** (self.failures - 2), LONGEST_PAUSE) if self.failures > 1 else 0)
         if died == "app":
-            # Flower would wait a minute until it believes it, and sites would go on with what nobody waits for.
-            with suppress(subprocess.TimeoutExpired):
-                self.home.flwr(["stop", self.number, _CONNECTION])
+            self._forget_run()
             if self.link is not None and self.link.poll() is None:
                 return
         stop(self.link)

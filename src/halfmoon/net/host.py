@@ -66,6 +66,14 @@ class Host:
         with self._folder():
             pass
 
+    def readmit(self, name: str) -> None:
+        """Let a site back in that was set aside; raise UserError for a name that is none of the federation's."""
+        self._register().readmit(name)
+
+    def _register(self) -> Register:
+        terms, rules = self.plan.terms, self.plan.rules
+        return Register(terms.sites, rules.strikes, self.path / SITES)
+
     def serve(self, post: Post, patience: float = math.inf) -> Row:
         """Play all rounds that are left, and return the run's summary; one that is finished is only read.
 
@@ -160,7 +168,7 @@ class Host:
             server=server,
             store=store,
             rules=rules,
-            register=Register(terms.sites, rules.strikes, self.path / SITES),
+            register=self._register(),
             inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most, tests),
             say=self.journal.say,
         )
