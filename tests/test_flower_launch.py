@@ -317,7 +317,7 @@ def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path):
 # Processes and locks
 
 
-def wait(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
     """Wait until something is so."""
     end = time.monotonic() + seconds
     while not condition():
@@ -467,7 +467,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from halfmoon.net.journal import Journal
 
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
@@ -555,12 +556,12 @@ class Stage:
         """Return what a program has printed."""
         return (self.folder / name).read_text()
 
-    def family(self) -> list[str]:
-        """Return the processes that were started in this folder, by whomever."""
+    def family(self, part: str = "") -> list[str]:
+        """Return the processes that were started in this folder, or a part of it, by whomever."""
         found = []
         for each in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{child.FOLDER}={self.folder}".encode() in (each / "environ").read_bytes():
+                if f"{child.FOLDER}={self.folder / part}".encode() in (each / "environ").read_bytes():
                     found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
@@ -599,21 +600,23 @@ def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., 
     os.kill(int((scene.run / "flower" / "flower-superlink.lock").read_text()), signal.SIGKILL)
     wait(lambda: "round 2 is over" in scene.said("s"))
     assert "the SuperLink died; it is started again, and the federation goes on after round 1" in scene.said("s")
+    assert len(scene.family("run")) >= 3  # the reader of processes is not blind
     serving.kill()
     serving.wait()
-    wait(lambda: not any("superlink" in words or "serverapp" in words for words in scene.family()), 3)
+    wait(lambda: not scene.family("run"), 5)
     again = scene.serve("s2")
-    assert again.wait(60) == 0, scene.said("s2")
+    assert again.wait(90) == 0, scene.said("s2")
     rows = [json.loads(line) for line in (scene.run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"round": number, "site": "site-00"} for number in range(3)]
     assert finished(scene.run)
-    assert any("supernode" in words for words in scene.family())  # the reader of processes is not blind
     site.send_signal(signal.SIGTERM)
     site.wait(20)
     assert scene.family() == []
     said = scene.said("j")
     assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{scene.port}" in said
-    assert said.count(": waiting for it") == said.count("answers\n") + said.rstrip().endswith("(Ctrl-C ends this)")
+    # Each loss is said once, however often Flower tries; the last one may be of the server that has finished.
+    assert said.count(": waiting for it") - said.count("answers\n") in (0, 1)
+    assert said.count(": waiting for it") <= 4
     assert "asked for 2" in said
 
 
