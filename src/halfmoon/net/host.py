@@ -11,9 +11,9 @@ import numpy as np
 
 from halfmoon import catalog, disk, toml
 from halfmoon import config as settings
-from halfmoon.budget import Budget, Holding
+from halfmoon.budget import Holding
 from halfmoon.data import Images, Split
-from halfmoon.data.draw import Amount, Batching
+from halfmoon.data.draw import Amount
 from halfmoon.data.split import SERVER
 from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
@@ -149,7 +149,10 @@ class Host:
 
         def most(work: Work, site: str) -> tuple[Amount, int]:
             said = roster.joined[site]
-            return _most(batching, measure, work, Holding(said.labeled, said.unlabeled), entry.all_labels)
+            images = said.labeled + said.unlabeled
+            given = Holding(said.labeled, images if config.reuse_labeled else said.unlabeled)
+            own = Holding(images, 0) if entry.all_labels else given
+            return measure.amount(batching, work, own, given), images
 
         def tests(site: str) -> int:
             return roster.joined[site].tests if site in roster.joined else 0
@@ -175,13 +178,6 @@ class Host:
         return Experiment(
             runtime.method, shared, runtime, test, config.seed, config.evaluate_every, config.checkpoint_every
         )
-
-
-def _most(batching: Batching, measure: Budget, work: Work, given: Holding, all_labels: bool) -> tuple[Amount, int]:
-    """Return how much a visit may look at, and how many images a site has, from what it told when it joined."""
-    images = given.labeled + given.unlabeled
-    own = Holding(images, 0) if all_labels else given
-    return measure.amount(batching, work, own, given), images
 
 
 def _accuracy(folder: RunFolder, last: Tally, rounds: int) -> Row:
