@@ -210,9 +210,13 @@ class Remote(Rounds):
         name = next(name for name, known in self.works.items() if known is errand.work)
         request = self._request(errand.round, errand.trip, name, self._brought)
         exam = Exam() if self._brought else None
-        self.cost.bytes_down += len(clients) * tree.nbytes(self._brought)
+        self.cost.bytes_down += len(downs) * tree.nbytes(self._brought)
         self._brought = {}
-        downs = {self.names[k]: {**down, **tree.index(each, place)} for place, k in enumerate(clients)}
+        downs = {
+            self.names[k]: {**down, **tree.index(each, place)}
+            for place, k in enumerate(clients)
+            if self.names[k] not in self.register.aside  # a method may ask others than its cohort
+        }
         what = f"round {errand.round + 1}, trip {errand.trip + 1} ({name})"
         answers = self.link.exchange({site: write(replace(request, down=own)) for site, own in downs.items()}, what)
         replies = {site: self._read(site, answer, request) for site, answer in answers.items()}
@@ -222,9 +226,9 @@ class Remote(Rounds):
                 self._add(exam, site, reply)
             self._exam = exam
         self._failed |= {k for k in clients if self.names[k] not in good}
-        wanted = self.rules.quorum(len(clients))
+        wanted = self.rules.quorum(len(downs))
         if len(good) < wanted:
-            raise TooFew(f"{what} has {len(good)} usable replies of {len(clients)}, and {wanted} are needed.")
+            raise TooFew(f"{what} has {len(good)} usable replies of {len(downs)}, and {wanted} are needed.")
         return {k: self._placed(good[self.names[k]].outcome()) for k in clients if self.names[k] in good}
 
     def _request(self, round: int, trip: int, work: str, exam: Tree) -> Request:
@@ -284,7 +288,7 @@ class Remote(Rounds):
 
     def _refuse(self, site: str, reason: str) -> None:
         """Count an answer that cannot be used, with its reason."""
-        aside = self.register.refuse(site, self._round + 1, reason)
+        aside = self.register.refuse(site, self._round, reason)
         self.say(f"refused in round {self._round + 1}: the answer of {site}: {reason}")
         if aside:
             self.say(f"{site} is set aside after {self.register.limit} unusable answers; --readmit {site} lets it back")
