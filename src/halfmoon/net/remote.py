@@ -208,15 +208,15 @@ class Remote(Rounds):
             (outcome,) = self.server.visit(errand, clients, None, down, each, self._quality)
             return {SERVER: outcome}
         name = next(name for name, known in self.works.items() if known is errand.work)
-        request = self._request(errand.round, errand.trip, name, self._brought)
-        exam = Exam() if self._brought else None
-        self.cost.bytes_down += len(downs) * tree.nbytes(self._brought)
-        self._brought = {}
         downs = {
             self.names[k]: {**down, **tree.index(each, place)}
             for place, k in enumerate(clients)
             if self.names[k] not in self.register.aside  # a method may ask others than its cohort
         }
+        request = self._request(errand.round, errand.trip, name, self._brought)
+        exam = Exam() if self._brought else None
+        self.cost.bytes_down += len(downs) * tree.nbytes(self._brought)
+        self._brought = {}
         what = f"round {errand.round + 1}, trip {errand.trip + 1} ({name})"
         answers = self.link.exchange({site: write(replace(request, down=own)) for site, own in downs.items()}, what)
         replies = {site: self._read(site, answer, request) for site, answer in answers.items()}
