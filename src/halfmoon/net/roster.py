@@ -77,7 +77,7 @@ class _Sent:
     name: str
     node: int
     what: str
-    at: float
+    end: float  # until when its answer is waited for
 
 
 class Roster:
@@ -149,7 +149,7 @@ class Roster:
                 name = names[node]
                 del waiting[name]
                 sends[name] += 1
-                sent[ticket] = _Sent(name, node, what, now)
+                sent[ticket] = _Sent(name, node, what, began + self.timeout)
             for name, answer in self._receive(sent).items():
                 if answer.data is None and sends[name] <= RESENDS:
                     waiting[name] = now
@@ -264,7 +264,7 @@ class Roster:
 
     def _let_go(self, each: _Sent, data: bytes | None) -> None:
         if data is not None:
-            late = self.clock.now() - each.at - self.timeout
+            late = self.clock.now() - each.end
             self.say(f"{each.name} answered {each.what} {late:.0f} s too late: discarded")
 
     def _forget(self, each: _Sent, problem: str) -> None:

@@ -1,0 +1,141 @@
+"""Made-up posts, clocks and links: nodes appear and vanish, answers come late, twice, spoiled or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from halfmoon.net.message import Joined, Refusal, write
+from halfmoon.net.roster import Answer, Clock, Parcel, Roster
+from halfmoon.net.terms import Terms
+from halfmoon.pieces import Form
+
+VERSION = "0.1.0"
+SITES = ("north", "south", "west")
+FORM = Form((1, 8, 8), ("sound", "ill"), False, (0.5,), (0.25,))
+SMALL = {"method": "fedavg", "network": "small", "width": 2, "cohort": 2, "rounds": 3}
+
+Comes = tuple[float, bytes | None]
+"""Seconds until something comes for a ticket, and what: bytes, or None for a problem."""
+
+
+def terms(sites: Sequence[str] = SITES, form: Form = FORM, **values: Any) -> Terms:
+    """Return terms of a small federation."""
+    return Terms.of("test", tuple(sites), form, {**SMALL, **values}, "the test")
+
+
+TERMS = terms()
+
+
+@dataclass
+class Node:
+    """What is behind a node's number: `join` answers an offer, `work` a request; each may come several times."""
+
+    join: Callable[[], Iterable[Comes]]
+    work: Callable[[bytes], Iterable[Comes]]
+
+
+def joined(name: str, **changes: Any) -> bytes:
+    """Return the bytes by which a site of `TERMS` joins."""
+    return write(replace(Joined(TERMS.hash, VERSION, name, 4, 6), **changes))
+
+
+def node(name: str, takes: float = 1.0, said: bytes | None = None) -> Node:
+    """Return a node of the site `name` that answers a request after so many seconds, with `said` or name and request."""
+    return Node(
+        lambda: [(0.3, joined(name))], lambda data: [(takes, said if said is not None else name.encode() + b":" + data)]
+    )
+
+
+def mute(answer: bytes) -> Node:
+    """Return a node that answers an offer with some bytes, and nothing else."""
+    return Node(lambda: [(0.3, answer)], lambda data: [])
+
+
+def refusal(kind: str, reason: str = "no") -> bytes:
+    """Return the bytes of a refusal."""
+    return write(Refusal(VERSION, kind, reason))
+
+
+@dataclass
+class Street:
+    """A `Post` and a `Clock`: `at` says what happens when; nodes that are gone still have their answers under way."""
+
+    nodes_: dict[int, Node] = field(default_factory=dict)
+    time: float = 0.0
+    events: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    offers: list[tuple[float, int]] = field(default_factory=list)
+    requests: list[tuple[float, int, bytes]] = field(default_factory=list)
+    cut: set[str] = field(default_factory=set)
+    full: set[int] = field(default_factory=set)
+    said: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    _under_way: list[tuple[float, str, bytes | None]] = field(default_factory=list)
+    _tickets: int = 0
+
+    def roster(self, timeout: float = 100.0, absence: float = 20.0, about: Terms = TERMS) -> Roster:
+        """Return a roster on this street; what it says is kept."""
+        return Roster(self, about, VERSION, timeout, absence, self.said.append, Clock(lambda: self.time, self.sleep))
+
+    def at(self, time: float, happens: Callable[[], Any]) -> None:
+        """Let something happen at a time."""
+        self.events.append((time, lambda: (happens(), None)[1]))
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, and what it brings."""
+        self.time += seconds
+        due = [happens for time, happens in self.events if time <= self.time]
+        self.events = [each for each in self.events if each[0] > self.time]
+        for happens in due:
+            happens()
+        assert self.time < 5_000, "nobody waits this long"
+
+    def move(self, old: int, new: int, there: Node) -> None:
+        """Let a site start again: under a new number."""
+        self.nodes_.pop(old, None)
+        self.nodes_[new] = there
+
+    def nodes(self) -> Sequence[int]:
+        """Return who is connected."""
+        self._connect("nodes")
+        return list(self.nodes_)
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        """Take mail for the nodes that are there and not `full`."""
+        self._connect("send")
+        tickets = {}
+        for number, data in mail.items():
+            if number not in self.nodes_ or number in self.full:
+                continue
+            there = self.nodes_[number]
+            self._tickets += 1
+            tickets[number] = f"ticket {self._tickets}"
+            self.seconds.append(seconds)
+            if asks:
+                self.offers.append((self.time, number))
+            else:
+                self.requests.append((self.time, number, data))
+            comes = there.join() if asks else there.work(data)
+            self._under_way += [(self.time + after, tickets[number], said) for after, said in comes]
+        return tickets
+
+    def collect(self, tickets: Sequence[str]) -> Sequence[Parcel]:
+        """Return what has come, last sent first: the order of replies is nobody's promise."""
+        self._connect("collect")
+        come = [each for each in self._under_way if each[0] <= self.time and each[1] in tickets]
+        self._under_way = [each for each in self._under_way if each not in come]
+        return [Parcel(ticket, data, "" if data else "it fell over") for _, ticket, data in reversed(come)]
+
+    def heard(self, words: str) -> int:
+        """Return how many sentences had these words."""
+        return sum(words in said for said in self.said)
+
+    def _connect(self, what: str) -> None:
+        if what in self.cut:
+            raise ConnectionError("no way")
+
+
+def ask(roster: Roster, *names: str, words: bytes = b"do", what: str = "round 1") -> dict[str, Answer]:
+    """Ask sites for something."""
+    return roster.exchange(dict.fromkeys(names or SITES, words), what)
