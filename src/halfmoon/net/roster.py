@@ -246,7 +246,7 @@ class Roster:
             self._tell(node, f"a site answered what cannot be read: {error}")
             return
         if isinstance(said, Refusal):
-            self._tell(node, f"a site does not join: {said.reason}")
+            self._tell(node, f"a site does not join: {said.reason[:500]}")
             return
         if said.federation != self.terms.hash or said.name not in self.terms.sites:
             self._tell(node, f"a site that calls itself {said.name[:64]!r} is none of this federation")
