@@ -251,9 +251,11 @@ class Roster:
         if said.federation != self.terms.hash or said.name not in self.terms.sites:
             self._tell(node, f"a site that calls itself {said.name[:64]!r} is none of this federation")
             return
-        other = self._nodes.get(said.name)
+        other, before = self._nodes.get(said.name), self.joined.get(said.name)
         self._nodes[said.name] = node
         self.joined[said.name] = said
+        if other == node and before == said:  # it was asked more than once before it could answer
+            return
         back = " again" if other is not None and other != node else ""
         self.say(f"{said.name} is there{back}: {said.labeled:,} images with a label, {said.unlabeled:,} without")
 
