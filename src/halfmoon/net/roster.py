@@ -98,6 +98,7 @@ class Roster:
         self._offer = write(Offer(version, terms.text))
         self._nodes: dict[str, int] = {}  # the node of each site that is connected
         self._asked: dict[int, float] = {}  # when a node was last asked to join
+        self._older: dict[int, str] = {}  # nodes of sites that came again as another one
         self._offers: dict[str, int] = {}  # tickets of offers
         self._late: dict[str, _Sent] = {}  # requests that are no longer waited for
         self._told: set[tuple[int, str]] = set()  # refusals that were said
@@ -199,6 +200,9 @@ class Roster:
                 self.say(f"{name} is no longer connected")
         known = set(self._nodes.values())
         self._asked = {node: when for node, when in self._asked.items() if node in nodes}
+        self._older = {node: name for node, name in self._older.items() if node in nodes}
+        # Two nodes of one name, asked in turn, would take the site from each other for ever.
+        known |= {node for node, name in self._older.items() if name in self._nodes}
         new = [node for node in sorted(nodes - known) if now - self._asked.get(node, -1e9) > AGAIN]
         for node, ticket in self._send(dict.fromkeys(new, self._offer), self.timeout, True).items():
             self._offers[ticket] = node
@@ -256,6 +260,9 @@ class Roster:
         self.joined[said.name] = said
         if other == node and before == said:  # it was asked more than once before it could answer
             return
+        self._older.pop(node, None)
+        if other is not None and other != node:
+            self._older[other] = said.name
         back = " again" if other is not None and other != node else ""
         self.say(f"{said.name} is there{back}: {said.labeled:,} images with a label, {said.unlabeled:,} without")
 
