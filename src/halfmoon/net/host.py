@@ -116,7 +116,7 @@ class Host:
         say(f"{terms.said()}; halfmoon {version}")
         disk.replace(self.path / TERMS, terms.text.encode())
         roster = Roster(post, terms, version, rules.round_timeout, rules.absence, say)
-        experiment = self._experiment(roster, version)
+        experiment = self._experiment(roster, version, patience)
         if loaded:
             say(f"going on after round {loaded.round}")
         roster.gather(rules.quorum(config.cohort), patience)
@@ -132,7 +132,7 @@ class Host:
         say(f"finished: the model is {self.path / 'model.safetensors'}")
         return summary
 
-    def _experiment(self, roster: Roster, version: str) -> Experiment:
+    def _experiment(self, roster: Roster, version: str, patience: float) -> Experiment:
         terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
         shared, seen = task(config, terms.form), views(config, terms.form)
         entry = catalog.entry(config.method)
@@ -174,6 +174,7 @@ class Host:
             register=self._register(),
             inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most, tests),
             say=self.journal.say,
+            ready=lambda wanted: roster.gather(wanted, patience, 0.0),
         )
         return Experiment(
             runtime.method, shared, runtime, test, config.seed, config.evaluate_every, config.checkpoint_every

@@ -83,7 +83,8 @@ class Remote(Rounds):
     Cohorts are drawn by number, so the order of the names is a part of the federation. Replies are taken in the order
     of the numbers, whatever order they came in. A site without a usable answer leaves its round; a round with too few
     is played again, with other sites where there are some. `register` counts unusable answers, and who is set aside is
-    drawn no more. Without an `inspection` replies are only read, not judged.
+    drawn no more. Without an `inspection` replies are only read, not judged. `ready` returns when so many sites can be
+    asked: a round is not played again before.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Remote(Rounds):
         register: Register | None = None,
         inspection: Inspection | None = None,
         say: Callable[[str], None] = lambda _: None,
+        ready: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__(
             method,
@@ -123,7 +125,7 @@ class Remote(Rounds):
         self.federation, self.version = federation, version
         self.rules = rules or Rules()
         self.register = register or Register(names, self.rules.strikes, None)
-        self.inspection, self.say = inspection, say
+        self.inspection, self.say, self.ready = inspection, say, ready
         self._draft = Draft(StoreShelf(self.store, "shelf/", self.device))
         self.shelf: Shelf = self._draft
         self._attempt = 0
@@ -163,6 +165,7 @@ class Remote(Rounds):
         if self._attempt >= self.rules.attempts or len(self.register.aside) == self.clients:
             raise few
         self.say(f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}")
+        self.ready(self.rules.quorum(self.size))
 
     def bring(self, model: Tree) -> None:
         """Have the model tested with the next question by those who have test images of their own."""

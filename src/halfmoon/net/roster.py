@@ -78,6 +78,7 @@ class _Sent:
     node: int
     what: str
     end: float  # until when its answer is waited for
+    seen: float  # when its node was last connected
 
 
 class Roster:
@@ -97,6 +98,7 @@ class Roster:
         """What the sites said when they joined, also those that are gone."""
         self._offer = write(Offer(version, terms.text))
         self._nodes: dict[str, int] = {}  # the node of each site that is connected
+        self._connected: set[int] = set()  # the nodes at the last look
         self._asked: dict[int, float] = {}  # when a node was last asked to join
         self._older: dict[int, str] = {}  # nodes of sites that came again as another one
         self._offers: dict[str, int] = {}  # tickets of offers
@@ -110,8 +112,8 @@ class Roster:
         """The names of the sites that are connected, in the order of their numbers."""
         return [name for name in self.terms.sites if name in self._nodes]
 
-    def gather(self, wanted: int, patience: float) -> None:
-        """Wait until as many sites have joined; those that come within `absence` seconds are waited for too.
+    def gather(self, wanted: int, patience: float, grace: float | None = None) -> None:
+        """Wait until as many sites have joined; `grace` seconds (None: `absence`) are left to the others.
 
         Raise UserError where they have not after `patience` seconds.
         """
@@ -120,7 +122,7 @@ class Roster:
             self._look()
             self._receive({})
             now = self.clock.now()
-            if len(self._nodes) >= wanted and now - began > self.absence:
+            if len(self._nodes) >= wanted and now - began > (self.absence if grace is None else grace):
                 break
             if now - began > patience and len(self._nodes) < wanted:
                 why = f" ({'; '.join(sorted({words for _, words in self._told}))})" if self._told else ""
@@ -150,7 +152,7 @@ class Roster:
                 name = names[node]
                 del waiting[name]
                 sends[name] += 1
-                sent[ticket] = _Sent(name, node, what, began + self.timeout)
+                sent[ticket] = _Sent(name, node, what, began + self.timeout, now)
             for name, answer in self._receive(sent).items():
                 if answer.data is None and sends[name] <= RESENDS:
                     waiting[name] = now
@@ -177,9 +179,12 @@ class Roster:
                 del waiting[name]
                 given[name] = Answer(None, f"it was not connected for {now - since:.0f} s")
         for ticket, each in list(sent.items()):
-            if now - began > self.timeout:
+            each.seen = now if each.node in self._connected else each.seen
+            if now - each.seen > self.absence or now > each.end:
                 self._late[ticket] = sent.pop(ticket)
-                given[each.name] = Answer(None, f"it did not answer within {self.timeout:g} s")
+                away = f"it was not connected for {now - each.seen:.0f} s"
+                late = f"it did not answer within {self.timeout:g} s"
+                given[each.name] = Answer(None, late if now > each.end else away)
         return given
 
     def _look(self) -> None:
@@ -189,7 +194,7 @@ class Roster:
             return
         self._looked = now
         try:
-            nodes = set(self.post.nodes())
+            nodes = self._connected = set(self.post.nodes())
         except ConnectionError as error:
             self._lost(error)
             return
