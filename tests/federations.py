@@ -42,7 +42,7 @@ def joined(name: str, **changes: Any) -> bytes:
 
 
 def node(name: str, takes: float = 1.0, said: bytes | None = None) -> Node:
-    """Return a node of the site `name` that answers a request after so many seconds, with `said` or name and request."""
+    """Return a node of the site `name`, which answers requests after some seconds with `said`, or with what it got."""
     return Node(
         lambda: [(0.3, joined(name))], lambda data: [(takes, said if said is not None else name.encode() + b":" + data)]
     )
@@ -125,7 +125,7 @@ class Street:
         self._connect("collect")
         come = [each for each in self._under_way if each[0] <= self.time and each[1] in tickets]
         self._under_way = [each for each in self._under_way if each not in come]
-        return [Parcel(ticket, data, "" if data else "it fell over") for _, ticket, data in reversed(come)]
+        return [Parcel(ticket, data, "it fell over" if data is None else "") for _, ticket, data in reversed(come)]
 
     def heard(self, words: str) -> int:
         """Return how many sentences had these words."""

@@ -180,11 +180,13 @@ class Roster:
                 given[name] = Answer(None, f"it was not connected for {now - since:.0f} s")
         for ticket, each in list(sent.items()):
             each.seen = now if each.node in self._connected else each.seen
-            if now - each.seen > self.absence or now > each.end:
+            reason = f"it did not answer within {self.timeout:g} s" if now > each.end else ""
+            if now - each.seen > self.absence:
+                reason = f"it was not connected for {now - each.seen:.0f} s"
+            if reason:
+                each.end = now
                 self._late[ticket] = sent.pop(ticket)
-                away = f"it was not connected for {now - each.seen:.0f} s"
-                late = f"it did not answer within {self.timeout:g} s"
-                given[each.name] = Answer(None, late if now > each.end else away)
+                given[each.name] = Answer(None, reason)
         return given
 
     def _look(self) -> None:
