@@ -1,7 +1,33 @@
-"""What all tests share: one thread, because the networks here are smaller than the cost of waking a second."""
+"""What all tests share: one thread, because the networks here are smaller than the cost of waking a second.
+
+Cores are used by running tests side by side instead (pytest-xdist).
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
 import torch
 
+WORKERS = 2
+"""How many processes share the whole suite: with more, files that share what is costly are torn apart."""
+
 torch.set_num_threads(1)
+
+# How long an example takes, or is looked for, says more about who else computes than about halfmoon.
+hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return what `-n auto` of pyproject.toml means: `WORKERS`, but none for single files, which start faster alone.
+
+    `-n N` on the command line overrides it; `-n 0` is one process.
+    """
+    whole = any(Path(name).is_dir() for name in config.args)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return WORKERS if whole and cores >= WORKERS else 0

@@ -72,7 +72,7 @@ class Witness(Silence):
             except FileExistsError:
                 return
             os.write(mark, f"{os.getpid()} {run.folder}\n".encode())
-            time.sleep(60)
+            time.sleep(300)
 
     def _note(self, what: str, run: Running, number: int) -> None:
         words = json.dumps({"what": what, "run": run.folder.name, "round": number, "pid": os.getpid()}) + "\n"
@@ -91,7 +91,9 @@ def ray() -> Iterator[Any]:
     # Workers unpickle the witness of this file, and so have to find it.
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": paths}}
-    module.init(**options, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
+    # Ray makes its workers nice: beside other tests on few cores they would hardly get to compute.
+    system = {"worker_niceness": 0}
+    module.init(**options, runtime_env=environment, log_to_driver=False, logging_level="ERROR", _system_config=system)
     yield module
     module.shutdown()
     if before is None:
@@ -121,7 +123,7 @@ def runs(folder: SweepFolder) -> dict[str, Path]:
 def kill_the_doomed(notes: Path, killed: list[tuple[int, Path, int]]) -> None:
     """Wait for the run that stops, see that it has a checkpoint, and kill its process."""
     mark = notes.with_name("doomed")
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         if mark.exists() and mark.read_text().endswith("\n"):
             pid, folder = mark.read_text().split()

@@ -451,10 +451,12 @@ for line in sys.stdin:  # a fork a line, as importing torch anew takes seconds
         continue
     folder = RunFolder.open(Path(sys.argv[1]))
     loaded = folder.load()
-    print(os.getpid(), flush=True)
-    for round in range(loaded.round + 1 if loaded else 0, 10**6):
+    first = loaded.round + 1 if loaded else 0
+    for round in range(first, 10**6):
         folder.log({"round": round})
         folder.save(round, {"w": torch.full((4000,), float(round))}, {"round": round})
+        if round == first:  # from here on there is something that a kill could lose, however slow the machine
+            print(os.getpid(), flush=True)
 """
 
 
