@@ -292,6 +292,51 @@ def test_a_lost_connection_is_said_waited_out_and_said_to_be_over(
     assert len(street.requests) == 6
 
 
+@pytest.mark.parametrize("what", [{"nodes", "send"}, {"nodes", "send", "collect"}])
+def test_a_server_without_a_network_does_not_take_its_sites_for_absent(what: set[str]) -> None:
+    """For 300 s nothing can be sent, and who is there cannot be seen: nobody is given up after the `absence` of 20."""
+    street = Street({31: node("west"), 7: node("north"), 99: node("south")})
+    roster = street.roster(timeout=1000.0)
+    roster.gather(3, 60.0)
+    heard = len(street.said)
+    street.cut.update(what)
+    street.at(street.time + 300, lambda: street.cut.clear())
+    assert [answer.data for answer in ask(roster).values()] == [f"{name}:do".encode() for name in SITES]
+    assert street.time > 300
+    street.sleep(3.0)
+    ask(roster)
+    lost, found = street.said[heard:]
+    assert lost == "the connection to the sites is lost (no way); waiting for it"
+    assert found == "the connection to the sites is there again"
+
+
+def test_a_post_that_takes_nothing_is_not_waited_for_without_end(street: Street, roster: Roster) -> None:
+    """Who is there can be seen, but nothing can be sent: that is said once, and over once."""
+    heard = len(street.said)
+    street.cut.add("send")
+    answers = ask(roster)
+    assert {answer.reason for answer in answers.values()} == {"it was not connected for 20 s"}
+    street.cut.clear()
+    assert ask(roster)["north"].data == b"north:do"
+    assert len(street.said) == heard + 2
+
+
+def test_gather_does_not_count_sites_that_nobody_can_see(street: Street, roster: Roster) -> None:
+    """A round is played again when its sites can be asked, not while the server has no network."""
+    street.cut.update({"nodes", "send", "collect"})
+    street.at(street.time + 200, lambda: street.cut.clear())
+    street.sleep(3.0)
+    ask_anyway = roster.exchange({"north": b"do"}, "round 1")
+    assert ask_anyway["north"].data is None
+    roster.gather(2, float("inf"), 0.0)
+    assert 200 < street.time < 205
+    street.cut.update({"nodes"})
+    street.sleep(3.0)
+    ask(roster)
+    with pytest.raises(UserError, match=r"^0 of 2 sites that are needed"):
+        roster.gather(2, 10.0, 0.0)
+
+
 def test_a_request_that_cannot_be_sent_is_sent_later(street: Street, roster: Roster) -> None:
     """Neither where the post is cut off, nor where it takes the mail of others only."""
     street.cut.add("send")

@@ -105,7 +105,7 @@ class Roster:
         self._late: dict[str, _Sent] = {}  # requests that are no longer waited for
         self._told: set[tuple[int, str]] = set()  # refusals that were said
         self._looked = -1e9
-        self._cut = False
+        self._cut: set[str] = set()  # which ways to the post failed when they were last tried
 
     @property
     def present(self) -> list[str]:
@@ -118,17 +118,18 @@ class Roster:
         Raise UserError where they have not after `patience` seconds.
         """
         began, said = self.clock.now(), -1e9
-        while len(self._nodes) < len(self.terms.sites):
+        while "nodes" in self._cut or len(self._nodes) < len(self.terms.sites):
             self._look()
             self._receive({})
             now = self.clock.now()
-            if len(self._nodes) >= wanted and now - began > (self.absence if grace is None else grace):
+            here = 0 if "nodes" in self._cut else len(self._nodes)
+            if here >= wanted and now - began > (self.absence if grace is None else grace):
                 break
-            if now - began > patience and len(self._nodes) < wanted:
+            if now - began > patience and here < wanted:
                 why = f" ({'; '.join(sorted({words for _, words in self._told}))})" if self._told else ""
-                raise UserError(f"{len(self._nodes)} of {wanted} sites that are needed have joined{why}.")
-            if now - said > AGAIN and len(self._nodes) < wanted:
-                self.say(f"waiting for sites: {len(self._nodes)} of {len(self.terms.sites)} are there, {wanted} needed")
+                raise UserError(f"{here} of {wanted} sites that are needed have joined{why}.")
+            if now - said > AGAIN and here < wanted:
+                self.say(f"waiting for sites: {here} of {len(self.terms.sites)} are there, {wanted} needed")
                 said = now
             self.clock.sleep(PAUSE)
 
@@ -175,6 +176,8 @@ class Roster:
         """Give up sites that are away for too long, or have had all their time."""
         given: dict[str, Answer] = {}
         for name, since in list(waiting.items()):
+            if "nodes" in self._cut:  # it is the server that is not connected
+                waiting[name] = since = now
             if now - since > self.absence or now - began > self.timeout:
                 del waiting[name]
                 given[name] = Answer(None, f"it was not connected for {now - since:.0f} s")
@@ -198,9 +201,9 @@ class Roster:
         try:
             nodes = self._connected = set(self.post.nodes())
         except ConnectionError as error:
-            self._lost(error)
+            self._lost("nodes", error)
             return
-        self._found()
+        self._found("nodes")
         for name, node in list(self._nodes.items()):
             if node not in nodes:
                 del self._nodes[name]
@@ -219,18 +222,21 @@ class Roster:
         if not mail:
             return {}
         try:
-            return self.post.send(mail, seconds, asks)
+            tickets = self.post.send(mail, seconds, asks)
         except ConnectionError as error:
-            self._lost(error)
+            self._lost("send", error)
             return {}
+        self._found("send")
+        return tickets
 
     def _receive(self, sent: dict[str, _Sent]) -> dict[str, Answer]:
         """Take in what has come, and return the answers to requests; one that is late is named and let go."""
         try:
             parcels = self.post.collect([*sent, *self._offers, *self._late])
         except ConnectionError as error:
-            self._lost(error)
+            self._lost("collect", error)
             return {}
+        self._found("collect")
         found: dict[str, Answer] = {}
         for ticket, data, problem in parcels:
             if ticket in self._offers:
@@ -300,12 +306,12 @@ class Roster:
             return False
         return said.kind == UNKNOWN
 
-    def _lost(self, error: ConnectionError) -> None:
+    def _lost(self, way: str, error: ConnectionError) -> None:
         if not self._cut:
             self.say(f"the connection to the sites is lost ({error}); waiting for it")
-        self._cut = True
+        self._cut.add(way)
 
-    def _found(self) -> None:
-        if self._cut:
+    def _found(self, way: str) -> None:
+        if self._cut == {way}:
             self.say("the connection to the sites is there again")
-        self._cut = False
+        self._cut.discard(way)
