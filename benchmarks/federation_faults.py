@@ -1,0 +1,457 @@
+"""What a federation survives: real processes on this machine, one fault a run, the final weights beside an undisturbed run.
+
+    python benchmarks/federation_faults.py [--only NAME ...] [--out results/federation_faults]
+
+Three sites with digits and a server play four rounds; in the second one something happens while a site trains. Writes a
+table (.md) and all that was measured (.json); with --only the other rows stay as the files have them. Sites that
+misbehave are joined by the plain command with `misbehaving/` in PYTHONPATH. Only Linux; a full disk needs root (mount).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from halfmoon import disk
+from halfmoon.flower.child import CLIENT_APP, WARM, lock_of
+from halfmoon.flower.processes import SCRIPTS, SERVER_APP, SUPERLINK, SUPERNODE, Home, free_port
+
+HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
+SITES = ("site-00", "site-01", "site-02")
+VICTIM = SITES[1]
+EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
+OPTIONS = {"rounds": 4, "steps": 60, "labeled_batch": 8, "unlabeled_batch": 16, "width": 8}
+COMPUTED = 0.5
+"""Seconds of CPU after which a site is in the middle of a visit, which takes about 1."""
+PATIENCE = 400.0
+"""Seconds until a run counts as stuck."""
+
+
+class Stuck(RuntimeError):
+    """Something that has to happen does not."""
+
+
+@dataclass
+class Federation:
+    """One federation under way: its folder, and the commands that run."""
+
+    folder: Path
+    spoil: str = ""
+    home: Path | None = None  # of the victim, where it is not in its folder
+    port: int = field(default_factory=free_port)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        """Return the run folder."""
+        return self.folder / "run"
+
+    def of(self, who: str) -> Path:
+        """Return the folder in which the server or a site keeps Flower's processes."""
+        if who == "serve":
+            return self.run / "flower"
+        return (self.home if self.home and who == VICTIM else self.folder / "sites" / who / ".halfmoon") / "flower"
+
+    def start(self, who: str) -> None:
+        """Start the command of the server or of a site."""
+        sites = self.folder / "sites"
+        words = ["serve", str(sites / "federation.toml"), "--run-dir", str(self.run), "--port", str(self.port)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if who != "serve":
+            words = ["site", "join", "--server", f"127.0.0.1:{self.port}", "--site", str(sites / who), "--name", who]
+        if who == VICTIM:
+            words += ["--home", str(self.home)] if self.home else []
+            if self.spoil:
+                environment |= {"PYTHONPATH": str(Path(__file__).parent / "misbehaving"), "MISBEHAVE": self.spoil}
+                environment["MISBEHAVE_SECONDS"] = str(LATE)
+        with (self.folder / f"{who}.out").open("ab") as out:
+            command = [HALFMOON, *words]
+            self.running[who] = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+
+    def log(self, who: str = "serve") -> str:
+        """Return what the server's log says, or a site's."""
+        path = self.run / "serve.log" if who == "serve" else self.of(who).parent / "join.log"
+        return (disk.read(path) or b"").decode()
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait until something is so; raise Stuck where it takes too long, or the server ends."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            server = self.running["serve"].poll()
+            if time.monotonic() > end or server not in (None, 0, -signal.SIGKILL):
+                raise Stuck(f"waited in vain for {what}; the server's log ends: {self.log()[-600:]}")
+            time.sleep(0.02)
+
+    def number(self, who: str, script: str) -> int:
+        """Return the number of a living process, 0 where there is none."""
+        words = disk.read(lock_of(self.of(who), script)) or b""
+        return int(words) if words.strip().isdigit() and Home(self.of(who)).running(script) else 0
+
+    def training(self, who: str = VICTIM) -> int:
+        """Wait until the second round's visit to a site is half over, and return the number of its process."""
+        before = self.number(who, CLIENT_APP)
+        found = 0
+
+        def half() -> bool:
+            nonlocal found
+            found = self.number(who, CLIENT_APP)
+            return found not in (0, before) and _computed(found) > COMPUTED
+
+        self.until(half, f"{who} to train")
+        if "round 2, " in self.log(who):
+            raise Stuck(f"{who} was over with its visit before it could be disturbed")
+        return found
+
+    def kill(self, who: str, *scripts: str) -> None:
+        """Kill processes with -9: of these scripts, or the command itself."""
+        numbers = [self.number(who, script) for script in scripts] or [self.running[who].pid]
+        if 0 in numbers:
+            raise Stuck(f"{scripts} of {who} does not run")
+        for number in numbers:
+            os.kill(number, signal.SIGKILL)
+        if not scripts:
+            self.running[who].wait()
+
+    def cut(self) -> None:
+        """Kill everything at once, as a power cut does (the system keeps what was written)."""
+        homes = [(who, script) for who in self.running for script in (*SCRIPTS, WARM)]
+        numbers = [process.pid for process in self.running.values()] + [self.number(*each) for each in homes]
+        for number in filter(None, numbers):
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        for process in self.running.values():
+            process.wait()
+
+    def begin(self) -> None:
+        """Start all, and wait for the end of the first round."""
+        for who in ("serve", *SITES):
+            self.start(who)
+        self.until(lambda: "round 1 of 4" in self.log(), "the first round")
+
+    def end(self) -> None:
+        """End all, and what a killed command has left behind."""
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()
+        for who in self.running:
+            Home(self.of(who)).kill()
+
+
+def _computed(number: int) -> float:
+    """Return the seconds of CPU that a process has used."""
+    with suppress(OSError, IndexError):
+        words = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+# The faults
+
+
+def nothing(fed: Federation) -> None:
+    """Disturb nobody."""
+
+
+def killing(who: str, *scripts: str, again: bool = False) -> Callable[[Federation], None]:
+    """Kill processes while a site trains; `again`: start the command again."""
+
+    def disturb(fed: Federation) -> None:
+        fed.training()
+        fed.kill(who, *scripts)
+        if again:
+            fed.start(who)
+
+    return disturb
+
+
+def everything(fed: Federation) -> None:
+    """Kill all, and start all again."""
+    fed.training()
+    fed.cut()
+    for who in ("serve", *SITES):
+        fed.start(who)
+
+
+def fill(fed: Federation) -> None:
+    """Fill the victim's disk until the second round is over."""
+    assert fed.home is not None
+    filler = fed.home / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"\0" * 512)
+    fed.until(lambda: "round 2 of 4" in fed.log(), "the second round")
+    filler.unlink()
+
+
+LATE, TIMEOUT = 45.0, 25.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One run: what happens in it, and what the server's log has to say; `same`: the weights are the undisturbed ones."""
+
+    what: str
+    disturb: Callable[[Federation], None] = nothing
+    same: bool = True
+    sign: str = ""
+    spoil: str = ""
+    rules: str = ""
+    method: str = "fedloke"
+    small: bool = False  # the victim's home is a small disk
+
+
+UNDISTURBED = {"fedloke": "undisturbed", "feddure": "undisturbed-feddure"}
+FAULTS: dict[str, Fault] = {
+    "undisturbed": Fault("nothing"),
+    "kill-serve": Fault(
+        "kill -9 of `halfmoon serve`; started again by hand", killing("serve", again=True), sign="going on after round 1"
+    ),
+    "kill-serverapp": Fault("kill -9 of the ServerApp", killing("serve", SERVER_APP), sign="program died; it is started"),
+    "kill-superlink": Fault("kill -9 of the SuperLink", killing("serve", SUPERLINK), sign="SuperLink died; it is started"),
+    "kill-join": Fault(
+        "kill -9 of a site's `site join`; started again by hand", killing(VICTIM, again=True), sign=f"{VICTIM} is there again"
+    ),
+    "kill-supernode": Fault("kill -9 of a site's SuperNode", killing(VICTIM, SUPERNODE), sign=f"{VICTIM} is there again"),
+    "kill-clientapp": Fault("kill -9 of a site's ClientApp", killing(VICTIM, CLIENT_APP), sign=f"{VICTIM} did not answer"),
+    "power-cut": Fault("kill -9 of all processes at once; started again by hand", everything, sign="going on after round 1"),
+    "nan": Fault("a site answers NaN", same=False, spoil="nan", sign="values that are not finite"),
+    "nan-again": Fault(
+        "the same with min_replies = 3", spoil="nan", rules="min_replies = 3", sign="round 2 is played again, attempt 2"
+    ),
+    "shape": Fault("a site answers a wrong shape", same=False, spoil="shape", sign="has the shape"),
+    "huge": Fault("a site answers weights moved by 10^6", same=False, spoil="huge", sign="times the cohort's median"),
+    "version": Fault(
+        "a site has another version in one round", same=False, spoil="version", sign="this site has to upgrade to"
+    ),
+    "stranger": Fault(
+        "a site has another version from the start",
+        same=False, spoil="stranger", rules="absence = 10.0", sign="a site does not join: this site runs halfmoon 0.0.1",
+    ),
+    "late": Fault(
+        f"a site answers after {LATE:.0f} s, and may take {TIMEOUT:.0f} s",
+        same=False, spoil="late", rules=f"round_timeout = {TIMEOUT}", sign="s too late: discarded",
+    ),
+    "old": Fault("a site answers round 1's answer once more", same=False, spoil="old", sign="it answers round 1, trip 1"),
+    "twice": Fault("a site sends every answer twice", spoil="twice"),
+    "disk-full": Fault("a site's disk is full", fill, same=False, sign="its disk: No space left on device", small=True),
+    "undisturbed-feddure": Fault("nothing (FedDure)", method="feddure"),
+    "power-cut-feddure": Fault(
+        "kill -9 of all processes at once (FedDure); started again by hand",
+        everything, sign="going on after round 1", method="feddure",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run; `weights` and `memories` are digests, `seconds` are those from round 1's end to the run's."""
+
+    what: str
+    method: str
+    log: list[str]
+    site_log: list[str]
+    rounds: list[int]
+    cohorts: list[list[int]]
+    accuracy: float
+    weights: str
+    memories: dict[str, str]
+    seconds: float
+
+
+def play(name: str, exported: Path, folder: Path) -> Outcome:
+    """Play a federation with a fault; raise Stuck where it does not finish or the log does not say what it should."""
+    fault = FAULTS[name]
+    shutil.copytree(exported, folder / "sites")
+    _write(folder / "sites" / "federation.toml", fault)
+    fed = Federation(folder, fault.spoil, folder / "disk" if fault.small else None)
+    with suppress(FileExistsError):
+        (folder / "disk").mkdir()
+    if fault.small:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder / "disk")], check=True)
+    try:
+        fed.begin()
+        began = time.monotonic()
+        fault.disturb(fed)
+        fed.until(lambda: "finished: the model is" in fed.log(), "the end")
+        seconds = time.monotonic() - began
+        fed.until(lambda: fed.running["serve"].poll() == 0, "the server's end")
+        if fault.spoil == "twice" and not (fed.of(VICTIM) / "sent-twice").exists():
+            raise Stuck("no answer was sent twice")
+        return _outcome(fed, fault, seconds)
+    finally:
+        fed.end()
+        if fault.small:
+            subprocess.run(["umount", str(folder / "disk")], check=True)
+
+
+def _write(path: Path, fault: Fault) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("method = ")]
+    given = [f"{name} = {json.dumps(value)}" for name, value in {"method": fault.method, **OPTIONS}.items()]
+    path.write_text("\n".join([*given, *lines, fault.rules]) + "\n")
+
+
+def _outcome(fed: Federation, fault: Fault, seconds: float) -> Outcome:
+    lines = _said(fed, "serve")
+    if not re.search(re.escape(fault.sign), "\n".join(lines)):
+        raise Stuck(f"the server's log does not say {fault.sign!r}: {lines}")
+    rows = disk.read_rows(fed.run / "metrics.jsonl")
+    summary = disk.read_json(fed.run / "summary.json") or {}
+    places = {who: fed.of(who).parent / "federations" for who in SITES}
+    kept = {who: sorted(path.name for path in place.glob("*/memory-*")) for who, place in places.items()}
+    return Outcome(
+        what=fault.what,
+        method=fault.method,
+        log=lines,
+        site_log=_said(fed, VICTIM),
+        rounds=[row["round"] for row in rows],
+        cohorts=[row["cohort"] for row in rows],
+        accuracy=summary["accuracy"]["last"],
+        weights=_digest(fed.run / "model.safetensors"),
+        memories={who: names[-1] if names else "" for who, names in kept.items()},
+        seconds=round(seconds, 1),
+    )
+
+
+def _said(fed: Federation, who: str) -> list[str]:
+    """Return a log's lines without the time of day and without folders of this machine."""
+    plain = fed.log(who).replace(str(fed.folder), "...")
+    return [line.split("  ", 1)[-1] for line in plain.splitlines()]
+
+
+def _digest(path: Path) -> str:
+    leaves = load_file(path)
+    parts = [f"{name} {leaf.dtype} {leaf.shape}".encode() + leaf.tobytes() for name, leaf in sorted(leaves.items())]
+    return sha256(b"".join(parts)).hexdigest()
+
+
+# What is written
+
+
+def told(outcome: Outcome, calm: Outcome) -> list[str]:
+    """Return the lines of the server's log that the undisturbed run does not have, whatever their numbers."""
+    usual = {re.sub(r"[\d.]+", "#", line) for line in calm.log}
+    return list(dict.fromkeys(line for line in outcome.log if re.sub(r"[\d.]+", "#", line) not in usual))
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    """Return the table of all faults."""
+    lines = ["| fault | what the server's log said | rounds | the end | seconds lost |", "|---|---|---|---|---|"]
+    for name, outcome in outcomes.items():
+        calm = outcomes.get(UNDISTURBED[outcome.method])
+        if calm is None or name in UNDISTURBED.values():
+            continue
+        same = outcome.weights == calm.weights
+        memories = "and memories " if outcome.memories == calm.memories else ""
+        ending = (
+            f"weights {memories}equal to the bit" if same else f"accuracy {outcome.accuracy:.1%} ({calm.accuracy:.1%})"
+        )
+        words = " / ".join(told(outcome, calm)).replace("|", "\\|") or "nothing"
+        lost = outcome.seconds - calm.seconds
+        lines.append(
+            f"| {outcome.what} | {words} | {len(set(outcome.rounds))} of {OPTIONS['rounds']} | {ending} | {lost:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were measured with."""
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    versions = {name: metadata.version(name) for name in ("halfmoon", "torch", "flwr")}
+    return {
+        "cpu": model[1].strip() if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": [round(each, 1) for each in os.getloadavg()],
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+    """Return the page of results."""
+    held = facts["machine"]
+    calm = [
+        f"{o.accuracy:.1%} with {o.method} in {o.seconds:.0f} s after round 1"
+        for o in outcomes.values()
+        if o.what.startswith("nothing")
+    ]
+    notes = (Path(__file__).parent / "misbehaving" / "notes.md").read_text()
+    return f"""# What a federation survives
+
+    {facts["command"]}
+
+{table(outcomes)}
+
+Undisturbed: {"; ".join(calm)}. {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python
+{held["python"]}, torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}.
+
+{notes}"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Disturb a federation of real processes in every way there is.")
+    parser.add_argument(
+        "--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME", help=" ".join(FAULTS)
+    )
+    parser.add_argument("--out", type=Path, default=Path("results/federation_faults"))
+    options = parser.parse_args()
+    file, written = options.out.with_suffix(".json"), options.out.with_suffix(".md")
+    before = disk.read_json(file) or {"faults": {}}
+    outcomes = {name: Outcome(**row) for name, row in before["faults"].items() if name in FAULTS}
+    command = f"python benchmarks/{Path(__file__).name}"
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="halfmoon-faults-") as folder:
+        exported = Path(folder, "exported")
+        subprocess.run([HALFMOON, *EXPORT, "--out", str(exported)], check=True)
+        for name in options.only:
+            try:
+                outcomes[name] = play(name, exported, Path(folder, name))
+            except Stuck as error:
+                failed[name] = str(error).replace(folder, "...")
+            sys.stderr.write(f"{name}: {failed.get(name) or outcomes[name]}\n")
+            outcomes = {each: outcomes[each] for each in FAULTS if each in outcomes}
+            facts = {"command": command, "machine": machine()}
+            rows = {each: asdict(outcome) for each, outcome in outcomes.items()}
+            file.write_text(json.dumps({**facts, "faults": rows}, indent=1) + "\n")
+            written.write_text(page(facts, outcomes))
+    failed |= _unequal(outcomes)
+    if failed:
+        sys.exit("\n".join(f"{name}: {reason}" for name, reason in failed.items()))
+
+
+def _unequal(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    """Return the runs that should have ended as the undisturbed one and did not."""
+    found: dict[str, str] = {}
+    for name, outcome in outcomes.items():
+        calm = outcomes.get(UNDISTURBED[outcome.method])
+        if calm is not None and FAULTS[name].same and outcome.weights != calm.weights:
+            found[name] = "the weights are not those of the undisturbed run"
+        if calm is not None and FAULTS[name].same and outcome.memories != calm.memories:
+            found[name] = "the sites do not remember what they do in the undisturbed run"
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A site that misbehaves once, in its second round: Python imports this first where its folder is in PYTHONPATH.
+
+The site is joined by the plain command; in its processes alone what they answer is spoiled, as MISBEHAVE says. Flower's
+SuperNode and the process that forks for each message (`halfmoon.flower.warm`) are touched, all others are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+KIND = os.environ.get("MISBEHAVE", "")
+OTHER_VERSION = "0.0.1"
+ROUND = 1
+"""The round that is spoiled, from 0."""
+
+
+def spoil_answers() -> None:
+    """Spoil what the site's own program answers."""
+    import torch
+
+    from halfmoon import tree
+    from halfmoon.net.member import Member
+    from halfmoon.net.message import Malformed, Reply, Request, read, write
+    from halfmoon.tree import Tree
+
+    honest = Member.answer
+
+    def first(up: Tree, change: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+        flat = tree.flatten(up)
+        name = next(each for each, leaf in flat.items() if leaf.is_floating_point() and leaf.dim())
+        return tree.unflatten({**flat, name: change(flat[name])})
+
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "nan": lambda leaf: torch.full_like(leaf, float("nan")),
+        "shape": lambda leaf: torch.cat([leaf, leaf]),
+        "huge": lambda leaf: leaf + 1e6,
+    }
+
+    def answer(self: Member, data: bytes) -> bytes:
+        try:
+            request = read(data, Request)
+        except Malformed:  # an offer
+            if KIND == "stranger":
+                self.version = OTHER_VERSION
+            return honest(self, data)
+        last = self.home / "last.answer"
+        if request.round != ROUND or request.attempt:
+            said = honest(self, data)
+            last.write_bytes(said)
+            return said
+        if KIND == "version":
+            self.version = OTHER_VERSION
+        said = honest(self, data)
+        if KIND == "old":
+            return last.read_bytes()
+        if KIND == "late":
+            time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
+        if KIND in changes:
+            reply = read(said, Reply)
+            return write(replace(reply, up=first(reply.up, changes[KIND])))
+        return said
+
+    Member.answer = answer
+
+
+def spoil_sending() -> None:
+    """Send every answer twice."""
+    from flwr.supernode import start_client_internal as internal
+
+    honest = internal._push_messages
+
+    def push(state: Any, objects: Any, send: Callable[..., Any], push_object: Any) -> None:
+        def twice(*words: Any) -> Any:
+            send(*words)
+            Path(os.environ["HALFMOON_FLOWER"], "sent-twice").touch()
+            return send(*words)
+
+        honest(state, objects, twice, push_object)
+
+    internal._push_messages = push
+
+
+if KIND == "twice" and "flower-supernode" in sys.orig_argv:
+    spoil_sending()
+elif KIND and "warm" in sys.orig_argv and "halfmoon.flower.child" in sys.orig_argv:
+    spoil_answers()
