@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon import catalog, disk
+from halfmoon import config as settings
 from halfmoon.config import Config, check_methods, check_place, free_folder, identity, method_options, resolve, text
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
@@ -382,8 +383,14 @@ def _resuming(root: Path) -> str:
 
 
 def _parsed(words: str, root: Path) -> Config:
-    """Return the configuration that a run folder holds."""
-    return resolve(tomllib.loads(words), {"run_dir": str(root)}, root / CONFIG)
+    """Return the configuration that a run folder holds; raise UserError where a federation's server has made it."""
+    values = tomllib.loads(words)
+    if settings.TABLE in values:
+        going = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
+        raise UserError(
+            f"{root} is the run of a federation: `{going}` goes on with it, from the file it was begun with."
+        )
+    return resolve(values, {"run_dir": str(root)}, root / CONFIG)
 
 
 def _render_plan(jobs: Sequence[Job]) -> bytes:
