@@ -181,11 +181,11 @@ def _entry(one: _Loose) -> Entry:
     entry = Entry(one.seed, str(one.run.head.get("identity", "")), _key(one.run))
     if summary is None:
         return entry
-    accuracy = summary["accuracy"]
+    tested = summary["accuracy"]  # None for a federation without test images
     return replace(
         entry,
         finished=True,
-        accuracy=Accuracy(accuracy["last"], accuracy.get("best"), accuracy.get("best_round")),
+        accuracy=tested and Accuracy(tested["last"], tested.get("best"), tested.get("best_round")),
         cost=summary["cost"],
         seconds=summary.get("seconds"),
     )
