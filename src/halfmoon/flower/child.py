@@ -79,8 +79,10 @@ def _hold(path: Path) -> None:
             if time.monotonic() > end:
                 sys.exit(f"{path} is still locked by another process")
             time.sleep(0.02)
-    os.ftruncate(handle, 0)
-    os.write(handle, str(os.getpid()).encode())
+    # Always as long, and over the one before: a full disk has no block for a file that was emptied.
+    number = f"{os.getpid():010d}".encode()
+    os.write(handle, number)
+    os.ftruncate(handle, len(number))
 
 
 if __name__ == "__main__":
