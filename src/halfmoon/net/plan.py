@@ -88,7 +88,7 @@ def load(path: Path) -> Plan:
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
-    channels = held.image[0] if held.image else 0
+    channels = 3 if held.image[:1] == (3,) else 1  # another number is refused below
     means, deviations = (each * channels if len(each) == 1 else each for each in (held.mean, held.std))
     form = Form(held.image, held.classes, held.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
     terms = Terms.of(held.name or path.stem, held.sites, form, values, path.name)
