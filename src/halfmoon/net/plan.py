@@ -83,7 +83,9 @@ def load(path: Path) -> Plan:
     if not isinstance(raw.get(TABLE), Mapping):
         raise UserError(f"{path} has no table [{TABLE}]: write one with sites, classes and image.")
     held, rules = _table(raw.pop(TABLE), path)
-    whole = settings.merge(raw, {}, path)
+    count = max(1, len(held.sites))
+    sites = {} if "split" in raw else {"clients": count, "cohort": min(Config.cohort, count)}
+    whole = settings.merge({**sites, **raw}, {}, path)
     values = {name: raw[name] for name in raw if name in shared() or name == "options"}
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
