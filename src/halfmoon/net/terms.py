@@ -70,7 +70,7 @@ class Terms:
             values = {**facts["config"], "options": options}
             strange = set(values) - shared() - {"options"}
             name, sites = facts["name"], tuple(facts["sites"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"the server's terms cannot be read ({type(error).__name__}).") from error
         if strange:
             raise UserError(f"the server's terms have an option {min(strange)!r} that this halfmoon does not know.")
@@ -128,6 +128,10 @@ def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
 
 def _check_form(form: Form) -> None:
     image, classes = form.image, form.classes
+    if not all(isinstance(each, tuple) for each in (image, classes, form.mean, form.std)):
+        raise UserError("image, classes, mean and std must be lists.")
+    if type(form.mirror) is not bool:
+        raise UserError(f"mirror is {toml.shown(form.mirror)}: it must be true or false.")
     if (
         len(image) != 3
         or not all(type(side) is int and 1 <= side <= LARGEST for side in image)
@@ -136,7 +140,7 @@ def _check_form(form: Form) -> None:
         raise UserError(
             f"image is {toml.shown(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
         )
-    if len(classes) < 2 or len(set(classes)) < len(classes) or not all(type(c) is str and c for c in classes):
+    if len(classes) < 2 or not all(type(c) is str and c for c in classes) or len(set(classes)) < len(classes):
         raise UserError(f"classes is {toml.shown(classes)}: it must name two classes or more, each once.")
     for name, values in (("mean", form.mean), ("std", form.std)):
         fine = len(values) == image[0] and all(isinstance(v, float) and math.isfinite(v) for v in values)
