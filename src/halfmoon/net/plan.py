@@ -85,12 +85,12 @@ def load(path: Path) -> Plan:
     if not isinstance(raw.get(TABLE), Mapping):
         raise UserError(f"{path} has no table [{TABLE}]: write one with sites, classes and image.")
     held, rules = _table(raw.pop(TABLE), path)
-    count = max(1, len(held.sites))
-    sites = {} if "split" in raw else {"clients": count, "cohort": min(Config.cohort, count)}
-    whole = settings.merge({**sites, **raw}, {}, path)
+    count = len(held.sites)
+    here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
+    whole = settings.merge({**here, **raw}, {}, path)
     values = {name: raw[name] for name in raw if name in shared() or name == "options"}
     if whole.split is not None:  # it says where the labels are, and no option may
-        values["labels_at"] = _labels_at(Split.load(path.parent / whole.split.expanduser()))
+        values["labels_at"] = _labels_at(Split.load(settings.anchored(raw, path.parent)["split"]))
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
