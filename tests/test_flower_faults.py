@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from federations import Street, ask, node
 
 from halfmoon.flower import child
 
@@ -32,3 +34,29 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
     child._hold(lock)
     assert int(lock.read_bytes()) == 7
     assert lock.read_bytes().isdigit()
+
+
+class Brief(Street):
+    """A street on which a message lives as long as it was sent for, as in Flower: later answers are thrown away."""
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        tickets = super().send(mail, seconds, asks)
+        end = self.time + seconds
+        self._under_way = [
+            each if each[0] <= end or each[1] not in tickets.values() else (end, each[1], None)
+            for each in self._under_way
+        ]
+        return tickets
+
+
+def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
+    """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
+    it only needs more time.
+    """
+    street = Brief({7: node("north", 130.0), 31: node("west"), 99: node("south")})
+    roster = street.roster(timeout=100.0)
+    roster.gather(3, 60.0)
+    assert ask(roster)["north"].data is None
+    street.nodes_[7] = node("north", 50.0)
+    assert ask(roster, "north", what="round 2")["north"].data
+    assert [said for said in street.said if "too late" in said] == ["north answered round 1 30 s too late: discarded"]

@@ -24,6 +24,9 @@ LOOK, HASTE = 2.0, 0.5
 AGAIN = 30.0
 """Seconds after which a node that would not join, or did not answer, is asked once more."""
 
+LATE = 2.0
+"""Time limits that a request lives: an answer within the second one is too late, but it comes and is named."""
+
 RESENDS = 3
 """How often a request is sent again in one exchange to a site whose process died over it."""
 
@@ -148,7 +151,7 @@ class Roster:
             self._come_back(waiting, sent, now)
             answers |= self._give_up(waiting, sent, now, began)
             names = {self._nodes[name]: name for name in waiting if name in self._nodes}
-            tickets = self._send({node: requests[name] for node, name in names.items()}, self.timeout, False)
+            tickets = self._send({node: requests[name] for node, name in names.items()}, LATE * self.timeout, False)
             for node, ticket in tickets.items():
                 name = names[node]
                 del waiting[name]
