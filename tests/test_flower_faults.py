@@ -6,11 +6,14 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from federations import Street, ask, node
 
 from halfmoon.flower import child
+from halfmoon.net.member import Member
+from halfmoon.net.message import Offer, Refusal, read, write
 
 
 def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -60,3 +63,18 @@ def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
     street.nodes_[7] = node("north", 50.0)
     assert ask(roster, "north", what="round 2")["north"].data
     assert [said for said in street.said if "too late" in said] == ["north answered round 1 30 s too late: discarded"]
+
+
+def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What fails is the writing of an open file, of which the system knows no name; the server hears of no folder."""
+
+    def full(self: Member, message: object, received: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Member, "_answered", full)
+    member = Member.at(tmp_path, "site-00", tmp_path / "home")
+    said = read(member.answer(write(Offer("0.1.0", "{}"))), Refusal)
+    assert said.reason == "its disk: No space left on device."
+    assert f"not done: {tmp_path / 'home'}: No space left on device." in member.journal.path.read_text()

@@ -71,7 +71,9 @@ class Member:
         except Diverged as error:
             return self._refused(FAILED, f"its training diverged; {OWN_LOG}.", str(error))
         except OSError as error:
-            return self._refused(FAILED, f"its disk: {disk.reason(error)}.", f"{error.filename}: {disk.reason(error)}.")
+            return self._refused(
+                FAILED, f"its disk: {disk.reason(error)}.", f"{error.filename or self.home}: {disk.reason(error)}."
+            )
         except UserError as error:
             return self._refused(FAILED, f"it cannot take part now; {OWN_LOG}.", str(error))
         except Exception as error:  # whatever it is, the server has to hear that no answer will come
