@@ -71,9 +71,9 @@ class Member:
         except Diverged as error:
             return self._refused(FAILED, f"its training diverged; {OWN_LOG}.", str(error))
         except OSError as error:
-            return self._refused(
-                FAILED, f"its disk: {disk.reason(error)}.", f"{error.filename or self.home}: {disk.reason(error)}."
-            )
+            # The system's own word names no file; what a library says may, where there is none.
+            reason = f"its disk: {error.strerror}." if error.strerror else f"its disk failed; {OWN_LOG}."
+            return self._refused(FAILED, reason, f"{error.filename or self.home}: {disk.reason(error)}.")
         except UserError as error:
             return self._refused(FAILED, f"it cannot take part now; {OWN_LOG}.", str(error))
         except Exception as error:  # whatever it is, the server has to hear that no answer will come
