@@ -115,10 +115,9 @@ class Member:
     def _work(self, request: Request, received: int) -> Reply:
         place = self._place(request.federation)
         if request.federation not in self._sites:
-            text = disk.read(place / TERMS)
-            if text is None:
+            terms = self._joined(place)
+            if terms is None or terms.hash != request.federation:
                 raise Refused(UNKNOWN, f"this site has not joined federation {request.federation[:8]} yet.")
-            terms = Terms.parse(text.decode())
             self._sites[request.federation] = terms, self._opened(terms)
         terms, site = self._sites[request.federation]
         device = site.ground.holdings.train.labels.device
@@ -129,6 +128,15 @@ class Member:
         settle(place, request.settled)
         self._tell(request, reply, received, time.perf_counter() - began)
         return reply
+
+    def _joined(self, place: Path) -> Terms | None:
+        """Return the terms that the site has joined; None where there are none, or they are damaged: it joins again."""
+        text = disk.read(place / TERMS)
+        try:
+            return None if text is None else Terms.parse(text.decode())
+        except ValueError as error:
+            self._say(f"{place / TERMS} is damaged, so this site has to join again: {error}")
+            return None
 
     def _tell(self, request: Request, reply: Reply, received: int, seconds: float) -> None:
         if reply.exam:
