@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -141,9 +142,11 @@ def check_version(mine: str, theirs: str) -> None:
     )
 
 
-def _parts(version: str) -> list[tuple[int, str]]:
-    """Return what versions are compared by: 0.10.0 is newer than 0.9.0."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in version.split(".")]
+def _parts(version: str) -> tuple[list[int], bool, str]:
+    """Return what versions are compared by: 0.10.0 is newer than 0.9.0, and than 0.10.0.dev1 and 0.10.0rc1."""
+    said = re.match(r"\d+(\.\d+)*", version)
+    rest = version[said.end() :] if said else version
+    return [int(part) for part in said[0].split(".")] if said else [], not rest or rest.startswith("+"), rest
 
 
 def _check(terms: Terms, method: Method, shared: Task, labeled: int, unlabeled: int) -> None:
