@@ -1,4 +1,4 @@
-"""What a federation survives: real processes on this machine, one fault a run, the final weights beside an undisturbed run.
+"""What a federation survives: real processes on this machine, a fault a run, the weights beside an undisturbed run's.
 
     python benchmarks/federation_faults.py [--only NAME ...] [--out results/federation_faults]
 
@@ -15,157 +15,27 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from disturbed import HALFMOON, LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
 from safetensors.numpy import load_file
 
 from halfmoon import disk
-from halfmoon.flower.child import CLIENT_APP, WARM, lock_of
-from halfmoon.flower.processes import SCRIPTS, SERVER_APP, SUPERLINK, SUPERNODE, Home, free_port
+from halfmoon.flower.child import CLIENT_APP
+from halfmoon.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE
 
-HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
-SITES = ("site-00", "site-01", "site-02")
-VICTIM = SITES[1]
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
 OPTIONS = {"rounds": 4, "steps": 60, "labeled_batch": 8, "unlabeled_batch": 16, "width": 8}
-COMPUTED = 0.5
-"""Seconds of CPU after which a site is in the middle of a visit, which takes about 1."""
-PATIENCE = 400.0
-"""Seconds until a run counts as stuck."""
-
-
-class Stuck(RuntimeError):
-    """Something that has to happen does not."""
-
-
-@dataclass
-class Federation:
-    """One federation under way: its folder, and the commands that run."""
-
-    folder: Path
-    spoil: str = ""
-    home: Path | None = None  # of the victim, where it is not in its folder
-    port: int = field(default_factory=free_port)
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-
-    @property
-    def run(self) -> Path:
-        """Return the run folder."""
-        return self.folder / "run"
-
-    def of(self, who: str) -> Path:
-        """Return the folder in which the server or a site keeps Flower's processes."""
-        if who == "serve":
-            return self.run / "flower"
-        return (self.home if self.home and who == VICTIM else self.folder / "sites" / who / ".halfmoon") / "flower"
-
-    def start(self, who: str) -> None:
-        """Start the command of the server or of a site."""
-        sites = self.folder / "sites"
-        words = ["serve", str(sites / "federation.toml"), "--run-dir", str(self.run), "--port", str(self.port)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if who != "serve":
-            words = ["site", "join", "--server", f"127.0.0.1:{self.port}", "--site", str(sites / who), "--name", who]
-        if who == VICTIM:
-            words += ["--home", str(self.home)] if self.home else []
-            if self.spoil:
-                environment |= {"PYTHONPATH": str(Path(__file__).parent / "misbehaving"), "MISBEHAVE": self.spoil}
-                environment["MISBEHAVE_SECONDS"] = str(LATE)
-        with (self.folder / f"{who}.out").open("ab") as out:
-            command = [HALFMOON, *words]
-            self.running[who] = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-
-    def log(self, who: str = "serve") -> str:
-        """Return what the server's log says, or a site's."""
-        path = self.run / "serve.log" if who == "serve" else self.of(who).parent / "join.log"
-        return (disk.read(path) or b"").decode()
-
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until something is so; raise Stuck where it takes too long, or the server ends."""
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            server = self.running["serve"].poll()
-            if time.monotonic() > end or server not in (None, 0, -signal.SIGKILL):
-                raise Stuck(f"waited in vain for {what}; the server's log ends: {self.log()[-600:]}")
-            time.sleep(0.02)
-
-    def number(self, who: str, script: str) -> int:
-        """Return the number of a living process, 0 where there is none."""
-        words = disk.read(lock_of(self.of(who), script)) or b""
-        return int(words) if words.strip().isdigit() and Home(self.of(who)).running(script) else 0
-
-    def training(self, who: str = VICTIM) -> int:
-        """Wait until the second round's visit to a site is half over, and return the number of its process."""
-        before = self.number(who, CLIENT_APP)
-        found = 0
-
-        def half() -> bool:
-            nonlocal found
-            found = self.number(who, CLIENT_APP)
-            return found not in (0, before) and _computed(found) > COMPUTED
-
-        self.until(half, f"{who} to train")
-        if "round 2, " in self.log(who):
-            raise Stuck(f"{who} was over with its visit before it could be disturbed")
-        return found
-
-    def kill(self, who: str, *scripts: str) -> None:
-        """Kill processes with -9: of these scripts, or the command itself."""
-        numbers = [self.number(who, script) for script in scripts] or [self.running[who].pid]
-        if 0 in numbers:
-            raise Stuck(f"{scripts} of {who} does not run")
-        for number in numbers:
-            os.kill(number, signal.SIGKILL)
-        if not scripts:
-            self.running[who].wait()
-
-    def cut(self) -> None:
-        """Kill everything at once, as a power cut does (the system keeps what was written)."""
-        homes = [(who, script) for who in self.running for script in (*SCRIPTS, WARM)]
-        numbers = [process.pid for process in self.running.values()] + [self.number(*each) for each in homes]
-        for number in filter(None, numbers):
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        for process in self.running.values():
-            process.wait()
-
-    def begin(self) -> None:
-        """Start all, and wait for the end of the first round."""
-        for who in ("serve", *SITES):
-            self.start(who)
-        self.until(lambda: "round 1 of 4" in self.log(), "the first round")
-
-    def end(self) -> None:
-        """End all, and what a killed command has left behind."""
-        for process in self.running.values():
-            process.terminate()
-        for process in self.running.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
-            process.wait()
-        for who in self.running:
-            Home(self.of(who)).kill()
-
-
-def _computed(number: int) -> float:
-    """Return the seconds of CPU that a process has used."""
-    with suppress(OSError, IndexError):
-        words = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
 
 
 # The faults
@@ -206,12 +76,9 @@ def fill(fed: Federation) -> None:
     filler.unlink()
 
 
-LATE, TIMEOUT = 45.0, 25.0
-
-
 @dataclass(frozen=True)
 class Fault:
-    """One run: what happens in it, and what the server's log has to say; `same`: the weights are the undisturbed ones."""
+    """One run: what happens, and what the server's log has to say (`sign`); `same`: it ends as the undisturbed one."""
 
     what: str
     disturb: Callable[[Federation], None] = nothing
@@ -227,16 +94,20 @@ UNDISTURBED = {"fedloke": "undisturbed", "feddure": "undisturbed-feddure"}
 FAULTS: dict[str, Fault] = {
     "undisturbed": Fault("nothing"),
     "kill-serve": Fault(
-        "kill -9 of `halfmoon serve`; started again by hand", killing("serve", again=True), sign="going on after round 1"
+        "kill -9 of `halfmoon serve`; by hand again", killing("serve", again=True), sign="going on after round 1"
     ),
-    "kill-serverapp": Fault("kill -9 of the ServerApp", killing("serve", SERVER_APP), sign="program died; it is started"),
-    "kill-superlink": Fault("kill -9 of the SuperLink", killing("serve", SUPERLINK), sign="SuperLink died; it is started"),
+    "kill-serverapp": Fault("kill -9 of the ServerApp", killing("serve", SERVER_APP), sign="s program died"),
+    "kill-superlink": Fault("kill -9 of the SuperLink", killing("serve", SUPERLINK), sign="the SuperLink died"),
     "kill-join": Fault(
-        "kill -9 of a site's `site join`; started again by hand", killing(VICTIM, again=True), sign=f"{VICTIM} is there again"
+        "kill -9 of a site's `site join`; by hand again", killing(VICTIM, again=True), sign="site-01 is there again"
     ),
-    "kill-supernode": Fault("kill -9 of a site's SuperNode", killing(VICTIM, SUPERNODE), sign=f"{VICTIM} is there again"),
-    "kill-clientapp": Fault("kill -9 of a site's ClientApp", killing(VICTIM, CLIENT_APP), sign=f"{VICTIM} did not answer"),
-    "power-cut": Fault("kill -9 of all processes at once; started again by hand", everything, sign="going on after round 1"),
+    "kill-supernode": Fault("kill -9 of a site's SuperNode", killing(VICTIM, SUPERNODE), sign="site-01 is there again"),
+    "kill-clientapp": Fault("kill -9 of a site's ClientApp", killing(VICTIM, CLIENT_APP), sign="site-01 did not"),
+    "power-cut": Fault("kill -9 of all processes at once; by hand again", everything, sign="going on after round 1"),
+    "gone": Fault(
+        "kill -9 of a site's `site join`; never again (absence = 15)",
+        killing(VICTIM), same=False, rules="absence = 15.0", sign="it was not connected for 15 s",
+    ),
     "nan": Fault("a site answers NaN", same=False, spoil="nan", sign="values that are not finite"),
     "nan-again": Fault(
         "the same with min_replies = 3", spoil="nan", rules="min_replies = 3", sign="round 2 is played again, attempt 2"
@@ -248,18 +119,18 @@ FAULTS: dict[str, Fault] = {
     ),
     "stranger": Fault(
         "a site has another version from the start",
-        same=False, spoil="stranger", rules="absence = 10.0", sign="a site does not join: this site runs halfmoon 0.0.1",
+        same=False, spoil="stranger", rules="absence = 10.0", sign="a site does not join: this site runs",
     ),
     "late": Fault(
-        f"a site answers after {LATE:.0f} s, and may take {TIMEOUT:.0f} s",
+        f"a site sleeps {LATE:.0f} s over its answer, and may take {TIMEOUT:.0f} s",
         same=False, spoil="late", rules=f"round_timeout = {TIMEOUT}", sign="s too late: discarded",
     ),
-    "old": Fault("a site answers round 1's answer once more", same=False, spoil="old", sign="it answers round 1, trip 1"),
+    "old": Fault("a site answers with round 1's answer", same=False, spoil="old", sign="it answers round 1, trip 1"),
     "twice": Fault("a site sends every answer twice", spoil="twice"),
     "disk-full": Fault("a site's disk is full", fill, same=False, sign="its disk: No space left on device", small=True),
     "undisturbed-feddure": Fault("nothing (FedDure)", method="feddure"),
     "power-cut-feddure": Fault(
-        "kill -9 of all processes at once (FedDure); started again by hand",
+        "kill -9 of all processes at once (FedDure); by hand again",
         everything, sign="going on after round 1", method="feddure",
     ),
 }  # fmt: skip
@@ -393,9 +264,9 @@ def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
     """Return the page of results."""
     held = facts["machine"]
     calm = [
-        f"{o.accuracy:.1%} with {o.method} in {o.seconds:.0f} s after round 1"
-        for o in outcomes.values()
-        if o.what.startswith("nothing")
+        f"{each.accuracy:.1%} with {each.method} in {each.seconds:.0f} s after round 1"
+        for name, each in outcomes.items()
+        if name in UNDISTURBED.values()
     ]
     notes = (Path(__file__).parent / "misbehaving" / "notes.md").read_text()
     return f"""# What a federation survives
@@ -404,8 +275,9 @@ def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
 
 {table(outcomes)}
 
-Undisturbed: {"; ".join(calm)}. {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python
-{held["python"]}, torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}.
+Undisturbed: {"; ".join(calm)}.
+{held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
+torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}.
 
 {notes}"""
 

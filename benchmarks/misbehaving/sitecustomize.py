@@ -75,13 +75,13 @@ def spoil_sending() -> None:
 
     honest = internal._push_messages
 
-    def push(state: Any, objects: Any, send: Callable[..., Any], push_object: Any) -> None:
+    def push(state: Any, object_store: Any, send: Callable[..., Any], push_object: Any) -> None:
         def twice(*words: Any) -> Any:
             send(*words)
             Path(os.environ["HALFMOON_FLOWER"], "sent-twice").touch()
             return send(*words)
 
-        honest(state, objects, twice, push_object)
+        honest(state, object_store, twice, push_object)
 
     internal._push_messages = push
 
