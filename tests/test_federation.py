@@ -43,7 +43,7 @@ from halfmoon import build, cli, rng, tree
 from halfmoon import config as settings
 from halfmoon.config import Config
 from halfmoon.errors import UserError
-from halfmoon.flower import client_app
+from halfmoon.flower import client_app, local
 from halfmoon.flower.link import unwrapped, wrapped
 from halfmoon.flower.local import identity
 from halfmoon.net.member import Member
@@ -425,3 +425,25 @@ def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.Cap
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert "is the run of a federation" in said
     assert f"halfmoon serve CONFIG.toml --run-dir {run}" in said
+
+
+def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> None:
+    """Where sites have test images of their own, a confusion matrix and a loss go up beside; no image, no path.
+
+    One site has the server's test folder here: what it counts of the model after round 1 is what the server counts.
+    """
+    known = play("fedavg", "clients")
+    town = known.town
+    with recorded() as letters:
+        file = town.write("fedavg", test=None)
+        local.rehearse(file, town.runs / file.stem, town.folder, {"site-01": town.folder / "test"})
+    there = Played(town.runs / file.stem, Path(), letters, town)
+    check_replies(there)
+    check_requests(there)
+    exams = [reply.exam for reply in (letter.said for letter in letters) if isinstance(reply, Reply) and reply.exam]
+    assert exams
+    for exam in exams:
+        assert {name: tuple(leaf.shape) for name, leaf in exam.items()} == {"confusion": (10, 10), "loss": ()}
+    assert bits(there.run) == bits(known.run)
+    summary, other = (json.loads((run / "summary.json").read_text()) for run in (there.run, known.run))
+    assert summary["confusion"] == other["confusion"]
