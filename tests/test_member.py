@@ -21,8 +21,19 @@ from PIL import Image
 from halfmoon import catalog, disk, rng, tree
 from halfmoon.net.member import Member
 from halfmoon.net.memory import Memory, settle
-from halfmoon.net.message import FAILED, OTHER_VERSION, UNFIT, UNKNOWN, Joined, Offer, Refusal, Reply, Request
-from halfmoon.net.message import read, write
+from halfmoon.net.message import (
+    FAILED,
+    OTHER_VERSION,
+    UNFIT,
+    UNKNOWN,
+    Joined,
+    Offer,
+    Refusal,
+    Reply,
+    Request,
+    read,
+    write,
+)
 from halfmoon.net.remote import Remote
 from halfmoon.net.roster import Answer
 from halfmoon.net.terms import Terms
@@ -38,7 +49,14 @@ ROUNDS = 4
 
 def made(method: str = "fedloke", **options: Any) -> Terms:
     """Return terms of one site that plays every round."""
-    small = {"cohort": 1, "rounds": ROUNDS, "labeled_batch": 2, "unlabeled_batch": 2, "steps": 2, "labeled_view": "weak"}
+    small = {
+        "cohort": 1,
+        "rounds": ROUNDS,
+        "labeled_batch": 2,
+        "unlabeled_batch": 2,
+        "steps": 2,
+        "labeled_view": "weak",
+    }
     return terms(("north",), method=method, **{**small, **options})
 
 
@@ -174,7 +192,7 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
     [
         ({0: DIAGNOSIS, 1: "ill"}, "", UNFIT, "it has labels of classes that the federation does not have"),
         ({}, "sound\nill\n", UNFIT, "the federation has labels at every site, but this site has none."),
-        ({k: "ill" for k in range(8)}, "ill\n", UNFIT, "needs images without a label, but this site has none."),
+        (dict.fromkeys(range(8), "ill"), "ill\n", UNFIT, "needs images without a label, but this site has none."),
         ({99: "ill"}, "", FAILED, "it cannot take part now; its own log says why."),
         ({0: "ill"}, f"{DIAGNOSIS}\n", FAILED, "it cannot take part now; its own log says why."),
     ],
@@ -245,7 +263,9 @@ def test_terms_that_are_damaged_are_joined_again(
     assert again.answer(request) == reply
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 100, b"GET / HTTP/1.1\r\n", write(Joined("", "", "", 0, 0))])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 8, b"\xff" * 100, b"GET / HTTP/1.1\r\n", write(Joined("", "", "", 0, 0))]
+)
 def test_noise_is_answered(member: Member, data: bytes) -> None:
     assert told(member.answer(data)).kind == UNFIT
 
@@ -392,7 +412,10 @@ def test_settling_keeps_the_newest_of_what_is_settled(tmp_path: Path) -> None:
 
 
 Fail = Callable[..., Any]
-ERRORS = [OSError(errno.ENOSPC, "No space left on device", f"/{WARD}/x"), OSError(f"cannot write /{WARD}/{PATIENT}.png")]
+ERRORS = [
+    OSError(errno.ENOSPC, "No space left on device", f"/{WARD}/x"),
+    OSError(f"cannot write /{WARD}/{PATIENT}.png"),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["full", "without a number"])
