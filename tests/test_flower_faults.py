@@ -11,7 +11,12 @@ from typing import NoReturn
 import pytest
 from federations import Street, ask, node
 
+pytest.importorskip("flwr")
+
+from flwr.common.constant import ErrorCode
+
 from halfmoon.flower import child
+from halfmoon.flower.link import PROBLEMS, problem
 from halfmoon.net.member import Member
 from halfmoon.net.message import Offer, Refusal, read, write
 
@@ -78,3 +83,13 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
     said = read(member.answer(write(Offer("0.1.0", "{}"))), Refusal)
     assert said.reason == "its disk: No space left on device."
     assert f"not done: {tmp_path / 'home'}: No space left on device." in member.journal.path.read_text()
+
+
+def test_errors_of_flower_are_said_in_words():
+    """Every code that this Flower knows has words, but "unknown" and that of Flower's own mods, which there are none
+    of; whoever reads the log has the number to look for.
+    """
+    codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
+    assert set(PROBLEMS) == codes - {ErrorCode.UNKNOWN, ErrorCode.MOD_FAILED_PRECONDITION}
+    assert problem(ErrorCode.CLIENT_APP_CRASHED) == "its process was ended (error 8 of Flower)"
+    assert problem(99) == "nobody knows why (error 99 of Flower)"

@@ -14,6 +14,17 @@ from halfmoon.net.roster import Parcel
 NAME = "message"
 """Of the record, and of the array in it."""
 
+PROBLEMS = {
+    1: "its program cannot be loaded",
+    2: "its program failed",
+    3: "the request has expired",
+    4: "it did not answer in time",
+    5: "it is not connected any more",
+    7: "it was sent another program",
+    8: "its process was ended",
+}
+"""What the codes of `flwr.common.constant.ErrorCode` mean, as far as they can come."""
+
 
 def wrapped(data: bytes) -> RecordDict:
     """Return a message's content that holds the bytes."""
@@ -63,8 +74,13 @@ def _parcel(message: Message) -> Parcel:
     ticket = message.metadata.reply_to_message_id
     if message.has_error():
         # The reason may hold a traceback with paths of the site: its code is enough.
-        return Parcel(ticket, None, f"Flower reports error {message.error.code}")
+        return Parcel(ticket, None, problem(message.error.code))
     return Parcel(ticket, unwrapped(message.content))
+
+
+def problem(code: int) -> str:
+    """Return in words why Flower has an error instead of an answer."""
+    return f"{PROBLEMS.get(code, 'nobody knows why')} (error {code} of Flower)"
 
 
 @contextmanager
