@@ -220,6 +220,25 @@ def _digest(path: Path) -> str:
 
 # What is written
 
+NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT)}`), all of
+them in every cohort, {OPTIONS["rounds"]} rounds of {OPTIONS["steps"]} steps;
+FedLoKe, whose sites keep a model of their own, and FedDure where it is named, whose sites keep a regulator and its
+optimizer. What happens, happens in round 2, to {VICTIM} or the server; a kill comes when the site's process has
+computed for half of its visit.
+
+- "Equal to the bit": the cohort was the same in every round; the final weights, and the newest memory file of every
+  site, are the bytes of the undisturbed run. Otherwise a round or more went on without {VICTIM}, and the accuracy on
+  360 test images stands before that of the undisturbed run.
+- "By hand again": it is the command itself that was killed, and it was given once more. The rest halfmoon does itself.
+- Sites that misbehave are joined by `halfmoon site join` with `benchmarks/misbehaving` in PYTHONPATH: Python imports a
+  `sitecustomize.py` from there, which spoils what the site's process answers (for "twice": what its SuperNode sends).
+- The full disk is a tmpfs of 4 MB with the site's home in it, filled to the last byte until round 2 is over.
+- Of an answer that is sent twice the server hears once: Flower keeps the first.
+- Seconds lost: from the end of round 1 to the end of the run, beyond those of the undisturbed run. One run each, on a
+  machine with other work: +-30 s. A kill costs a visit, and importing Flower and PyTorch where processes start again.
+- The log's lines are those that the undisturbed run does not have, whatever their numbers; the .json has all.
+"""
+
 
 def told(outcome: Outcome, calm: Outcome) -> list[str]:
     """Return the lines of the server's log that the undisturbed run does not have, whatever their numbers."""
@@ -268,7 +287,6 @@ def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
         for name, each in outcomes.items()
         if name in UNDISTURBED.values()
     ]
-    notes = (Path(__file__).parent / "misbehaving" / "notes.md").read_text()
     return f"""# What a federation survives
 
     {facts["command"]}
@@ -279,7 +297,7 @@ Undisturbed: {"; ".join(calm)}.
 {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
 torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}.
 
-{notes}"""
+{NOTES}"""
 
 
 def main() -> None:
