@@ -15,10 +15,10 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -27,20 +27,25 @@ from halfmoon import catalog, cli, tree
 from halfmoon import config as settings
 from halfmoon.augment import Normalize
 from halfmoon.budget import Budget
+from halfmoon.client import Errand, Outcome
 from halfmoon.data.draw import Batching, Views
 from halfmoon.data.split import SERVER, Split
 from halfmoon.evaluate import Examples
 from halfmoon.experiment import initial_model
 from halfmoon.models import SmallCNN
+from halfmoon.net.plan import Rules, Table, about
 from halfmoon.objectives import Objective
 from halfmoon.optim import Adam
 from halfmoon.sim import Holdings, Simulation
 from halfmoon.sweep import grid, recipe
+from halfmoon.tree import Tree
 from halfmoon.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = ("run", "compare", "methods", "data", "resume", "recipes", "sweep", "report", "leaderboard")
+FEDERATED = ("serve", "site join")
+"""Commands that take no options of a run."""
 CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20
 """The federation in which methods are measured: clients, those of a round, rounds, and a client's images."""
 _NOWHERE = "nothing: all rows lie in one place"
@@ -51,10 +56,10 @@ _FLAG = re.compile(r"^  (?:-\w, )?(--[a-z][\w-]*)", re.MULTILINE)
 
 
 def flags(command: str) -> list[str]:
-    """Return the flags that `halfmoon COMMAND --help` shows, in its order."""
+    """Return the flags that `halfmoon COMMAND --help` shows, in its order; COMMAND may be two words."""
     shown = io.StringIO()
     with redirect_stdout(shown):
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
     return _FLAG.findall(shown.getvalue())
 
 
@@ -196,32 +201,99 @@ def _escaped(words: str) -> str:
 
 @cache
 def measured(name: str) -> Measured:
-    """Play a method for a few rounds, with labels in the first place that it can use, and weigh what it sends.
-
-    One that sends something every `interval` rounds plays that long, and the next one.
-    """
-    entry = catalog.entry(name)
-    every = catalog.options(name).get("interval")
-    rounds = ROUNDS if every is None else every.default + 1
-    shared = Task(SmallCNN(1, 10), Adam(), Normalize((0.5,), (0.5,)), rounds=rounds)
-    options: dict[str, Any] = {"views": Views(), "batching": Batching(LABELED, LABELED), "budget": Budget(), "seed": 0}
-    runtime = Simulation(entry.method, shared, _holdings(entry), cohort=COHORT, **options)
-    model = initial_model(shared, 0, torch.device("cpu"))
-    server = entry.method.start(shared, model)
-    for number in range(rounds):
-        runtime.open(number)
-        server = entry.method.round(runtime.task, server, runtime)
-        runtime.stored(tree.nbytes(server))
-    cost = runtime.cost
+    """Play a method with labels in the first place that it can use, and weigh what it sends."""
+    runtime, model = _played(name, catalog.entry(name).places[0])
+    cost, rounds = runtime.cost, _rounds(name)
     each_visit = cost.bytes_down / (rounds * COHORT), cost.bytes_up / (rounds * COHORT)
     return Measured(*(count / tree.nbytes(model) for count in (*each_visit, cost.stored_client, cost.stored_server)))
 
 
-def _holdings(entry: catalog.Entry) -> Holdings:
-    """Return random images: every client has as many labeled and as many unlabeled ones."""
+class Overheard(Simulation):
+    """A simulation that listens to what clients send: the names of an upload's parts, and of what it reports."""
+
+    heard: dict[str, tuple[set[str], set[str]]]
+
+    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
+        outcomes = super()._visit(errand, clients, down, each)
+        name = next(name for name, work in self.works.items() if work is errand.work)
+        for client, outcome in outcomes.items():
+            if client != SERVER:
+                parts, samples = self.heard.setdefault(name, (set(), set()))
+                parts |= {path.split("/")[0] for path in tree.flatten(outcome.up)}
+                samples |= set(outcome.samples)
+        return outcomes
+
+
+@cache
+def _played(name: str, place: str) -> tuple[Overheard, Tree]:
+    """Play a method for a few rounds with labels at `place`; return its runtime and its first model.
+
+    One that sends something every `interval` rounds plays that long, and the next one.
+    """
+    entry, rounds = catalog.entry(name), _rounds(name)
+    # SemiFL trains on rows alone that it is sure of, which random images would not have.
+    method = catalog.make(name, {"tau": 0.0}) if place == "clients" and entry.places[0] == "server" else entry.method
+    shared = Task(SmallCNN(1, 10), Adam(), Normalize((0.5,), (0.5,)), rounds=rounds)
+    options: dict[str, Any] = {"views": Views(), "batching": Batching(LABELED, LABELED), "budget": Budget(), "seed": 0}
+    runtime = Overheard(method, shared, _holdings(entry, place), cohort=COHORT, **options)
+    runtime.heard = {}
+    model = initial_model(shared, 0, torch.device("cpu"))
+    server = method.start(shared, model)
+    for number in range(rounds):
+        runtime.open(number)
+        server = method.round(runtime.task, server, runtime)
+        runtime.stored(tree.nbytes(server))
+    return runtime, model
+
+
+def _rounds(name: str) -> int:
+    every = catalog.options(name).get("interval")
+    return ROUNDS if every is None else every.default + 1
+
+
+def leaves() -> str:
+    """Return what the sites of each federated method send: the parts of each work's upload, and what it reports.
+
+    Overheard with labels at the clients and at the server, where the method can use them there.
+    """
+    rows: dict[tuple[str, str], list[str]] = {}
+    for entry in (each for each in map(catalog.entry, catalog.names()) if not each.pooled):
+        places = {entry.places[0]} if entry.all_labels else {"clients", "server"} & set(entry.places)
+        heard = [_played(entry.name, place)[0].heard for place in sorted(places)]
+        works = {work: "" for each in heard for work in each}
+        parts = {work: set().union(*(each[work][0] for each in heard if work in each)) for work in works}
+        told = set().union(*(samples for each in heard for _, samples in each.values()))
+        sent = "; ".join(f"{work}: {_named(names)}" for work, names in parts.items())
+        rows.setdefault((sent, _named(told)), []).append(f"`{entry.name}`")
+    header = ["methods", "sent for each work", "reported"]
+    return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
+
+
+def _kind(hint: Any) -> str:
+    numbers = set(get_args(hint)) & {int, float} if get_origin(hint) is tuple else set()
+    return "a list of numbers" if numbers else settings.expected(hint)
+
+
+def _named(words: set[str]) -> str:
+    return ", ".join(f"`{word}`" for word in sorted(words))
+
+
+def federation() -> str:
+    """Return a table of the options in the table [federation] of a federation's file."""
+    rows = []
+    for kind in (Table, Rules):
+        hints, lines = get_type_hints(kind), about(kind)
+        for each in fields(kind):
+            default = "has to be said" if each.default is MISSING else _default(each.default)
+            rows.append([f"`{each.name}`", _kind(hints[each.name]), default, lines[each.name]])
+    return table(["option", "value", "default", "meaning"], rows)
+
+
+def _holdings(entry: catalog.Entry, place: str) -> Holdings:
+    """Return random images: every client has as many labeled and as many unlabeled ones; `place` has the labeled."""
     client = np.repeat(np.arange(CLIENTS), LABELED + UNLABELED)
     labeled = np.tile(np.arange(LABELED + UNLABELED) < LABELED, CLIENTS)
-    if entry.places[0] == "server":
+    if place == "server":
         client = np.where(labeled, SERVER, client)
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (len(client), 1, 8, 8), generator=draw, dtype=torch.uint8)
@@ -278,6 +350,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "departures": departures,
     "method-options": method_options,
     "passes": passes,
+    "leaves": leaves,
+    "federation": federation,
     "recipes": recipes,
 }
 
