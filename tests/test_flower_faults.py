@@ -15,8 +15,11 @@ pytest.importorskip("flwr")
 
 from flwr.common.constant import ErrorCode
 
-from halfmoon.flower import child
+from halfmoon.flower import child, joining
+from halfmoon.flower.contact import Address
+from halfmoon.flower.joining import Joining
 from halfmoon.flower.link import PROBLEMS, problem
+from halfmoon.net.journal import Journal
 from halfmoon.net.member import Member
 from halfmoon.net.message import Offer, Refusal, read, write
 
@@ -93,3 +96,21 @@ def test_errors_of_flower_are_said_in_words():
     assert set(PROBLEMS) == codes - {ErrorCode.UNKNOWN, ErrorCode.MOD_FAILED_PRECONDITION}
     assert problem(ErrorCode.CLIENT_APP_CRASHED) == "its process was ended (error 8 of Flower)"
     assert problem(99) == "nobody knows why (error 99 of Flower)"
+
+
+def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What its disk does not take is shown all the same, and the site still calls its server."""
+
+    def full(self: Journal, words: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def reach(address: Address, ca: Path | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "say", full)
+    monkeypatch.setattr(joining, "reach", reach)
+    site = Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
+    shown: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        joining.join(site, shown.append)
+    assert shown == ["site-00 (3 images, 2 labeled) joins 127.0.0.1:9092"]

@@ -148,7 +148,7 @@ class _Member:
     def stay(self) -> None:
         """Join, and join again."""
         site = self.site
-        self.journal.say(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
+        self._say(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
         first = True
         try:
             while True:
@@ -172,7 +172,7 @@ class _Member:
                     raise
                 words = f"{error} Trying again."
             if not self.lost:
-                self.journal.say(words)
+                self._say(words)
             self.lost = True
             self._show()
             time.sleep(CALLING)
@@ -198,7 +198,7 @@ class _Member:
         self.pause = CALLING if time.monotonic() - begin > STEADY else min(2 * self.pause, LONGEST_PAUSE)
         why = "\n".join(words)
         reason = next((meaning for sign, meaning in REASONS.items() if sign in why), f"see {log.path}")
-        self.journal.say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
+        self._say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
         self._show()
         time.sleep(self.pause)
 
@@ -208,7 +208,7 @@ class _Member:
         for line in lines:
             if "Connection attempt failed" in line and not self.lost:
                 self.lost = True
-                self.journal.say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
+                self._say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
             elif "Connection successful" in line:
                 self._found()
         return lines
@@ -216,7 +216,14 @@ class _Member:
     def _found(self) -> None:
         if self.lost:
             self.lost = False
-            self.journal.say(f"{self.site.server} answers")
+            self._say(f"{self.site.server} answers")
+
+    def _say(self, words: str) -> None:
+        """Write a line of the log; where the disk is full it is shown at least, and the site goes on."""
+        try:
+            self.journal.say(words)
+        except OSError:
+            self.show(words)
 
     def _show(self) -> None:
         for line in self.tail.lines():
