@@ -22,7 +22,7 @@ SITES = ("site-00", "site-01", "site-02")
 VICTIM = "site-01"
 LATE, TIMEOUT = 28.0, 25.0
 """Seconds that a late site sleeps over its answer, and that it may take."""
-COMPUTED = 0.5
+COMPUTED = 0.35
 """Seconds of CPU after which a site is in the middle of a visit, which takes about 1."""
 PATIENCE = 400.0
 """Seconds until a run counts as stuck."""
@@ -88,20 +88,24 @@ class Federation:
         words = disk.read(lock_of(self.of(who), script)) or b""
         return int(words) if words.strip().isdigit() and Home(self.of(who)).running(script) else 0
 
-    def training(self, who: str = VICTIM) -> int:
-        """Wait until the second round's visit to a site is half over, and return the number of its process."""
-        before = self.number(who, CLIENT_APP)
-        found = 0
+    def training(self) -> int:
+        """Wait until a visit to the victim is half over, and return the number of its process.
 
-        def half() -> bool:
-            nonlocal found
-            found = self.number(who, CLIENT_APP)
-            return found not in (0, before) and computed(found) > COMPUTED
+        It is that of the second round, or of a later one where the site was over with it between two looks.
+        """
+        for number in (2, 3, 4):
+            before, found = self.number(VICTIM, CLIENT_APP), 0
+            over = f"round {number}, "
 
-        self.until(half, f"{who} to train")
-        if "round 2, " in self.log(who):
-            raise Stuck(f"{who} was over with its visit before it could be disturbed")
-        return found
+            def half(before: int = before, over: str = over) -> bool:
+                nonlocal found
+                found = self.number(VICTIM, CLIENT_APP)
+                return over in self.log(VICTIM) or (found not in (0, before) and computed(found) > COMPUTED)
+
+            self.until(half, f"{VICTIM} to train")
+            if over not in self.log(VICTIM):
+                return found
+        raise Stuck(f"{VICTIM} was over with every visit before it could be disturbed")
 
     def kill(self, who: str, *scripts: str) -> None:
         """Kill processes with -9: of these scripts, or the command itself."""

@@ -94,7 +94,7 @@ UNDISTURBED = {"fedloke": "undisturbed", "feddure": "undisturbed-feddure"}
 FAULTS: dict[str, Fault] = {
     "undisturbed": Fault("nothing"),
     "kill-serve": Fault(
-        "kill -9 of `halfmoon serve`; by hand again", killing("serve", again=True), sign="going on after round 1"
+        "kill -9 of `halfmoon serve`; by hand again", killing("serve", again=True), sign="going on after round"
     ),
     "kill-serverapp": Fault("kill -9 of the ServerApp", killing("serve", SERVER_APP), sign="s program died"),
     "kill-superlink": Fault("kill -9 of the SuperLink", killing("serve", SUPERLINK), sign="the SuperLink died"),
@@ -103,7 +103,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "kill-supernode": Fault("kill -9 of a site's SuperNode", killing(VICTIM, SUPERNODE), sign="site-01 is there again"),
     "kill-clientapp": Fault("kill -9 of a site's ClientApp", killing(VICTIM, CLIENT_APP), sign="site-01 did not"),
-    "power-cut": Fault("kill -9 of all processes at once; by hand again", everything, sign="going on after round 1"),
+    "power-cut": Fault("kill -9 of all processes at once; by hand again", everything, sign="going on after round"),
     "gone": Fault(
         "kill -9 of a site's `site join`; never again (absence = 15)",
         killing(VICTIM), same=False, rules="absence = 15.0", sign="it was not connected for 15 s",
@@ -131,7 +131,7 @@ FAULTS: dict[str, Fault] = {
     "undisturbed-feddure": Fault("nothing (FedDure)", method="feddure"),
     "power-cut-feddure": Fault(
         "kill -9 of all processes at once (FedDure); by hand again",
-        everything, sign="going on after round 1", method="feddure",
+        everything, sign="going on after round", method="feddure",
     ),
 }  # fmt: skip
 
@@ -223,7 +223,7 @@ def _digest(path: Path) -> str:
 NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT)}`), all of
 them in every cohort, {OPTIONS["rounds"]} rounds of {OPTIONS["steps"]} steps;
 FedLoKe, whose sites keep a model of their own, and FedDure where it is named, whose sites keep a regulator and its
-optimizer. What happens, happens in round 2, to {VICTIM} or the server; a kill comes when the site's process has
+optimizer. What happens, happens in round 2 to {VICTIM} or the server; a kill comes when the site's process has
 computed for half of its visit.
 
 - "Equal to the bit": the cohort was the same in every round; the final weights, and the newest memory file of every
