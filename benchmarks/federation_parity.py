@@ -1,6 +1,6 @@
 """Play the same federation in the simulator and over Flower in three ways, and compare the final weights, bit by bit.
 
-    python benchmarks/federation_parity.py [--methods feddure fedloke ...] [--rounds 3] [--out results/federation_parity]
+    python benchmarks/federation_parity.py [--methods feddure ...] [--rounds 3] [--out results/federation_parity]
 
 Three sites are written with `halfmoon site export digits`; each method is then played (a) by `halfmoon.build.cell`, as
 `halfmoon run` does, (b) over an in-process grid (`halfmoon.flower.local.rehearse`), (c) on Flower's simulation engine,
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ METHODS = {"feddure": "clients", "fedloke": "clients", "semifl": "server", "fedd
 MARK = "HALFMOON_BENCHMARK"
 """A variable of the environment by which all processes of this run are found again, whoever started them."""
 
+SCENE = """\
+Three sites of `halfmoon site export digits`, {rounds} rounds with all of them: labels at the sites (4 of each class a
+site on average), for SemiFL at the server. Each cell is the beginning of the SHA-256 of the final model's tensors
+(names, types, shapes, bytes): from `halfmoon run`'s simulator, from Flower's two apps in one process, from Flower's
+simulation engine (`flwr run`, Ray), and from three `halfmoon site join` and one `halfmoon serve` on loopback.
+"""
+
 PATIENCE = 600.0
 """Seconds until one way of playing a federation counts as stuck."""
 
@@ -56,31 +64,31 @@ class Stuck(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the processes of a benchmark live: a folder that is thrown away, and the mark that they carry."""
+    """Where the processes of a benchmark live: a folder that is thrown away, and the mark that they carry.
+
+    `more` is added to the environment of every process.
+    """
 
     folder: Path
     mark: str
+    more: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment of every process."""
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-        return {**os.environ, **ENVIRONMENT, MARK: self.mark, "PATH": path, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **ENVIRONMENT, MARK: self.mark, "PATH": path, "OMP_NUM_THREADS": "1", **self.more}
 
-    def run(self, *words: str | Path, env: Mapping[str, str] | None = None) -> str:
+    def run(self, *words: str | Path) -> str:
         """Run a command to its end and return what it printed; raise Stuck with its words where it fails."""
-        done = subprocess.run(
-            [str(word) for word in words],
-            capture_output=True,
-            env={**self.environment, **(env or {})},
-            timeout=PATIENCE,
-        )
+        command = [str(word) for word in words]
+        done = subprocess.run(command, capture_output=True, env=self.environment, timeout=PATIENCE)
         said = (done.stdout + done.stderr).decode(errors="replace")
         if done.returncode:
             raise Stuck(f"{' '.join(map(str, words[:3]))} ended with {done.returncode}: {said[-2000:]}")
         return done.stdout.decode()
 
-    def start(self, *words: str | Path, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, *words: str | Path, log: Path) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own; what it prints goes to `log`."""
         with log.open("ab") as file:
             return subprocess.Popen(
@@ -88,7 +96,7 @@ class Place:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**self.environment, **(env or {})},
+                env=self.environment,
                 start_new_session=True,
             )
 
@@ -123,9 +131,14 @@ def place(where: Path | None = None) -> Iterator[Place]:
             here.clear()
 
 
+def script(name: str) -> Path:
+    """Return a command that is installed beside this Python."""
+    return Path(sysconfig.get_path("scripts"), name)
+
+
 def halfmoon(*words: str | Path) -> list[str | Path]:
     """Return a command of halfmoon's."""
-    return [Path(sysconfig.get_path("scripts")) / "halfmoon", *words]
+    return [script("halfmoon"), *words]
 
 
 def written(sites: Path, options: Mapping[str, Any]) -> Path:
@@ -165,21 +178,15 @@ def on_ray(here: Place, file: Path, run: Path) -> None:
     home = run.with_name(f"{run.name}-flower")
     (home / "app").mkdir(parents=True)
     address = Address("127.0.0.1", free_port())
-    config = {"federation": str(file), "run-dir": str(run), "sites": str(file.parent), "patience": 60.0}
+    config = {"federation": str(file), "run-dir": str(run), "sites": str(file.parent), "patience": PATIENCE}
     (home / "app/pyproject.toml").write_text(project(APPS, config))
     (home / "config.toml").write_text(connection(address))
-    env = {"FLWR_HOME": str(home)}
+    # Ray kills workers where the whole machine runs out of memory, whoever has it.
+    more = {"FLWR_HOME": str(home), "RAY_TMPDIR": str(here.folder), "RAY_memory_monitor_refresh_ms": "0"}
+    here = replace(here, more=more)
     with superlink(here, address, home, "--simulation"):
         count = f"num-supernodes={len(names(file.parent))} client-resources-num-cpus=1"
-        here.run(
-            Path(sysconfig.get_path("scripts")) / "flwr",
-            "run",
-            home / "app",
-            "here",
-            "--federation-config",
-            count,
-            env=env,
-        )
+        here.run(script("flwr"), "run", home / "app", "here", "--federation-config", count)
         wait(lambda: (run / "summary.json").exists(), home / "superlink.log", run / "serve.log")
     here.clear()
 
@@ -205,13 +212,11 @@ def connection(address: Address) -> str:
 
 @contextmanager
 def superlink(here: Place, address: Address, home: Path, *more: str) -> Iterator[None]:
-    """Let a SuperLink run."""
+    """Let a SuperLink run, with its log in `home`."""
     words = ["--insecure", "--host", address.host, "--port", str(address.port)]
     words += ["--disable-runtime-dependency-installation", *more]
     log = home / "superlink.log"
-    process = here.start(
-        Path(sysconfig.get_path("scripts")) / "flower-superlink", *words, log=log, env={"FLWR_HOME": str(home)}
-    )
+    process = here.start(script("flower-superlink"), *words, log=log)
     try:
         wait(lambda: answers(address), log)
         yield
@@ -284,9 +289,8 @@ def exported(here: Place, labels: str) -> Path:
 
 def machine() -> dict[str, Any]:
     """Return what this machine is, and the versions of what ran."""
-    model = next(
-        (line.split(":")[1].strip() for line in cpu_lines() if line.startswith("model name")), platform.machine()
-    )
+    named = (line.split(":")[1].strip() for line in cpu_lines() if line.startswith("model name"))
+    model = next(named, platform.machine())
     versions = {}
     for name in ("halfmoon", "torch", "flwr", "ray", "numpy"):
         with suppress(metadata.PackageNotFoundError):
@@ -331,11 +335,7 @@ def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], command: 
         "",
         f"    {command}",
         "",
-        f"Three sites of `halfmoon site export digits`, {rounds} rounds with all of them: labels at the sites (4 of each class a",
-        "site on average), for SemiFL at the server. Each cell is the beginning of the SHA-256 of the final model's tensors (names,",
-        "types, shapes, bytes): from `halfmoon run`'s simulator, from Flower's two apps in one process, from Flower's simulation",
-        "engine (`flwr run`, Ray), and from three `halfmoon site join` and one `halfmoon serve` on loopback.",
-        "",
+        SCENE.format(rounds=rounds),
         about(facts),
         "",
         f"| method | {' | '.join(ways)} | equal |",
@@ -361,7 +361,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("results/federation_parity"))
     options = parser.parse_args()
-    command = " ".join(["python", *(word for word in [f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])])
+    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
     facts = machine()
     with place() as here:
         rows = [play(here, method, options.rounds, options.ways) for method in options.methods]

@@ -1,0 +1,406 @@
+"""What a round of a federation costs: seconds and bytes beside the simulator and stock Flower, and our own share of it.
+
+    OMP_NUM_THREADS=1 python benchmarks/federation_cost.py [--rounds 8] [--steps 20] [--out results/federation_cost]
+
+FedAvg with three sites and labeled images alone, in one run one after the other: halfmoon (i) in the simulator, (ii)
+over the in-process grid, (iii) over real processes on loopback, and (iv) stock Flower (`federation_stock.py`: Flower's
+own FedAvg, plain PyTorch) over real processes on loopback. The same networks, images, numbers of local steps, batch and
+optimizer; nothing is evaluated. Of the rounds all count but the first and the last (which alone is evaluated in the
+simulator). Bytes are those of the arrays in requests and replies, and what `flwr ls` says of a run's network traffic.
+
+halfmoon's own share is timed inside the processes of (iii), in seconds of the clock and of the processor (a busy
+machine stretches the former): at the server a visit of the cohort without Flower's calls and without sleep; at a site
+the answer to a message without the method's own visit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from federation_parity import (
+    Place,
+    about,
+    connection,
+    halfmoon,
+    joined,
+    machine,
+    names,
+    place,
+    project,
+    save,
+    script,
+    superlink,
+    wait,
+    written,
+)
+
+from halfmoon import build, disk
+from halfmoon import config as settings
+from halfmoon.flower import client_app as clients
+from halfmoon.flower import joining, launch, local
+from halfmoon.flower import server_app as servers
+from halfmoon.flower.contact import Address
+from halfmoon.flower.link import GridPost, unwrapped
+from halfmoon.flower.processes import free_port, interruptible
+from halfmoon.ground import Ground
+from halfmoon.net import member, message, remote, roster
+from halfmoon.net.host import Host
+from halfmoon.net.patterns import Patterns
+from halfmoon.net.plan import load
+from halfmoon.record import TIMINGS
+from halfmoon.site import prepare
+
+MODELS = {"small, width 16": ("small", 16), "ResNet-9, width 16": ("resnet9", 16)}
+BATCH, LR, SIDE = 10, 0.05, 16
+CLOCKED = ("federation_cost:server_app", "federation_cost:client_app")
+STOCK = ("federation_stock:server", "federation_stock:client")
+LOG = "HALFMOON_CLOCK"
+"""A variable of the environment that names the folder where the clocked apps write."""
+
+
+class Clock:
+    """Seconds by name, by the wall clock and of this thread's processor time, of calls that are timed; and bytes."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self.bytes = 0
+
+    def timed(self, name: str, call: Callable[..., Any], done: Callable[[], None] | None = None) -> Callable[..., Any]:
+        """Return `call`, timed under a name; `done` is called after it."""
+
+        def run(*words: Any, **named: Any) -> Any:
+            began = time.perf_counter(), time.thread_time()
+            try:
+                return call(*words, **named)
+            finally:
+                self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - began[0]
+                self.cpu[name] = self.cpu.get(name, 0.0) + time.thread_time() - began[1]
+                if done is not None:
+                    done()
+
+        return run
+
+    def write(self, file: str) -> None:
+        """Add what was timed to a file, and begin anew."""
+        path = Path(os.environ[LOG], file)
+        disk.append(path, (json.dumps({"wall": self.wall, "cpu": self.cpu, "bytes": self.bytes}) + "\n").encode())
+        self.wall, self.cpu, self.bytes = {}, {}, 0
+
+
+def clocked_server() -> None:
+    """Time what the server does of its own in this process: a line a visit of the cohort."""
+    clock = Clock()
+    for name in ("nodes", "send", "collect"):
+        setattr(GridPost, name, clock.timed("Flower", getattr(GridPost, name)))
+    original = roster.Clock
+    roster.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
+    Patterns.of = clock.timed("patterns", Patterns.of)  # type: ignore[method-assign]
+    remote.read, remote.write = clock.timed("read", message.read), clock.timed("write", message.write)
+    for name in ("misfit", "implausible", "norms"):
+        setattr(remote, name, clock.timed("checks", getattr(remote, name)))
+    exchange = roster.Roster.exchange
+
+    def counted(self: roster.Roster, requests: Mapping[str, bytes], what: str) -> dict[str, roster.Answer]:
+        answers = exchange(self, requests, what)
+        clock.bytes += sum(map(len, requests.values())) + sum(len(each.data or b"") for each in answers.values())
+        return answers
+
+    roster.Roster.exchange = counted  # type: ignore[method-assign]
+    visit = clock.timed("visit", remote.Remote._visit, lambda: clock.write("server.jsonl"))
+    remote.Remote._visit = visit  # type: ignore[method-assign]
+
+
+def clocked_site() -> None:
+    """Time what a site does of its own in this process: a line an answer."""
+    clock = Clock()
+    Ground._visit = clock.timed("method", Ground._visit)  # type: ignore[method-assign]
+    member.Member._opened = clock.timed("open images", member.Member._opened)  # type: ignore[method-assign]
+    member.read, member.write = clock.timed("read", message.read), clock.timed("write", message.write)
+    member.Member._say = clock.timed("log", member.Member._say)  # type: ignore[method-assign]
+    answer = clock.timed("answer", member.Member.answer, lambda: clock.write("site.jsonl"))
+    member.Member.answer = answer  # type: ignore[method-assign]
+
+
+if LOG in os.environ:
+    clocked_server()
+    clocked_site()
+# One statement each: Flower looks for them without running this.
+server_app = servers.app
+client_app = clients.app
+
+
+def serve_clocked(words: Sequence[str]) -> None:
+    """Do what `halfmoon serve CONFIG --run-dir RUN --port PORT` does, with the clocked apps; keep `flwr ls`'s words."""
+    config, run, port = words
+    Host(load(Path(config)), Path(run)).make()
+    server = launch.Server(Path(config), Path(run), port=int(port), apps=CLOCKED)
+    original = launch.stop
+
+    def stop(process: Any) -> None:
+        with suppress(Exception):
+            said = server.home.flwr(["ls", "halfmoon", "--format", "json"])
+            Path(os.environ[LOG], "ls.json").write_bytes(said.stdout)
+        original(process)
+
+    with mock.patch.object(launch, "stop", stop):
+        launch.serve(server, lambda _: None)
+
+
+def join_clocked(words: Sequence[str]) -> None:
+    """Do what `halfmoon site join` does, with the clocked apps."""
+    _, address, _, folder, _, name = words
+    path = Path(folder)
+    site = joining.Joining(Address.parse(address), name, path, 0, 0, path / ".halfmoon", app=CLOCKED[1])
+    with suppress(KeyboardInterrupt), interruptible():
+        joining.join(site, lambda _: None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is played: network and width, rounds, local steps; `folder` is where one model's files lie."""
+
+    network: str
+    width: int
+    rounds: int
+    steps: int
+    folder: Path
+
+    def sites(self, here: Place) -> Path:
+        """Write three sites whose images are decoded; return the federation's file."""
+        sites = self.folder / "sites"
+        if not sites.exists():
+            words = ["--sites", "3", "--labels-per-class", "8", "--image-size", str(SIDE), "--out", sites]
+            here.run(*halfmoon("site", "export", "digits", *words))
+            for name in names(sites):
+                found = prepare(sites / name, (SIDE, SIDE), 1, sites / name / ".halfmoon").site
+                assert found.images is not None
+                rows = np.flatnonzero(found.labels >= 0)
+                images = np.ascontiguousarray(np.array(found.images[rows]).transpose(0, 3, 1, 2))
+                np.savez(sites / f"{name}.npz", images=images, labels=found.labels[rows])
+            text = (sites / "federation.toml").read_text()
+            # Without test images nothing is evaluated between rounds.
+            kept = [line for line in text.splitlines() if line.split(" = ")[0] != "test"]
+            (sites / "federation.toml").write_text("\n".join(kept) + "\n")
+        options = {
+            "method": "fedavg", "rounds": self.rounds, "cohort": 3, "steps": self.steps, "labeled_batch": BATCH,
+            "budget": "none", "labeled_view": "plain", "optimizer": "sgd", "lr": LR, "network": self.network,
+            "width": self.width, "evaluate_every": self.rounds, "threads": 1,
+        }  # fmt: skip
+        return written(sites, options)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each round, bytes of messages a round, the run's traffic as `flwr ls` says, and the clocks' rows."""
+
+    seconds: list[float]
+    bytes: int
+    traffic: int | None = None
+    clocks: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def traffic(said: Any) -> int | None:
+    """Return the bytes that `flwr ls` counts of the only run, None where it says nothing."""
+    with suppress(LookupError, TypeError):
+        return said["runs"][0]["network-traffic"]["total-bytes"]
+    return None
+
+
+def seconds(run: Path) -> list[float]:
+    """Return how long each round of a run folder took."""
+    return [row["seconds"] for row in disk.read_rows(run / TIMINGS)]
+
+
+def in_simulator(here: Place, plan: Plan, file: Path) -> Measured:
+    """Play (i)."""
+    run = plan.folder / "simulated"
+    row = build.cell(settings.resolve(settings.load(file), {}), run)
+    return Measured(seconds(run), (row["cost"]["bytes_down"] + row["cost"]["bytes_up"]) // plan.rounds)
+
+
+def in_process(here: Place, plan: Plan, file: Path) -> Measured:
+    """Play (ii), and count the bytes of every request for work and its reply."""
+    run, total = plan.folder / "rehearsed", [0]
+    original = local.LocalGrid._answered
+
+    def answered(self: local.LocalGrid, asked: Any) -> Any:
+        reply = original(self, asked)
+        if asked.metadata.message_type == "train":
+            total[0] += len(unwrapped(asked.content)) + len(unwrapped(reply.content))
+        return reply
+
+    with mock.patch.object(local.LocalGrid, "_answered", answered):
+        local.rehearse(file, run, file.parent)
+    clients._member.cache_clear()  # who plays next begins anew
+    return Measured(seconds(run), total[0] // plan.rounds)
+
+
+def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
+    """Play (iii) with clocked apps."""
+    run, port, log = plan.folder / "served", free_port(), plan.folder / "clock"
+    log.mkdir()
+    here = replace(here, more={"PYTHONPATH": str(Path(__file__).parent), LOG: str(log)})
+    this = [sys.executable, Path(__file__)]
+    with joined(here, file.parent, port, [*this, "join"]):
+        here.run(*this, "serve", file, run, str(port))
+    here.clear()
+    rows = {name: disk.read_rows(log / f"{name}.jsonl") for name in ("server", "site")}
+    total = sum(row["bytes"] for row in rows["server"]) // plan.rounds
+    return Measured(seconds(run), total, traffic(disk.read_json(log / "ls.json")), rows)
+
+
+def stock(here: Place, plan: Plan, file: Path) -> Measured:
+    """Play (iv)."""
+    home, times = plan.folder / "stock", plan.folder / "stock/times.jsonl"
+    (home / "app").mkdir(parents=True)
+    address = Address("127.0.0.1", free_port())
+    config = {"network": plan.network, "width": plan.width, "steps": plan.steps, "batch": BATCH, "lr": LR}
+    config |= {"rounds": plan.rounds, "sites": 3, "times": str(times)}
+    (home / "app/pyproject.toml").write_text(project(STOCK, config))
+    (home / "config.toml").write_text(connection(address))
+    here = replace(here, more={"PYTHONPATH": str(Path(__file__).parent), "FLWR_HOME": str(home)})
+    with superlink(here, address, home):
+        for name in names(file.parent):
+            node = f'images="{file.parent / name}.npz"'
+            words = ["--insecure", "--superlink", str(address), "--port", str(free_port()), "--node-config", node]
+            here.start(script("flower-supernode"), *words, log=home / f"{name}.log")
+        here.run(script("flwr"), "run", home / "app", "here")
+        wait(lambda: len(disk.read_rows(times)) > plan.rounds, home / "superlink.log")
+        time.sleep(5)  # the run's last words
+        said = json.loads(here.run(script("flwr"), "ls", "here", "--format", "json"))
+    here.clear()
+    rows = disk.read_rows(times)
+    passed = [round(b["at"] - a["at"], 4) for a, b in pairwise(rows)]
+    return Measured(passed, rows[-1]["bytes"] // plan.rounds, traffic(said))
+
+
+WAYS: dict[str, Callable[[Place, Plan, Path], Measured]] = {
+    "halfmoon, simulator": in_simulator,
+    "halfmoon, in-process grid": in_process,
+    "halfmoon, real processes": over_processes,
+    "stock Flower, real processes": stock,
+}
+
+
+class Spread:
+    """The median and the range of some numbers."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.median, self.least, self.most = statistics.median(values), min(values), max(values)
+
+    def said(self, digits: int, unit: float = 1.0) -> str:
+        """Return the spread in words, in multiples of `unit`."""
+        middle, low, high = (f"{value / unit:.{digits}f}" for value in (self.median, self.least, self.most))
+        return f"{middle} ({low} to {high})"
+
+
+def shares(rows: Sequence[Mapping[str, Any]], whole: str, others: Sequence[str]) -> dict[str, dict[str, Spread]]:
+    """Return the seconds of `whole` without `others`, and of each other part that was timed, by kind of clock."""
+    kept = [row for row in rows if others[0] in row["wall"]]
+    found: dict[str, dict[str, Spread]] = {}
+    for kind in ("wall", "cpu"):
+        own = [row[kind][whole] - sum(row[kind].get(name, 0.0) for name in others) for row in kept]
+        parts = {name for row in kept for name in row[kind]} - {whole, *others}
+        found.setdefault("all of it", {})[kind] = Spread(own)
+        for name in sorted(parts):
+            found.setdefault(name, {})[kind] = Spread([row[kind].get(name, 0.0) for row in kept])
+    return found
+
+
+def own(found: Measured) -> dict[str, dict[str, dict[str, Spread]]]:
+    """Return halfmoon's own share at the server and at a site, without the first and the last round."""
+    visits = [row for row in found.clocks["site"] if "method" in row["wall"]]
+    each = len(visits) // len(found.seconds)
+    return {
+        "server": shares(found.clocks["server"][1:-1], "visit", ("Flower", "asleep")),
+        "site": shares(visits[each:-each], "answer", ("method",)),
+    }
+
+
+def play(here: Place, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
+    """Play every model in every way."""
+    found: dict[str, dict[str, Measured]] = {}
+    for name, (network, width) in MODELS.items():
+        folder = here.folder / network
+        folder.mkdir()
+        plan = Plan(network, width, options.rounds, options.steps, folder)
+        file = plan.sites(here)
+        for way, do in WAYS.items():
+            found.setdefault(name, {})[way] = do(here, plan, file)
+            sys.stderr.write(f"{name}, {way}: {found[name][way].seconds}\n")
+    return found
+
+
+SCENE = """\
+FedAvg with three sites of `halfmoon site export digits` (images padded to 16x16; {labels},
+which alone are trained on), {rounds} rounds with all of them, {steps} local steps of 10 images, SGD, one thread a
+process; nothing is evaluated. Stock Flower is its own FedAvg around the same networks in plain PyTorch
+(`benchmarks/federation_stock.py`). The ways were played one after the other in one run; seconds are the median (and
+range) of the {counted} rounds between the first and the last.
+"""
+
+
+def page(found: Mapping[str, Mapping[str, Measured]], facts: Mapping[str, Any], options: argparse.Namespace) -> str:
+    """Return the results as a page."""
+    load = " to ".join(f"{value:.0f}" for value in facts["load"])
+    words = {"labels": "8 labeled images of each class a site", "rounds": options.rounds, "steps": options.steps}
+    lines = ["# What a round of a federation costs", "", f"    {facts['command']}", ""]
+    lines += [SCENE.format(**words, counted=options.rounds - 2), f"{about(facts)} Load of the machine: {load}.", ""]
+    head = "s a round | times the simulator | bytes of messages a round | `flwr ls`: bytes a round"
+    for model, ways in found.items():
+        first = Spread(next(iter(ways.values())).seconds[1:-1]).median
+        lines += [f"## {model}", "", f"| | {head} |", "|---|---|---|---|---|"]
+        for way, each in ways.items():
+            spread = Spread(each.seconds[1:-1])
+            seen = "" if each.traffic is None else f"{each.traffic // options.rounds:,}"
+            lines.append(f"| {way} | {spread.said(2)} | {spread.median / first:.1f} | {each.bytes:,} | {seen} |")
+        lines += ["", "halfmoon's own share of a round over real processes, in ms:", ""]
+        lines += ["| where | what | by the clock | of the processor |", "|---|---|---|---|"]
+        for where, parts in own(ways["halfmoon, real processes"]).items():
+            for what, kinds in parts.items():
+                lines.append(f"| {where} | {what} | {kinds['wall'].said(1, 1e-3)} | {kinds['cpu'].said(1, 1e-3)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a round of a federation costs, beside stock Flower.")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("results/federation_cost"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    before = os.getloadavg()[0]
+    with place() as here:
+        found = play(here, options)
+    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
+    facts = {**machine(), "command": command, "load": [before, os.getloadavg()[0]]}
+    words = page(found, facts, options)
+    rows = {model: {way: asdict(each) for way, each in ways.items()} for model, ways in found.items()}
+    save(options.out, words, {**facts, "rounds": options.rounds, "steps": options.steps, "models": rows})
+    sys.stdout.write(words)
+
+
+PARTS = {"serve": serve_clocked, "join": join_clocked}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in PARTS:
+        PARTS[sys.argv[1]](sys.argv[2:])
+    else:
+        main()
