@@ -39,12 +39,12 @@ from halfmoon.net.roster import Answer
 from halfmoon.net.terms import Terms
 from halfmoon.pieces import task, views
 from halfmoon.store import Store
-from halfmoon.tree import Tree
 
 WARD, PATIENT, DIAGNOSIS = "ward-7-b41", "kim-1961", "lupus"
 """The folder of the site, the beginning of its images' names, and a class that only it has."""
 
 ROUNDS = 4
+RUN = "5a" * 16
 
 
 def made(method: str = "fedloke", **options: Any) -> Terms:
@@ -103,12 +103,13 @@ def play(member: Member, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tup
     method = catalog.make(config.method, dict(config.options))
     remote = Remote(
         method, shared, views(config, about.form), line, about.sites, federation=about.hash, version=member.version,
-        cohort=1, seed=config.seed, store=Store(),
+        run=RUN, cohort=1, seed=config.seed, store=Store(),
     )  # fmt: skip
     server = method.start(shared, shared.network.init(rng.generator(config.seed, "model")))
     for number in range(rounds):
         remote.open(number)
         server = method.round(remote.task, server, remote)
+        remote.stored(0)
         remote.close()
     return line.pairs
 
@@ -151,7 +152,7 @@ def logged(member: Member) -> str:
 
 def memories(member: Member, about: Terms = TERMS) -> list[Path]:
     """Return the files in which the site remembers, the oldest first."""
-    return sorted((member.home / "federations" / about.hash[:16]).glob("memory-*"))
+    return sorted((member.home / "federations" / about.hash[:16]).glob(f"{RUN}/memory-*"))
 
 
 def test_a_site_joins(member: Member) -> None:
@@ -175,7 +176,7 @@ def test_a_site_joins(member: Member) -> None:
 def test_another_version_is_refused_with_who_has_to_upgrade(member: Member, mine: str, theirs: str, said: str) -> None:
     """Numbers are compared as numbers; a version before its release is older than that."""
     member.version = mine
-    for data in (offer(version=theirs), write(Request(TERMS.hash, theirs, 0, 0, 0, 0, "train"))):
+    for data in (offer(version=theirs), write(replace(REQUEST, version=theirs))):
         refusal = told(member.answer(data))
         assert refusal.kind == OTHER_VERSION
         assert refusal.reason.endswith(said)
@@ -227,7 +228,7 @@ def test_labels_that_a_federation_does_not_want_are_not_used(ward: Path, tmp_pat
     assert (said.labeled, said.unlabeled) == (0, 8)
 
 
-REQUEST = Request(TERMS.hash, "", 0, 0, 0, 0, "train")
+REQUEST = Request(TERMS.hash, "", RUN, 0, 0, 0, "train")
 
 
 @pytest.mark.parametrize(
@@ -281,6 +282,8 @@ def test_terms_that_are_none_are_refused(member: Member, text: str) -> None:
         ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT), ({"work": "steal"}, UNFIT),
         ({"down": {}}, FAILED), ({"down": {"params": {"x": torch.ones(2)}}}, FAILED),
         ({"federation": "a" * 64}, UNKNOWN), ({"exam": {"x": torch.ones(2)}}, None),
+        ({"run": "../../x"}, UNFIT), ({"run": ""}, UNFIT), ({"run": "A" * 32}, UNFIT),
+        ({"known": [1]}, UNFIT), ({"known": [0, 0, -1]}, UNFIT), ({"safe": [0, 0, "x"]}, UNFIT),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_done(
@@ -329,27 +332,31 @@ def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(
         assert member.answer(script[place][0]) == script[place][1], place
 
 
-def test_another_attempt_takes_the_place_of_the_one_before(member: Member, script: list[tuple[bytes, bytes]]) -> None:
-    """What is remembered of a round is what its last attempt left, also where the model that came was another one."""
+def test_an_attempt_that_did_not_count_is_not_remembered(member: Member, script: list[tuple[bytes, bytes]]) -> None:
+    """The first round is played twice, at first with another model, and once more in vain: what the server says that
+    it goes on from counts, whatever came before or after it.
+    """
     member.answer(offer())
-    first = read(script[0][0], Request)
+    first, second = (read(script[place][0], Request) for place in (0, 1))
     other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.down)
     assert member.answer(write(replace(first, down=other))) != script[0][1]
-    second = read(member.answer(write(replace(first, attempt=1))), Reply)
-    assert write(replace(second, attempt=0)) == script[0][1]
-    assert len(memories(member)) == 1
-    assert member.answer(script[1][0]) == script[1][1]
+    reply = read(member.answer(write(replace(first, attempt=1))), Reply)
+    assert write(replace(reply, attempt=0)) == script[0][1]
+    assert member.answer(write(replace(first, attempt=2, down=other))) != script[0][1]
+    assert second.known == [0, 0, 0]
+    assert member.answer(write(replace(second, known=[0, 1, 0]))) == script[1][1]
+    assert member.answer(write(replace(second, known=[0, 0, 0]))) != script[1][1]
 
 
-def test_what_is_settled_goes_and_what_is_needed_stays(member: Member, script: list[tuple[bytes, bytes]]) -> None:
-    """Once rounds before the third are settled, one memory is left of them; from there all goes on."""
+def test_what_is_safe_stays_and_what_is_older_goes(member: Member, script: list[tuple[bytes, bytes]]) -> None:
+    """Once the server will not go back behind the second round, the first one's memory goes; from there all goes on."""
     member.answer(offer())
-    for request, _ in script[:3]:
-        member.answer(write(replace(read(request, Request), settled=0)))
-    assert len(memories(member)) == 3
-    last = write(replace(read(script[2][0], Request), settled=2))
+    for request, _ in script[:2]:
+        member.answer(request)
+    assert len(memories(member)) == 2
+    last = write(replace(read(script[2][0], Request), safe=[1, 0, 0]))
     assert member.answer(last) == script[2][1]
-    assert [path.name[:17] for path in memories(member)] == ["memory-000001-000", "memory-000002-000"]
+    assert [path.name[7:21] for path in memories(member)] == ["000001-000-000", "000002-000-000"]
     for place in (3, 2, 3):
         assert member.answer(script[place][0]) == script[place][1]
 
@@ -373,42 +380,53 @@ def test_a_damaged_memory_is_named_and_the_one_before_counts(
     discreet(reply)
 
 
+def at(folder: Path, *visit: int, known: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> Memory:
+    """Return the memory in a visit."""
+    round, attempt, trip = visit
+    return Memory(folder, (round, attempt, trip), known, torch.device("cpu"), warn)
+
+
 def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
     """Of any length; and a partial file of a kill in the middle of writing is nothing."""
     heard: list[str] = []
-    kept: Tree = {"a": torch.arange(3.0)}
-
-    def at(round: int, trip: int = 0) -> Memory:
-        return Memory(tmp_path, (round, trip), torch.device("cpu"), heard.append)
-
-    at(0).put("0", kept)
-    at(1).put("0", {"a": torch.zeros(3)})
+    at(tmp_path, 0, 0, 0).put("0", {"a": torch.arange(3.0)})
+    at(tmp_path, 1, 0, 0).put("0", {"a": torch.zeros(3)})
     (whole,) = tmp_path.glob("memory-000001-*")
     data = whole.read_bytes()
     (tmp_path / f".{whole.name}.partial").write_bytes(data[:9])
-    (tmp_path / "memory-000007-000-0000.safetensors").write_bytes(b"")
+    (tmp_path / "memory-000001-000-000-00.safetensors").write_bytes(b"")
     for length in (0, 7, 8, len(data) - 1):
         whole.write_bytes(data[:length])
-        found = at(2).get("0")
+        found = at(tmp_path, 2, 0, 0, known=(1, 0, 0), warn=heard.append).get("0")
         assert found is not None
-        assert torch.equal(found["a"], kept["a"])
+        assert found["a"].tolist() == [0, 1, 2]
     assert len(heard) == 4
-    assert at(0).get("0") is None
-    assert at(0, 1).get("0") is not None
+    assert at(tmp_path, 2, 0, 0).get("0") is None, "the server says that nothing counted"
 
 
-def test_settling_keeps_the_newest_of_what_is_settled(tmp_path: Path) -> None:
-    """Rounds 0, 2 (two trips), 5 and 7 were visited; what starts in round 6 needs 5, in round 5 the last of 2."""
-    for visit in ((0, 0), (2, 0), (2, 1), (5, 0), (7, 0)):
-        Memory(tmp_path, visit, torch.device("cpu"), print).put("0", {"a": torch.tensor(visit)})
-    left: dict[int, list[str]] = {}
-    for settled in (0, 1, 3, 5, 6):
-        settle(tmp_path, settled)
-        left[settled] = [path.name[7:17] for path in sorted(tmp_path.iterdir())]
-    assert left[0] == left[1] == ["000000-000", "000002-000", "000002-001", "000005-000", "000007-000"]
-    assert left[3] == left[5] == ["000002-001", "000005-000", "000007-000"]
-    assert left[6] == ["000005-000", "000007-000"]
-    settle(tmp_path / "nowhere", 3)
+def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Somebody put back an old backup of the site: what is there counts, or nothing."""
+    heard: list[str] = []
+    memory = at(tmp_path, 6, 0, 0, known=(5, 1, 0), warn=heard.append)
+    assert memory.get("0") is None
+    at(tmp_path, 3, 0, 0).put("0", {"a": torch.ones(1)})
+    at(tmp_path, 5, 2, 0).put("0", {"a": torch.zeros(1)})
+    found = memory.get("0")
+    assert found is not None
+    assert found["a"].tolist() == [1]
+    assert [said.split(":")[0] for said in heard] == ["the memory of round 6 is missing"] * 2
+
+
+def test_settling_keeps_what_is_safe_and_what_came_after(tmp_path: Path) -> None:
+    for visit in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (5, 0, 0)):
+        at(tmp_path, *visit).put("0", {"a": torch.tensor(visit)})
+    settle(tmp_path, None)
+    assert len(list(tmp_path.iterdir())) == 5
+    settle(tmp_path, (2, 0, 1))
+    assert [path.name[7:21] for path in sorted(tmp_path.iterdir())] == [
+        "000002-000-001", "000002-001-000", "000005-000-000"
+    ]  # fmt: skip
+    settle(tmp_path / "nowhere", (3, 0, 0))
 
 
 Fail = Callable[..., Any]
