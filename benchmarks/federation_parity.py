@@ -39,7 +39,7 @@ from halfmoon import build
 from halfmoon import config as settings
 from halfmoon.flower.contact import Address, reach
 from halfmoon.flower.local import rehearse
-from halfmoon.flower.processes import APPS, ENVIRONMENT, free_port
+from halfmoon.flower.processes import APPS, ENVIRONMENT, free_port, interruptible
 
 METHODS = {"feddure": "clients", "fedloke": "clients", "semifl": "server", "feddb": "clients", "fedmatch": "clients"}
 """The methods that are compared, and where their federation has its labels."""
@@ -126,7 +126,8 @@ def place(where: Path | None = None) -> Iterator[Place]:
     with tempfile.TemporaryDirectory(prefix="federation-", dir=where, ignore_cleanup_errors=True) as folder:
         here = Place(Path(folder), uuid.uuid4().hex)
         try:
-            yield here
+            with interruptible():
+                yield here
         finally:
             here.clear()
 
