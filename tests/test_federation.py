@@ -92,8 +92,7 @@ def compare(there: Played) -> None:
     """Fail where a federation and the simulation of the same file differ in anything that both can know.
 
     `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
-    knows them. `stored_server` is taken of what the server's shelf holds; a federation puts a round's trees there when
-    the round is over, so that one that is played again finds it as it was, and may count them a round later.
+    knows them.
     """
     assert bits(there.run) == bits(there.simulated)
     ours, theirs = rows(there.run), rows(there.simulated)
@@ -104,8 +103,6 @@ def compare(there: Played) -> None:
             name: b[name] for name in ("round", "cohort", "train", "test")
         }
         assert (a["pseudo"], a["prior"]) == (None, None)
-        stored = [row["cost"].pop("stored_server") for row in (a, b)]
-        assert 0 < stored[0] <= stored[1]
         assert a["cost"] == b["cost"]
 
 
@@ -238,7 +235,7 @@ def told(message: Message) -> bytes:
     """Return all the bytes of a message's content; fail where it is more than one array of bytes."""
     assert not message.has_error(), "Flower's own errors quote what a program said"
     assert list(message.content) == ["message"], "there is another record beside the message"
-    assert list(message.content.array_records["message"]) == ["message"], "there is another array beside the message"
+    assert list(message.content.array_records["message"]) == ["head", "body"], "there is an array beside the message"
     return unwrapped(message.content)
 
 

@@ -61,7 +61,7 @@ def memories(town: Town) -> dict[str, tuple[str, dict[str, bytes]]]:
     """Return the newest thing that each site remembers: its file's name, and its tensors' bytes."""
     newest = {}
     for name in town.names:
-        files = sorted((town.folder / name / ".halfmoon" / "federations").glob("*/memory-*.safetensors"))
+        files = sorted((town.folder / name / ".halfmoon" / "federations").glob("*/*/memory-*.safetensors"))
         if files:
             newest[name] = files[-1].name, {key: leaf.tobytes() for key, leaf in load_file(files[-1]).items()}
     return newest
@@ -102,7 +102,7 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
     there.town.forget()
 
     def lose() -> None:
-        for path in there.town.folder.glob("site-*/.halfmoon/federations/*/memory-*"):
+        for path in there.town.folder.glob("site-*/.halfmoon/federations/*/*/memory-*"):
             path.unlink()
 
     with before_each_message(lose):

@@ -47,7 +47,8 @@ def ground(held: Holdings, rule: str, store: Store) -> Ground:
     return Ground(held, Views(), batching, batching, Budget(), SEED, "loop", shelf)
 
 
-REQUEST = Request(HASH, VERSION, round=0, attempt=0, trip=0, settled=0, work="train")
+RUN = "0" * 32
+REQUEST = Request(HASH, VERSION, RUN, round=0, attempt=0, trip=0, work="train")
 
 
 class Wire:
@@ -81,7 +82,7 @@ def federation(name: str, rule: str) -> tuple[Any, Any, Remote, Wire]:
     wire, store = Wire(sites), Store()
     server = ground(alone(held, SERVER), rule, store) if simulation.labeled else None
     remote = Remote(
-        method, shared, Views(), wire, list(sites), federation=HASH, version=VERSION, cohort=simulation.size, seed=SEED,
+        method, shared, Views(), wire, list(sites), federation=HASH, version=VERSION, run=RUN, cohort=simulation.size, seed=SEED,
         server=server, store=store,
     )  # fmt: skip
     return method, shared, remote, wire
@@ -198,7 +199,7 @@ MESSAGES: list[Message] = [
     REQUEST,
     Joined(HASH, VERSION, "site-0", 3, 4),
     Refusal(VERSION, "failed", "its disk is full."),
-    Reply(HASH, VERSION, 1, 2, 3, "train", [1, 2, 3, 0], [4, 5], 6, 7, {"a": {}}, {}),
+    Reply(HASH, VERSION, RUN, 1, 2, 3, "train", [1, 2, 3, 0], [4, 5], 6, 7, {"a": {}}, {}),
 ]
 
 

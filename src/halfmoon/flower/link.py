@@ -1,4 +1,4 @@
-"""Flower's Grid as a `halfmoon.net.roster.Post`: bytes in an array of a record, which Flower cuts and stores once."""
+"""Flower's Grid as a `halfmoon.net.roster.Post`: bytes in the arrays of a record, which Flower cuts into pieces."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flwr.serverapp import Grid
 
 from halfmoon.net.roster import Parcel
 
-NAME = "message"
-"""Of the record, and of the array in it."""
+NAME, HEAD, BODY = "message", "head", "body"
+"""Of the record, and of the arrays in it. Flower stores equal arrays once: a model that goes to all sites is one."""
 
 PROBLEMS = {
     1: "its program cannot be loaded",
@@ -27,15 +27,20 @@ PROBLEMS = {
 
 
 def wrapped(data: bytes) -> RecordDict:
-    """Return a message's content that holds the bytes."""
-    array = Array(dtype="uint8", shape=(len(data),), stype="halfmoon", data=data)
-    return RecordDict({NAME: ArrayRecord({NAME: array})})
+    """Return a message's content that holds the bytes: the header, and the tensors, equal for many sites."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    parts = {HEAD: data[:end], BODY: data[end:]}
+    arrays = {
+        name: Array(dtype="uint8", shape=(len(part),), stype="halfmoon", data=part) for name, part in parts.items()
+    }
+    return RecordDict({NAME: ArrayRecord(arrays)})
 
 
 def unwrapped(content: RecordDict) -> bytes:
     """Return the bytes in a message's content, none where there are none."""
     try:
-        return content.array_records[NAME][NAME].data
+        record = content.array_records[NAME]
+        return record[HEAD].data + record[BODY].data
     except KeyError:
         return b""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +34,7 @@ from halfmoon.site.prepare import HOME
 from halfmoon.store import Store, StoreShelf
 from halfmoon.types import Work
 
-LOG, SITES, TERMS = "serve.log", "sites.json", "terms.json"
+LOG, SITES, TERMS, NUMBER = "serve.log", "sites.json", "terms.json", "number"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ class Host:
     def _register(self) -> Register:
         terms, rules = self.plan.terms, self.plan.rules
         return Register(terms.sites, rules.strikes, self.path / SITES)
+
+    def _number(self) -> str:
+        """Return what tells this run from others of the same federation; made with the first round."""
+        path = self.path / NUMBER
+        held = disk.read(path)
+        if held is None:
+            held = secrets.token_hex(16).encode()
+            disk.replace(path, held)
+        return held.decode()
 
     def serve(self, post: Post, patience: float = math.inf) -> Row:
         """Play all rounds that are left, and return the run's summary; one that is finished is only read.
@@ -165,6 +175,7 @@ class Host:
             terms.sites,
             federation=terms.hash,
             version=version,
+            run=self._number(),
             cohort=config.cohort,
             seed=config.seed,
             device=place,

@@ -19,7 +19,7 @@ from halfmoon.client import Diverged
 from halfmoon.data import Images
 from halfmoon.errors import UserError
 from halfmoon.net.journal import Journal, size
-from halfmoon.net.memory import Memory, settle
+from halfmoon.net.memory import Memory, settle, visit_of
 from halfmoon.net.message import FAILED, UNFIT, UNKNOWN, Joined, Malformed, Offer, Refusal, Reply, Request, read, write
 from halfmoon.net.site import Refused, Site, check_version
 from halfmoon.net.terms import Terms
@@ -120,12 +120,19 @@ class Member:
                 raise Refused(UNKNOWN, f"this site has not joined federation {request.federation[:8]} yet.")
             self._sites[request.federation] = terms, self._opened(terms)
         terms, site = self._sites[request.federation]
-        device = site.ground.holdings.train.labels.device
-        memory = Memory(place, (request.round, request.trip), device, self._say)
+        try:
+            known, safe = visit_of(request.known), visit_of(request.safe)
+        except ValueError as error:
+            raise Refused(UNFIT, f"what the server asks to go on from is no visit: {error}.") from error
+        if not re.fullmatch("[0-9a-f]{32}", request.run):  # it becomes the name of a folder
+            raise Refused(UNFIT, "what the server calls its run is no number of any.")
+        folder = place / request.run
+        at = (request.round, request.attempt, request.trip)
+        memory = Memory(folder, at, known, site.ground.holdings.train.labels.device, self._say)
         began = time.perf_counter()
         with computing(terms.config):
             reply = site.do(request, memory)
-        settle(place, request.settled)
+        settle(folder, safe)
         self._tell(request, reply, received, time.perf_counter() - began)
         return reply
 

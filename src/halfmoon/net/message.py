@@ -44,17 +44,21 @@ class Offer:
 class Request:
     """One question to one site: do `work` in this round; `down` is what the server sends.
 
-    `attempt` counts how often the round is played, from 0. Rounds before `settled` will never be played again. `exam`
-    is a model {"params", "stats"} to test on the site's own test images, beside the work; without a work that is all.
+    `run` is the hexadecimal number of the server's run, of which there may be several of one federation. `attempt`
+    counts how often the round is played, from 0. `known` is the visit (round, attempt, trip) whose memory the site goes
+    on from, `safe` the oldest one that it may ever have to; both are empty where there is none. `exam` is a model
+    {"params", "stats"} to test on the site's own test images, beside the work; without a work that is all.
     """
 
     federation: str  # a hash of what all have to agree on
     version: str  # of the server's halfmoon
+    run: str
     round: int
     attempt: int
     trip: int
-    settled: int
     work: str
+    known: list[int] = field(default_factory=list)
+    safe: list[int] = field(default_factory=list)
     down: Tree = field(default_factory=dict)
     exam: Tree = field(default_factory=dict)
 
@@ -90,6 +94,7 @@ class Reply:
 
     federation: str
     version: str
+    run: str
     round: int
     attempt: int
     trip: int
@@ -116,6 +121,7 @@ class Reply:
         return cls(
             federation=request.federation,
             version=version,
+            run=request.run,
             round=request.round,
             attempt=request.attempt,
             trip=request.trip,

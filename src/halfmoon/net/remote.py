@@ -15,6 +15,7 @@ from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Tally
 from halfmoon.experiment import Report, Row, TooFew
 from halfmoon.ground import Ground
+from halfmoon.manifest import Contents
 from halfmoon.net.checks import implausible, misfit, norms, outsized
 from halfmoon.net.exam import Exam
 from halfmoon.net.message import Malformed, Refusal, Reply, Request, read, write
@@ -22,6 +23,7 @@ from halfmoon.net.patterns import Patterns
 from halfmoon.net.plan import Rules
 from halfmoon.net.register import Register
 from halfmoon.net.roster import Answer
+from halfmoon.net.visits import Visits
 from halfmoon.rounds import Rounds
 from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
@@ -83,8 +85,8 @@ class Remote(Rounds):
     Cohorts are drawn by number, so the order of the names is a part of the federation. Replies are taken in the order
     of the numbers, whatever order they came in. A site without a usable answer leaves its round; a round with too few
     is played again, with other sites where there are some. `register` counts unusable answers, and who is set aside is
-    drawn no more. Without an `inspection` replies are only read, not judged. `ready` returns when so many sites can be
-    asked: a round is not played again before.
+    drawn no more. `run` tells this run from others of the same federation. Without an `inspection` replies are only
+    read, not judged. `ready` returns when so many sites can be asked: a round is not played again before.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Remote(Rounds):
         *,
         federation: str,
         version: str,
+        run: str,
         cohort: int,
         seed: int,
         device: torch.device = CPU,
@@ -122,7 +125,7 @@ class Remote(Rounds):
         )
         self.link, self.names = link, tuple(names)
         self.server = None if server is None else replace(server, memories=Draft(server.memories))
-        self.federation, self.version = federation, version
+        self.federation, self.version, self.run = federation, version, run
         self.rules = rules or Rules()
         self.register = register or Register(names, self.rules.strikes, None)
         self.inspection, self.say, self.ready = inspection, say, ready
@@ -130,7 +133,7 @@ class Remote(Rounds):
         self.shelf: Shelf = self._draft
         self._attempt = 0
         self._failed: set[int] = set()  # of this round
-        self._saved = [0, 0]
+        self._visits = Visits(self.store)
         self._brought: Tree = {}
         self._exam: Exam | None = None
 
@@ -147,6 +150,7 @@ class Remote(Rounds):
         """Begin a round, or begin it again: draw its cohort, at first as a simulation does."""
         super().open(round)
         self._brought, self._exam = {}, None
+        self._visits.drop()
         for draft in self._drafts():
             draft.changed.clear()
         path = ("cohort", round, self._attempt) if self._attempt else ("cohort", round)
@@ -174,24 +178,34 @@ class Remote(Rounds):
     def concluded(self, model: Tree) -> Tally | None:
         """Return how a model does on the test images of all sites that have some and answer, None where none does."""
         names = [name for name in self.names if self._tests(name) and name not in self.register.aside]
-        request = self._request(self.task.rounds - 1, self._trip, "", model)
+        requests = {name: self._request(name, self.task.rounds - 1, self._trip, "", {}, model) for name in names}
         exam = Exam()
         if names:
-            answers = self.link.exchange(dict.fromkeys(names, write(request)), "the last test")
-            for name, answer in answers.items():
-                reply = self._read(name, answer, request)
+            asked = {name: write(request) for name, request in requests.items()}
+            for name, answer in self.link.exchange(asked, "the last test").items():
+                reply = self._read(name, answer, requests[name])
                 if reply is not None:
                     self._add(exam, name, reply)
         return exam.tally()
 
     def saved(self, round: int) -> None:
         """Take note of what is on the disk: the newest checkpoint, and the one to fall back on."""
-        self._saved = [self._saved[1], round]
+        self._visits.saved()
+
+    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+        """Go on from a checkpoint."""
+        super().restore(clients, cost)
+        self._visits.restore()
+
+    def stored(self, server: int) -> None:
+        """Take note of the bytes of the server's tree; the round is over, so what it put on shelves counts."""
+        for draft in self._drafts():
+            draft.keep()
+        self._visits.keep()
+        super().stored(server)
 
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
-        for draft in self._drafts():
-            draft.keep()
         self._attempt = 0
         self._failed.clear()
         report = super().close()
@@ -216,13 +230,16 @@ class Remote(Rounds):
             for place, k in enumerate(clients)
             if self.names[k] not in self.register.aside  # a method may ask others than its cohort
         }
-        request = self._request(errand.round, errand.trip, name, self._brought)
-        exam = Exam() if self._brought else None
-        self.cost.bytes_down += len(downs) * tree.nbytes(self._brought)
-        self._brought = {}
+        brought, self._brought = self._brought, {}
+        exams = {site: brought if self._tests(site) else {} for site in downs}
+        exam = Exam() if any(exams.values()) else None
+        self.cost.bytes_down += sum(tree.nbytes(each) for each in exams.values())
         what = f"round {errand.round + 1}, trip {errand.trip + 1} ({name})"
-        answers = self.link.exchange({site: write(replace(request, down=own)) for site, own in downs.items()}, what)
-        replies = {site: self._read(site, answer, request) for site, answer in answers.items()}
+        requests = {
+            site: self._request(site, errand.round, errand.trip, name, own, exams[site]) for site, own in downs.items()
+        }
+        answers = self.link.exchange({site: write(request) for site, request in requests.items()}, what)
+        replies = {site: self._read(site, answer, requests[site]) for site, answer in answers.items()}
         good = self._judged({site: reply for site, reply in replies.items() if reply is not None}, errand, downs)
         if exam is not None:
             for site, reply in good.items():
@@ -232,10 +249,16 @@ class Remote(Rounds):
         wanted = self.rules.quorum(len(downs))
         if len(good) < wanted:
             raise TooFew(f"{what} has {len(good)} usable replies of {len(downs)}, and {wanted} are needed.")
+        for site, reply in good.items():
+            if reply.kept:
+                self._visits.add(site, (errand.round, self._attempt, errand.trip))
         return {k: self._placed(good[self.names[k]].outcome()) for k in clients if self.names[k] in good}
 
-    def _request(self, round: int, trip: int, work: str, exam: Tree) -> Request:
-        return Request(self.federation, self.version, round, self._attempt, trip, self._saved[0], work, exam=exam)
+    def _request(self, site: str, round: int, trip: int, work: str, down: Tree, exam: Tree) -> Request:
+        known, safe = self._visits.known(site), self._visits.safe(site)
+        return Request(
+            self.federation, self.version, self.run, round, self._attempt, trip, work, known, safe, down, exam
+        )
 
     def _tests(self, site: str) -> int:
         return 0 if self.inspection is None else self.inspection.tests(site)
@@ -265,7 +288,8 @@ class Remote(Rounds):
             self.say(f"{site} has no part in round {request.round + 1}: {said.reason[:500]}")
             return None
         asked, told = (
-            (each.federation, each.version, each.round, each.attempt, each.trip, each.work) for each in (request, said)
+            (each.federation, each.version, each.run, each.round, each.attempt, each.trip, each.work)
+            for each in (request, said)
         )
         if asked != told:
             return self._refuse(site, f"it answers round {said.round + 1}, trip {said.trip + 1} ({said.work[:40]})")

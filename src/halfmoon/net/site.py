@@ -64,14 +64,14 @@ class Site:
         config = replace(terms.config, device=place)
         shared = task(config, terms.form)
         labeled = labels >= 0
-        if config.labels_at == "server":
+        entry = catalog.entry(config.method)
+        if config.labels_at == "server" and not entry.all_labels:
             labeled = np.zeros_like(labeled)
         method = catalog.make(config.method, dict(config.options))
         _check(terms, method, shared, int(labeled.sum()), int((~labeled).sum()))
         # Rows without a label get one that nothing looks at.
         held = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
         split = Split(np.full(len(labels), number), labeled, len(terms.sites))
-        entry = catalog.entry(config.method)
         memories = StoreShelf(Store(), "client/", held.labels.device)
         ground = Ground(
             Holdings(held, split, entry.all_labels, reuse_labeled=config.reuse_labeled),
