@@ -32,6 +32,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from federation_clock import LOG
 from federation_parity import (
     Place,
     about,
@@ -48,101 +49,25 @@ from federation_parity import (
     wait,
     written,
 )
+from federation_stock import NETWORKS
 
-from halfmoon import build, disk
+from halfmoon import build, disk, rng, tree
 from halfmoon import config as settings
 from halfmoon.flower import client_app as clients
 from halfmoon.flower import joining, launch, local
-from halfmoon.flower import server_app as servers
 from halfmoon.flower.contact import Address
-from halfmoon.flower.link import GridPost, unwrapped
+from halfmoon.flower.link import unwrapped
 from halfmoon.flower.processes import free_port, interruptible
-from halfmoon.ground import Ground
-from halfmoon.net import member, message, remote, roster
 from halfmoon.net.host import Host
-from halfmoon.net.patterns import Patterns
 from halfmoon.net.plan import load
+from halfmoon.pieces import task
 from halfmoon.record import TIMINGS
 from halfmoon.site import prepare
 
 MODELS = {"small, width 16": ("small", 16), "ResNet-9, width 16": ("resnet9", 16)}
 BATCH, LR, SIDE = 10, 0.05, 16
-CLOCKED = ("federation_cost:server_app", "federation_cost:client_app")
+CLOCKED = ("federation_clock:server_app", "federation_clock:client_app")
 STOCK = ("federation_stock:server", "federation_stock:client")
-LOG = "HALFMOON_CLOCK"
-"""A variable of the environment that names the folder where the clocked apps write."""
-
-
-class Clock:
-    """Seconds by name, by the wall clock and of this thread's processor time, of calls that are timed; and bytes."""
-
-    def __init__(self) -> None:
-        self.wall: dict[str, float] = {}
-        self.cpu: dict[str, float] = {}
-        self.bytes = 0
-
-    def timed(self, name: str, call: Callable[..., Any], done: Callable[[], None] | None = None) -> Callable[..., Any]:
-        """Return `call`, timed under a name; `done` is called after it."""
-
-        def run(*words: Any, **named: Any) -> Any:
-            began = time.perf_counter(), time.thread_time()
-            try:
-                return call(*words, **named)
-            finally:
-                self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - began[0]
-                self.cpu[name] = self.cpu.get(name, 0.0) + time.thread_time() - began[1]
-                if done is not None:
-                    done()
-
-        return run
-
-    def write(self, file: str) -> None:
-        """Add what was timed to a file, and begin anew."""
-        path = Path(os.environ[LOG], file)
-        disk.append(path, (json.dumps({"wall": self.wall, "cpu": self.cpu, "bytes": self.bytes}) + "\n").encode())
-        self.wall, self.cpu, self.bytes = {}, {}, 0
-
-
-def clocked_server() -> None:
-    """Time what the server does of its own in this process: a line a visit of the cohort."""
-    clock = Clock()
-    for name in ("nodes", "send", "collect"):
-        setattr(GridPost, name, clock.timed("Flower", getattr(GridPost, name)))
-    original = roster.Clock
-    roster.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
-    Patterns.of = clock.timed("patterns", Patterns.of)  # type: ignore[method-assign]
-    remote.read, remote.write = clock.timed("read", message.read), clock.timed("write", message.write)
-    for name in ("misfit", "implausible", "norms"):
-        setattr(remote, name, clock.timed("checks", getattr(remote, name)))
-    exchange = roster.Roster.exchange
-
-    def counted(self: roster.Roster, requests: Mapping[str, bytes], what: str) -> dict[str, roster.Answer]:
-        answers = exchange(self, requests, what)
-        clock.bytes += sum(map(len, requests.values())) + sum(len(each.data or b"") for each in answers.values())
-        return answers
-
-    roster.Roster.exchange = counted  # type: ignore[method-assign]
-    visit = clock.timed("visit", remote.Remote._visit, lambda: clock.write("server.jsonl"))
-    remote.Remote._visit = visit  # type: ignore[method-assign]
-
-
-def clocked_site() -> None:
-    """Time what a site does of its own in this process: a line an answer."""
-    clock = Clock()
-    Ground._visit = clock.timed("method", Ground._visit)  # type: ignore[method-assign]
-    member.Member._opened = clock.timed("open images", member.Member._opened)  # type: ignore[method-assign]
-    member.read, member.write = clock.timed("read", message.read), clock.timed("write", message.write)
-    member.Member._say = clock.timed("log", member.Member._say)  # type: ignore[method-assign]
-    answer = clock.timed("answer", member.Member.answer, lambda: clock.write("site.jsonl"))
-    member.Member.answer = answer  # type: ignore[method-assign]
-
-
-if LOG in os.environ:
-    clocked_server()
-    clocked_site()
-# One statement each: Flower looks for them without running this.
-server_app = servers.app
-client_app = clients.app
 
 
 def serve_clocked(words: Sequence[str]) -> None:
@@ -203,6 +128,20 @@ class Plan:
             "width": self.width, "evaluate_every": self.rounds, "threads": 1,
         }  # fmt: skip
         return written(sites, options)
+
+
+def check(file: Path, name: str, width: int) -> None:
+    """Raise ValueError where stock Flower's network is not ours: with the same weights the same logits."""
+    config, form = load(file).config, load(file).terms.form
+    model = task(config, form).network.init(rng.generator(0, "model"))
+    theirs = NETWORKS[name](width).eval()
+    ours = iter(tree.leaves(model["params"]))
+    for leaf in theirs.parameters():
+        leaf.data.copy_(next(ours))
+    images = torch.rand(4, *form.image, generator=torch.Generator().manual_seed(0))
+    logits = task(config, form).network.predict(model["params"], model["stats"], images)
+    if next(ours, None) is not None or not torch.allclose(logits, theirs(images), atol=1e-5):
+        raise ValueError(f"{name} is not the same network in both")
 
 
 @dataclass(frozen=True)
@@ -341,6 +280,7 @@ def play(here: Place, options: argparse.Namespace) -> dict[str, dict[str, Measur
         folder.mkdir()
         plan = Plan(network, width, options.rounds, options.steps, folder)
         file = plan.sites(here)
+        check(file, network, width)
         for way, do in WAYS.items():
             found.setdefault(name, {})[way] = do(here, plan, file)
             sys.stderr.write(f"{name}, {way}: {found[name][way].seconds}\n")

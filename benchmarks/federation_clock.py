@@ -1,0 +1,97 @@
+"""Flower's two apps with a clock inside: what halfmoon itself takes in the processes of `federation_cost.py`.
+
+`server_app` and `client_app` are halfmoon's own. Where the environment names a folder in HALFMOON_CLOCK, they add a
+line for each visit of the cohort to server.jsonl there, and one for each answer of a site to site.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from halfmoon import disk
+from halfmoon.flower import client_app as clients
+from halfmoon.flower import server_app as servers
+from halfmoon.flower.link import GridPost
+from halfmoon.ground import Ground
+from halfmoon.net import member, message, remote, roster
+from halfmoon.net.patterns import Patterns
+
+LOG = "HALFMOON_CLOCK"
+"""A variable of the environment that names the folder where the clocked apps write."""
+
+
+class Clock:
+    """Seconds by name, by the wall clock and of this thread's processor time, of calls that are timed; and bytes."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self.bytes = 0
+
+    def timed(self, name: str, call: Callable[..., Any], done: Callable[[], None] | None = None) -> Callable[..., Any]:
+        """Return `call`, timed under a name; `done` is called after it."""
+
+        def run(*words: Any, **named: Any) -> Any:
+            began = time.perf_counter(), time.thread_time()
+            try:
+                return call(*words, **named)
+            finally:
+                self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - began[0]
+                self.cpu[name] = self.cpu.get(name, 0.0) + time.thread_time() - began[1]
+                if done is not None:
+                    done()
+
+        return run
+
+    def write(self, file: str) -> None:
+        """Add what was timed to a file, and begin anew."""
+        path = Path(os.environ[LOG], file)
+        disk.append(path, (json.dumps({"wall": self.wall, "cpu": self.cpu, "bytes": self.bytes}) + "\n").encode())
+        self.wall, self.cpu, self.bytes = {}, {}, 0
+
+
+def clocked_server() -> None:
+    """Time what the server does of its own in this process: a line a visit of the cohort."""
+    clock = Clock()
+    for name in ("nodes", "send", "collect"):
+        setattr(GridPost, name, clock.timed("Flower", getattr(GridPost, name)))
+    original = roster.Clock
+    roster.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
+    Patterns.of = clock.timed("patterns", Patterns.of)  # type: ignore[method-assign]
+    remote.read, remote.write = clock.timed("read", message.read), clock.timed("write", message.write)
+    for name in ("misfit", "implausible", "norms"):
+        setattr(remote, name, clock.timed("checks", getattr(remote, name)))
+    exchange = roster.Roster.exchange
+
+    def counted(self: roster.Roster, requests: Mapping[str, bytes], what: str) -> dict[str, roster.Answer]:
+        answers = exchange(self, requests, what)
+        clock.bytes += sum(map(len, requests.values())) + sum(len(each.data or b"") for each in answers.values())
+        return answers
+
+    roster.Roster.exchange = counted  # type: ignore[method-assign]
+    visit = clock.timed("visit", remote.Remote._visit, lambda: clock.write("server.jsonl"))
+    remote.Remote._visit = visit  # type: ignore[method-assign]
+
+
+def clocked_site() -> None:
+    """Time what a site does of its own in this process: a line an answer."""
+    clock = Clock()
+    Ground._visit = clock.timed("method", Ground._visit)  # type: ignore[method-assign]
+    member.Member._opened = clock.timed("open images", member.Member._opened)  # type: ignore[method-assign]
+    member.read, member.write = clock.timed("read", message.read), clock.timed("write", message.write)
+    member.Member._say = clock.timed("log", member.Member._say)  # type: ignore[method-assign]
+    answer = clock.timed("answer", member.Member.answer, lambda: clock.write("site.jsonl"))
+    member.Member.answer = answer  # type: ignore[method-assign]
+
+
+if LOG in os.environ:
+    clocked_server()
+    clocked_site()
+# One statement each: Flower looks for them without running this.
+server_app = servers.app
+client_app = clients.app
