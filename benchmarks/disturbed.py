@@ -63,7 +63,8 @@ class Federation:
         if who == VICTIM:
             words += ["--home", str(self.home)] if self.home else []
             if self.spoil:
-                environment |= {"PYTHONPATH": str(Path(__file__).parent / "misbehaving"), "MISBEHAVE": self.spoil}
+                paths = [str(Path(__file__).parent / "misbehaving"), os.environ.get("PYTHONPATH", "")]
+                environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MISBEHAVE": self.spoil}
                 environment["MISBEHAVE_SECONDS"] = str(LATE)
         with (self.folder / f"{who}.out").open("ab") as out:
             command = [HALFMOON, *words]

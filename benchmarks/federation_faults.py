@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 
 from halfmoon import disk
 from halfmoon.flower.child import CLIENT_APP
-from halfmoon.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE
+from halfmoon.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, interruptible
 
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
 OPTIONS = {"rounds": 4, "steps": 60, "labeled_batch": 8, "unlabeled_batch": 16, "width": 8}
@@ -191,7 +191,7 @@ def _outcome(fed: Federation, fault: Fault, seconds: float) -> Outcome:
     rows = disk.read_rows(fed.run / "metrics.jsonl")
     summary = disk.read_json(fed.run / "summary.json") or {}
     places = {who: fed.of(who).parent / "federations" for who in SITES}
-    kept = {who: sorted(path.name for path in place.glob("*/memory-*")) for who, place in places.items()}
+    kept = {who: sorted(path.stem for path in place.rglob("memory-*")) for who, place in places.items()}
     return Outcome(
         what=fault.what,
         method=fault.method,
@@ -201,7 +201,7 @@ def _outcome(fed: Federation, fault: Fault, seconds: float) -> Outcome:
         cohorts=[row["cohort"] for row in rows],
         accuracy=summary["accuracy"]["last"],
         weights=_digest(fed.run / "model.safetensors"),
-        memories={who: names[-1] if names else "" for who, names in kept.items()},
+        memories={who: names[-1].rpartition("-")[2] if names else "none" for who, names in kept.items()},
         seconds=round(seconds, 1),
     )
 
@@ -312,7 +312,7 @@ def main() -> None:
     outcomes = {name: Outcome(**row) for name, row in before["faults"].items() if name in FAULTS}
     command = f"python benchmarks/{Path(__file__).name}"
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="halfmoon-faults-") as folder:
+    with tempfile.TemporaryDirectory(prefix="halfmoon-faults-") as folder, interruptible():
         exported = Path(folder, "exported")
         subprocess.run([HALFMOON, *EXPORT, "--out", str(exported)], check=True)
         for name in options.only:
@@ -338,6 +338,8 @@ def _unequal(outcomes: dict[str, Outcome]) -> dict[str, str]:
         calm = outcomes.get(UNDISTURBED[outcome.method])
         if calm is not None and FAULTS[name].same and outcome.weights != calm.weights:
             found[name] = "the weights are not those of the undisturbed run"
+        if FAULTS[name].same and "none" in outcome.memories.values():
+            found[name] = "a site remembers nothing"
         if calm is not None and FAULTS[name].same and outcome.memories != calm.memories:
             found[name] = "the sites do not remember what they do in the undisturbed run"
     return found
