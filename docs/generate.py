@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -269,11 +269,6 @@ def leaves() -> str:
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
-def _kind(hint: Any) -> str:
-    numbers = set(get_args(hint)) & {int, float} if get_origin(hint) is tuple else set()
-    return "a list of numbers" if numbers else settings.expected(hint)
-
-
 def _named(words: set[str]) -> str:
     return ", ".join(f"`{word}`" for word in sorted(words))
 
@@ -285,7 +280,7 @@ def federation() -> str:
         hints, lines = get_type_hints(kind), about(kind)
         for each in fields(kind):
             default = "has to be said" if each.default is MISSING else _default(each.default)
-            rows.append([f"`{each.name}`", _kind(hints[each.name]), default, lines[each.name]])
+            rows.append([f"`{each.name}`", settings.expected(hints[each.name]), default, lines[each.name]])
     return table(["option", "value", "default", "meaning"], rows)
 
 

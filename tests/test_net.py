@@ -82,8 +82,8 @@ def federation(name: str, rule: str) -> tuple[Any, Any, Remote, Wire]:
     wire, store = Wire(sites), Store()
     server = ground(alone(held, SERVER), rule, store) if simulation.labeled else None
     remote = Remote(
-        method, shared, Views(), wire, list(sites), federation=HASH, version=VERSION, run=RUN, cohort=simulation.size, seed=SEED,
-        server=server, store=store,
+        method, shared, Views(), wire, list(sites), federation=HASH, version=VERSION, run=RUN,
+        cohort=simulation.size, seed=SEED, server=server, store=store,
     )  # fmt: skip
     return method, shared, remote, wire
 

@@ -38,7 +38,8 @@ def expected(kind: Any) -> str:
         if get_origin(member) is Literal:
             said.append(" or ".join(repr(choice) for choice in get_args(member)))
         else:
-            said.append(words.get(member, "a list of names"))
+            numbers = get_origin(member) is tuple and get_args(member)[0] in (int, float)
+            said.append("a list of numbers" if numbers else words.get(member, "a list of names"))
     return " or ".join(said)
 
 

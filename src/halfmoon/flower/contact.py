@@ -92,6 +92,8 @@ def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
         raise Absent(f"{address} does not answer ({error.strerror or error})") from error
     finally:
         link.close()
+    if status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE, http.client.GATEWAY_TIMEOUT):
+        raise Absent(f"{address} is a proxy whose server does not answer ({status})")
     if status != http.client.OK:
         raise UserError(f"something answers at {address}, but it is no server of a federation; check host and port.")
 

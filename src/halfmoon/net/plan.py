@@ -60,7 +60,7 @@ class Table:
     mirror: Annotated[bool, "whether a mirrored image is still of its class"] = False
     mean: Annotated[tuple[float, ...], "mean of each channel (of pixels in 0..1), to normalize by"] = (0.5,)
     std: Annotated[tuple[float, ...], "standard deviation of each channel, to normalize by"] = (0.25,)
-    test: Annotated[Path | None, "the server's folder of labeled images to test on; none: test images of the sites are used, where they have some"] = None
+    test: Annotated[Path | None, "the server's folder of labeled images to test on; none: the sites' own ones"] = None
     server: Annotated[Path | None, "the server's own folder of labeled images, where it has some"] = None
 
 
