@@ -47,6 +47,8 @@ class Link:
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
         """Have the sites answer, last to first."""
+        if not requests:
+            return {}
         first = read(next(iter(requests.values())), Request)
         self.asked.append((first.round, first.attempt, first.trip, tuple(requests)))
         return {name: self._answer(name, read(data, Request)) for name, data in reversed(list(requests.items()))}
