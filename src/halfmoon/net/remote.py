@@ -199,13 +199,12 @@ class Remote(Rounds):
 
     def stored(self, server: int) -> None:
         """Take note of the bytes of the server's tree; the round is over, so what it put on shelves counts."""
-        for draft in self._drafts():
-            draft.keep()
-        self._visits.keep()
+        self._keep()
         super().stored(server)
 
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
+        self._keep()
         self._attempt = 0
         self._failed.clear()
         report = super().close()
@@ -213,6 +212,12 @@ class Remote(Rounds):
         if not (self._exam and said):
             return report
         return report._replace(exam={"round": self._round, "sites": self._exam.sites, **said.row()})
+
+    def _keep(self) -> None:
+        """Take over what a round that is over has changed; once it is done, there is nothing more to take."""
+        for draft in self._drafts():
+            draft.keep()
+        self._visits.keep()
 
     def _drafts(self) -> list[Draft]:
         """Return what the server remembers of a round only when it is over."""
