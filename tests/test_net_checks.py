@@ -92,7 +92,7 @@ def answer(outcome: Outcome, **changes: Any) -> Reply:
         "samples": samples,
         **changes,
     }
-    return Reply(federation="f", version="1", round=0, attempt=0, trip=0, work="train", **given)
+    return Reply(federation="f", version="1", run="0" * 32, round=0, attempt=0, trip=0, work="train", **given)
 
 
 PLACES = [(name, place) for name in FEDERATED for place in catalog.entry(name).places]

@@ -413,3 +413,29 @@ def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
     assert {name: float(each.total) for name, each in report.samples.items()} == {
         name: float(each.total) for name, each in theirs.samples.items()
     }
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(min_replies=2)])
+@pytest.mark.parametrize("how", ["aside", "away"])
+def test_statistics_of_all_sites_are_taken_without_one(stage: Make, how: str, rules: Rules) -> None:
+    """SemiFL asks all sites a cohort's number at a time, 3 + 1 here: a group of one may have nobody in it."""
+    away = GONE if how == "away" else ""
+    played = stage("semifl", lambda site, request: away if site == "site-3" else "", cohort=3, rules=rules)
+    method = replace(played.method, sbn="all")
+    played.remote.method = method
+    played.remote.register = Register(played.remote.names, 1, None)
+    if how == "aside":
+        played.remote.register.refuse("site-3", 0, "noise")
+    server = played.server
+    for number in range(3):
+        server, cohort = turn(played._replace(method=method), number, server)
+        assert 3 not in cohort
+
+
+def test_a_rate_whose_sites_are_all_away_is_left_out(stage: Make) -> None:
+    """HeteroFL asks the sites of each rate apart."""
+    played = stage("heterofl", lambda site, request: GONE if site == "site-3" else "", cohort=4, rules=Rules())
+    server = played.server
+    for number in range(3):
+        server, cohort = turn(played, number, server)
+        assert cohort == [0, 1, 2]

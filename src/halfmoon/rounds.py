@@ -68,7 +68,7 @@ class Rounds(ABC):
     def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
         """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
 
-        Return what came of it by client, in their order, of those who answered: of one at least.
+        Return what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
         """
 
     @abstractmethod
@@ -93,7 +93,10 @@ class Rounds(ABC):
         self._samples, self._quality = {}, self._fresh_quality()
 
     def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
-        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...)."""
+        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...).
+
+        Of `to` nobody may answer; then there are no uploads: {}.
+        """
         asked = self.cohort if to is None else to.cpu()
         there = self._there(asked)
         private = {} if each is None else each
@@ -103,7 +106,7 @@ class Rounds(ABC):
         self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
         lost = len(asked) - len(self.answered)  # they are sent something too
         self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
-        return tree.stack([outcome.up for outcome in outcomes.values()])
+        return tree.stack([outcome.up for outcome in outcomes.values()]) if outcomes else {}
 
     def ask_server(self, work: str, down: Tree) -> Tree:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""

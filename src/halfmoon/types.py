@@ -225,7 +225,7 @@ class Federation(Protocol):
         """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
 
         `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `to` (K,) asks other clients
-        than the cohort: some of it, or all that are registered.
+        than the cohort: some of it, or all that are registered; where none of them answers, there are no uploads: {}.
         """
         ...
 

@@ -75,7 +75,8 @@ class HeteroFL:
             mine = torch.tensor([k for k in cohort.tolist() if rates[k % len(rates)] == rate], dtype=torch.int64)
             if len(mine):
                 up = federation.ask(name(rate), {"params": cut(server["params"], rate, kept)}, to=mine)
-                self._count(up, total, held)
+                if up:  # one of them at least has answered
+                    self._count(up, total, held)
         mean = {path: torch.where(held[path] > 0, total[path] / held[path], old) for path, old in whole.items()}
         new: Tree = {"params": tree.unflatten(mean)}
         if self.server_momentum:

@@ -86,7 +86,7 @@ def estimate(federation: Federation, server: Tree, over: Over, serving: bool = T
         "cohort": (federation.cohort,),
         "server": (),
     }[over]
-    counts = [federation.ask("census", down, to=clients) for clients in asked]
+    counts = [up for clients in asked if (up := federation.ask("census", down, to=clients))]
     if serving and federation.labeled:
         counts.append(tree.map(lambda leaf: leaf[None], federation.ask_server("census", down)))
     rows = sum(float(each["rows"].sum()) for each in counts)

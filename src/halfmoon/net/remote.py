@@ -133,6 +133,8 @@ class Remote(Rounds):
         self.shelf: Shelf = self._draft
         self._attempt = 0
         self._failed: set[int] = set()  # of this round
+        self._left: set[int] = set()  # of the cohort, those who have not failed in this attempt
+        self._drawn = 0
         self._visits = Visits(self.store)
         self._brought: Tree = {}
         self._exam: Exam | None = None
@@ -162,6 +164,7 @@ class Remote(Rounds):
         # Those who have failed are asked again only where the others are too few.
         chosen = [*fresh, *(k for k in here if k in self._failed)][: self.size]
         self.cohort = torch.tensor(chosen, dtype=torch.int64).sort().values
+        self._left, self._drawn = set(chosen), len(chosen)
 
     def again(self, few: TooFew) -> None:
         """Make ready to play the round again, or raise `few` when that was tried often enough."""
@@ -250,10 +253,13 @@ class Remote(Rounds):
             for site, reply in good.items():
                 self._add(exam, site, reply)
             self._exam = exam
-        self._failed |= {k for k in clients if self.names[k] not in good}
-        wanted = self.rules.quorum(len(downs))
-        if len(good) < wanted:
-            raise TooFew(f"{what} has {len(good)} usable replies of {len(downs)}, and {wanted} are needed.")
+        lost = {k for k in clients if self.names[k] not in good}
+        self._failed |= lost
+        self._left -= lost
+        # Those of its cohort count, in all its trips: a method may ask others as well, of whom some are always away.
+        wanted = self.rules.quorum(self._drawn)
+        if len(self._left) < wanted:
+            raise TooFew(f"{what} has {len(self._left)} usable replies of {self._drawn}, and {wanted} are needed.")
         for site, reply in good.items():
             if reply.kept:
                 self._visits.add(site, (errand.round, self._attempt, errand.trip))
