@@ -17,7 +17,7 @@ NAME, HEAD, BODY = "message", "head", "body"
 PROBLEMS = {
     1: "its program cannot be loaded",
     2: "its program failed",
-    3: "the request has expired",
+    3: "its request or its answer is lost",
     4: "it did not answer in time",
     5: "it is not connected any more",
     7: "it was sent another program",
