@@ -127,6 +127,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "old": Fault("a site answers with round 1's answer", same=False, spoil="old", sign="it answers round 1, trip 1"),
     "twice": Fault("a site sends every answer twice", spoil="twice"),
+    "cut": Fault("kill -9 of a site's SuperNode while it sends its answer", spoil="cut", sign="did not answer round 2"),
     "disk-full": Fault("a site's disk is full", fill, same=False, sign="its disk: No space left on device", small=True),
     "undisturbed-feddure": Fault("nothing (FedDure)", method="feddure"),
     "power-cut-feddure": Fault(
@@ -169,8 +170,8 @@ def play(name: str, exported: Path, folder: Path) -> Outcome:
         fed.until(lambda: "finished: the model is" in fed.log(), "the end")
         seconds = time.monotonic() - began
         fed.until(lambda: fed.running["serve"].poll() == 0, "the server's end")
-        if fault.spoil == "twice" and not (fed.of(VICTIM) / "sent-twice").exists():
-            raise Stuck("no answer was sent twice")
+        if fault.spoil in ("twice", "cut") and not (fed.of(VICTIM) / f"sent-{fault.spoil}").exists():
+            raise Stuck("the site did not misbehave")
         return _outcome(fed, fault, seconds)
     finally:
         fed.end()
@@ -234,6 +235,9 @@ computed for half of its visit.
   `sitecustomize.py` from there, which spoils what the site's process answers (for "twice": what its SuperNode sends).
 - The full disk is a tmpfs of 4 MB with the site's home in it, filled to the last byte until round 2 is over.
 - Of an answer that is sent twice the server hears once: Flower keeps the first.
+- Flower finds out after a minute that a ClientApp is dead, and after three that a site which has announced an answer
+  will not send it; in these three the server's program hears nobody else (`pull_messages` waits), and no time limit
+  counts. Both cost time alone.
 - Seconds lost: from the end of round 1 to the end of the run, beyond those of the undisturbed run. One run each, on a
   machine with other work: +-30 s. A kill costs a visit, and importing Flower and PyTorch where processes start again.
 - The log's lines are those that the undisturbed run does not have, whatever their numbers; the .json has all.

@@ -7,6 +7,7 @@ SuperNode and the process that forks for each message (`halfmoon.flower.warm`) a
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ KIND = os.environ.get("MISBEHAVE", "")
 OTHER_VERSION = "0.0.1"
 ROUND = 1
 """The round that is spoiled, from 0."""
+ANSWERS = 3
+"""What a site has answered then: that it joins, and two rounds."""
 
 
 def spoil_answers() -> None:
@@ -70,23 +73,36 @@ def spoil_answers() -> None:
 
 
 def spoil_sending() -> None:
-    """Send every answer twice."""
+    """Send every answer twice ("twice"), or die between announcing that of the second round and sending it ("cut")."""
     from flwr.supernode import start_client_internal as internal
 
     honest = internal._push_messages
+    mark = Path(os.environ["HALFMOON_FLOWER"], f"sent-{KIND}")
+    count = [0]
 
     def push(state: Any, object_store: Any, send: Callable[..., Any], push_object: Any) -> None:
-        def twice(*words: Any) -> Any:
-            send(*words)
-            Path(os.environ["HALFMOON_FLOWER"], "sent-twice").touch()
-            return send(*words)
+        sent: list[tuple[Any, ...]] = []
 
-        honest(state, object_store, twice, push_object)
+        def noting(*words: Any) -> Any:
+            sent.append(words)
+            said = send(*words)
+            count[0] += 1
+            if KIND == "cut" and count[0] == ANSWERS and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return said
+
+        honest(state=state, object_store=object_store, send=noting, push_object=push_object)
+        if KIND == "twice":
+            for words in sent:
+                send(*words)
+                mark.touch()
 
     internal._push_messages = push
 
 
-if KIND == "twice" and "flower-supernode" in sys.orig_argv:
-    spoil_sending()
+if KIND in ("twice", "cut"):
+    if "flower-supernode" in sys.orig_argv:
+        spoil_sending()
 elif KIND and "warm" in sys.orig_argv and "halfmoon.flower.child" in sys.orig_argv:
     spoil_answers()
