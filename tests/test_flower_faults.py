@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from federations import Street, ask, node
+from federations import Node, Street, ask, joined, node
 
 pytest.importorskip("flwr")
 
@@ -22,6 +22,7 @@ from halfmoon.flower.link import PROBLEMS, problem
 from halfmoon.net.journal import Journal
 from halfmoon.net.member import Member
 from halfmoon.net.message import Offer, Refusal, read, write
+from halfmoon.net.roster import Parcel
 
 
 def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -114,3 +115,25 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         joining.join(site, shown.append)
     assert shown == ["site-00 (3 images, 2 labeled) joins 127.0.0.1:9092"]
+
+
+class Patient(Street):
+    """A street whose post waits three minutes for what a node has announced and does not send, as in Flower."""
+
+    def collect(self, tickets: Sequence[str]) -> Sequence[Parcel]:
+        parcels = super().collect(tickets)
+        if any(parcel.data is None for parcel in parcels):
+            self.sleep(180.0)
+        return parcels
+
+
+def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
+    """North dies over sending its answer and is there again after 10 s. `absence` is 20 s; the post tells of the loss
+    after 180, and from then on north is waited for, and asked again.
+    """
+    street = Patient({7: Node(lambda: [(0.3, joined("north"))], lambda data: [(5.0, None)]), 31: node("west")})
+    street.nodes_[99] = node("south")
+    roster = street.roster(timeout=1000.0)
+    roster.gather(3, 60.0)
+    street.at(street.time + 15, lambda: street.move(7, 8, node("north", said=b"again")))
+    assert ask(roster, "north", "south")["north"].data == b"again"

@@ -159,7 +159,7 @@ class Roster:
                 sent[ticket] = _Sent(name, node, what, began + self.timeout, now)
             for name, answer in self._receive(sent).items():
                 if answer.data is None and sends[name] <= RESENDS:
-                    waiting[name] = now
+                    waiting[name] = self.clock.now()  # to receive may have taken minutes
                 else:
                     answers[name] = answer
             if len(answers) < len(requests):
