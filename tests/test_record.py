@@ -204,6 +204,21 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_stopped(tmp_path: 
     assert files(parts.path) == files(whole.path)
 
 
+def test_a_kill_before_the_oldest_checkpoint_goes_leaves_no_third(folder: RunFolder) -> None:
+    """A save writes the new checkpoint before it removes the oldest: a run that has no round left saves no more."""
+    play(folder, range(1, 3))
+    kept = {path: path.read_bytes() for path in folder.path.glob("checkpoint-000001.*")}
+    play(folder, range(3, 4))
+    for path, data in kept.items():
+        assert not path.exists()
+        path.write_bytes(data)
+    again = reopened(folder)
+    loaded = again.load()
+    assert loaded is not None
+    assert loaded.round == 3
+    assert {path.stem for path in folder.path.glob("checkpoint-*")} == {"checkpoint-000002", "checkpoint-000003"}
+
+
 def test_lost_rows_are_said(folder: RunFolder) -> None:
     play(folder, range(3))
     with (folder.path / "metrics.jsonl").open("r+b") as file:

@@ -237,6 +237,8 @@ class RunFolder:
                 self._remove(bad)
             self._saved = round
             older = [each for each in rounds if each < round]
+            for old in older[: 1 - KEPT]:  # a kill after a save has left them
+                self._remove(old)
             with self._writing(CLIENTS):
                 clients = sweep(clients, older[-1] if older else round)
             warnings = [f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems]
