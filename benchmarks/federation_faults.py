@@ -229,7 +229,8 @@ computed for half of its visit.
 
 - "Equal to the bit": the cohort was the same in every round; the final weights, and the newest memory file of every
   site, are the bytes of the undisturbed run. Otherwise a round or more went on without {VICTIM}, and the accuracy on
-  360 test images stands before that of the undisturbed run.
+  360 test images stands before that of the undisturbed run. All runs that miss it in round 2 alone end with the same
+  bytes, whatever the reason was: nothing of a spoiled, late or lost answer is left, at the server or at the site.
 - "By hand again": it is the command itself that was killed, and it was given once more. The rest halfmoon does itself.
 - Sites that misbehave are joined by `halfmoon site join` with `benchmarks/misbehaving` in PYTHONPATH: Python imports a
   `sitecustomize.py` from there, which spoils what the site's process answers (for "twice": what its SuperNode sends).
@@ -237,7 +238,7 @@ computed for half of its visit.
 - Of an answer that is sent twice the server hears once: Flower keeps the first.
 - Flower finds out after a minute that a ClientApp is dead, and after three that a site which has announced an answer
   will not send it; in these three the server's program hears nobody else (`pull_messages` waits), and no time limit
-  counts. Both cost time alone.
+  counts. Both cost time alone. A site that is gone costs `absence` in every round that draws it.
 - Seconds lost: from the end of round 1 to the end of the run, beyond those of the undisturbed run. One run each, on a
   machine with other work: +-30 s. A kill costs a visit, and importing Flower and PyTorch where processes start again.
 - The log's lines are those that the undisturbed run does not have, whatever their numbers; the .json has all.
@@ -250,6 +251,11 @@ def told(outcome: Outcome, calm: Outcome) -> list[str]:
     return list(dict.fromkeys(line for line in outcome.log if re.sub(r"[\d.]+", "#", line) not in usual))
 
 
+def like(outcome: Outcome) -> tuple[str, list[list[int]]]:
+    """Return what decides how a run ends: runs that are alike in this end alike, to the bit."""
+    return outcome.method, outcome.cohorts
+
+
 def table(outcomes: dict[str, Outcome]) -> str:
     """Return the table of all faults."""
     lines = ["| fault | what the server's log said | rounds | the end | seconds lost |", "|---|---|---|---|---|"]
@@ -259,14 +265,14 @@ def table(outcomes: dict[str, Outcome]) -> str:
             continue
         same = outcome.weights == calm.weights
         memories = "and memories " if outcome.memories == calm.memories else ""
-        ending = (
-            f"weights {memories}equal to the bit" if same else f"accuracy {outcome.accuracy:.1%} ({calm.accuracy:.1%})"
-        )
+        alike = sum(like(outcome) == like(each) for each in outcomes.values())
+        ending = f"accuracy {outcome.accuracy:.1%} ({calm.accuracy:.1%})"
+        ending += f", equal to the bit in {alike} runs with these cohorts" if alike > 1 else ""
+        if same:
+            ending = f"weights {memories}equal to the bit"
         words = " / ".join(told(outcome, calm)).replace("|", "\\|") or "nothing"
-        lost = outcome.seconds - calm.seconds
-        lines.append(
-            f"| {outcome.what} | {words} | {len(set(outcome.rounds))} of {OPTIONS['rounds']} | {ending} | {lost:.0f} |"
-        )
+        cells = [outcome.what, words, f"{len(set(outcome.rounds))} of {OPTIONS['rounds']}", ending]
+        lines.append(f"| {' | '.join(cells)} | {round(outcome.seconds - calm.seconds)} |")
     return "\n".join(lines)
 
 
@@ -346,6 +352,9 @@ def _unequal(outcomes: dict[str, Outcome]) -> dict[str, str]:
             found[name] = "a site remembers nothing"
         if calm is not None and FAULTS[name].same and outcome.memories != calm.memories:
             found[name] = "the sites do not remember what they do in the undisturbed run"
+        twins = [each for each in outcomes.values() if like(each) == like(outcome)]
+        if any((each.weights, each.memories) != (outcome.weights, outcome.memories) for each in twins):
+            found[name] = "it does not end as another run with the same cohorts"
     return found
 
 
