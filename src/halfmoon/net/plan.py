@@ -10,12 +10,12 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from halfmoon import config as settings
 from halfmoon import toml
-from halfmoon.catalog import Place
 from halfmoon.config import PLACE, TABLE, Config
-from halfmoon.data.split import SERVER, Split
+from halfmoon.data.split import Split
 from halfmoon.errors import UserError, nearest
 from halfmoon.net.terms import Terms, shared
 from halfmoon.pieces import Form, network_name
+from halfmoon.site.export import place_of
 from halfmoon.values import typed
 
 OWN = (*PLACE, "evaluate_every")
@@ -90,7 +90,7 @@ def load(path: Path) -> Plan:
     whole = settings.merge({**here, **raw}, {}, path)
     values = {name: raw[name] for name in raw if name in shared() or name == "options"}
     if whole.split is not None:  # it says where the labels are, and no option may
-        values["labels_at"] = _labels_at(Split.load(settings.anchored(raw, path.parent)["split"]))
+        values["labels_at"] = place_of(Split.load(settings.anchored(raw, path.parent)["split"]))
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
@@ -107,13 +107,6 @@ def load(path: Path) -> Plan:
     config = settings.merge(settings.anchored({**values, **own, **here}, path.parent), {}, path)
     test, server = (each and (path.parent / each.expanduser()).absolute() for each in (held.test, held.server))
     return Plan(terms, rules, test, server, config)
-
-
-def _labels_at(split: Split) -> Place:
-    """Return who holds the labels of a split."""
-    if split.rows(SERVER, True).size:
-        return "server"
-    return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"
 
 
 def _table(given: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:

@@ -72,7 +72,7 @@ def federation(config: Config, source: Source, split: Split) -> str:
         given |= {name: getattr(config, name) for name in SCENARIO}
     if height == width:  # whatever the network, the simulator then pads to what the sites hold
         given["image_size"] = height
-    usable = catalog.names_at(_place(split) if config.split is not None else config.labels_at)
+    usable = catalog.names_at(place_of(split) if config.split is not None else config.labels_at)
     given["method"] = Config.method if Config.method in usable else usable[0]
     given["cohort"] = min(Config.cohort, split.clients)
     lines = [f"{name} = {toml.value(value)}" for name, value in given.items() if value is not None]
@@ -103,7 +103,7 @@ def holders(split: Split) -> dict[str, int]:
     return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
 
 
-def _place(split: Split) -> Place:
+def place_of(split: Split) -> Place:
     """Return where a split has its labels."""
     if split.rows(SERVER, True).size:
         return "server"
