@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,6 +43,8 @@ SCENARIO = (
 )
 # What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.
 TABLE = "federation"
+# What a site or a federation can be called: it becomes the name of a folder, and a word of a command line.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Three ways to say how many labels there are.
 AMOUNTS = ("labels_per_class", "label_ratio", "labels")
 

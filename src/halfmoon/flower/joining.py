@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -10,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfmoon import disk, toml
+from halfmoon.config import NAME
 from halfmoon.errors import UserError
 from halfmoon.flower.contact import Absent, Address, reach, trust
 from halfmoon.flower.processes import APPS, SUPEREXEC, SUPERNODE, WARM, Home, alone, free_port, require_flower, stop
 from halfmoon.net.journal import Journal, Tail
 
 LOG = "join.log"
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a site can be called, as `halfmoon.net.terms` has it, which would bring torch."""
 
 EVERY = 0.2
 """Seconds between two looks at processes and logs."""

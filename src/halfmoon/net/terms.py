@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -13,12 +12,9 @@ from typing import Any
 
 from halfmoon import catalog, toml
 from halfmoon import config as settings
-from halfmoon.config import PLACE, SCENARIO, Config
+from halfmoon.config import NAME, PLACE, SCENARIO, Config
 from halfmoon.errors import UserError
 from halfmoon.pieces import Form, task
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a site or a federation can be called: it becomes the name of a folder, and a word of a command line."""
 
 LARGEST = 4096
 """Pixels of a side at most."""
