@@ -78,6 +78,11 @@ def configs(draw: st.DrawFn) -> Config:
         chosen |= {"method": "fedavg-sl", "beside": (), "options": {}}
     chosen["shared_views"] = batch != "rest" and draw(st.booleans())
     chosen["nesterov"] = chosen["momentum"] > 0 and draw(st.booleans())
+    chosen["attackers"] = 0.0 if chosen["attack"] == "none" else draw(st.floats(0.01, 0.49))
+    private = chosen["aggregation"] == "mean" and chosen["norm"] != "batch" and draw(st.booleans())
+    for name in ("dp_clip", "dp_noise", "dp_epsilon"):
+        chosen[name] = draw(positive) if private else None
+    chosen["secure_aggregation"] = chosen["aggregation"] == "mean" and draw(st.booleans())
     chosen["silent"] = draw(st.floats(0, 1, exclude_max=True))
     for name in ("clip_norm", "clip_value"):
         chosen[name] = draw(st.none() | positive)

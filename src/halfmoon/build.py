@@ -22,7 +22,7 @@ from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.memory import keep_memory
-from halfmoon.pieces import World, budget, computing, device, executor, source, split_of, world
+from halfmoon.pieces import World, budget, computing, device, executor, guards, method, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run
@@ -160,9 +160,9 @@ def finished(path: Path) -> Row | None:
 
 def _jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
-    for method in config.beside:
-        alone = replace(config, method=method, beside=(), options=method_options(config, method))
-        jobs.append(Job(f"beside/{method}", replace(alone, reference=config.reference or config.method)))
+    for name in config.beside:
+        alone = replace(config, method=name, beside=(), options=method_options(config, name))
+        jobs.append(Job(f"beside/{name}", replace(alone, reference=config.reference or config.method)))
     return jobs
 
 
@@ -219,7 +219,7 @@ def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
             watch.say(warning)
         if not (path / SPLIT).exists():
             _save_split(path, shared.split, shared.source)
-        experiment = _experiment(config, shared)
+        experiment = _experiment(config, shared, path)
         run = Running(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
         played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
@@ -314,11 +314,12 @@ def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
         )
 
 
-def _experiment(config: Config, shared: World) -> Experiment:
+def _experiment(config: Config, shared: World, path: Path) -> Experiment:
+    """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
     entry = catalog.entry(config.method)
-    method = catalog.make(config.method, method_options(config, config.method))
+    made = method(config)
     runtime = Simulation(
-        method,
+        made,
         shared.task,
         Holdings(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled),
         views=shared.views,
@@ -331,9 +332,10 @@ def _experiment(config: Config, shared: World) -> Experiment:
         serving=shared.serving,
         silent=config.silent,
         store=Store(cap=config.memory_cap * 1_000_000),
+        guards=guards(config, f"seed {config.seed}".encode(), path),
     )
     return Experiment(
-        method, shared.task, runtime, shared.test, config.seed, config.evaluate_every, config.checkpoint_every
+        made, shared.task, runtime, shared.test, config.seed, config.evaluate_every, config.checkpoint_every
     )
 
 
@@ -358,6 +360,7 @@ def _summary(config: Config, shared: World, folder: RunFolder, played: Row) -> R
         "classes": list(shared.source.classes),
         "confusion": played["confusion"],
         "seconds": round(seconds, 1),
+        **({} if played["ended"] is None else {"ended": played["ended"]}),
         "finished": True,
     }
 

@@ -58,6 +58,11 @@ class Entry:
     pooled: bool = False
 
     @property
+    def singles(self) -> str:
+        """Return for what the server needs every single upload, nothing where their weighted sum is enough."""
+        return "all rows lie in one place" if self.pooled else _SINGLES.get(type(self.method), "")
+
+    @property
     def labels(self) -> str:
         """Return in words where the method expects labels."""
         if self.all_labels:
@@ -69,6 +74,16 @@ class Entry:
 
 
 ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
+
+_SINGLES: dict[type, str] = {
+    FedDB: "the weights of its average are computed from each client's mean prediction",
+    FedMatch: "the halves of the parameters have weights of their own, and helpers are single clients' models",
+    FedRGD: "it averages in groups, and a group may be one client",
+    HeteroFL: "each parameter is averaged over the clients whose width has it and who hold its class",
+    SemiFed: "clients are sent the models of single other clients",
+    SemiFL: "the statistics of a model are put together from each client's own",
+}
+"""Methods that secure aggregation and client-level privacy cannot be put around, and why."""
 
 
 @dataclass(frozen=True)

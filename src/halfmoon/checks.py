@@ -22,7 +22,7 @@ def check(c: Any) -> None:
         value = getattr(c, name)
         if isinstance(value, int | float) and not (value >= bound and math.isfinite(value)):
             raise UserError(f"{name} is {toml.shown(value)}: it must be at least {bound}.")
-    for name in ("gamma", "labels_per_class", "lr", "clip_norm", "clip_value"):
+    for name in ("gamma", "labels_per_class", "lr", "clip_norm", "clip_value", "dp_clip", "dp_noise", "dp_epsilon"):
         value = getattr(c, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {toml.shown(value)}: it must be a number above 0.")
@@ -36,9 +36,16 @@ def check(c: Any) -> None:
         raise UserError(f"confident is {toml.shown(c.confident)}: it must be from 0 to 1.")
     if not 0 <= c.silent < 1:
         raise UserError(f"silent is {toml.shown(c.silent)}: it must be from 0 to below 1.")
+    for name in ("byzantine", "attackers"):
+        value = getattr(c, name)
+        if not 0 <= value < 0.5:
+            raise UserError(f"{name} is {toml.shown(value)}: it must be from 0 to below 0.5.")
+    if not 0 < c.dp_delta < 1:
+        raise UserError(f"dp_delta is {toml.shown(c.dp_delta)}: it must be above 0 and below 1.")
     if c.momentum >= 1:
         raise UserError(f"momentum is {toml.shown(c.momentum)}: it must be below 1.")
     _check_together(c)
+    _check_guards(c)
 
 
 def _check_together(c: Any) -> None:
@@ -72,3 +79,24 @@ def _check_together(c: Any) -> None:
     twice = [name for name in methods if methods.count(name) > 1]
     if twice:
         raise UserError(f"method {twice[0]} is named twice in method and beside: name it once.")
+
+
+def _check_guards(c: Any) -> None:
+    private = c.dp_clip is not None
+    if private != (c.dp_noise is not None):
+        there, missing = ("dp_clip", "dp_noise") if private else ("dp_noise", "dp_clip")
+        raise UserError(f"{there} needs {missing}: differential privacy is a clipped update and noise in units of it.")
+    if c.dp_epsilon is not None and not private:
+        raise UserError("dp_epsilon needs dp_clip and dp_noise: without them nothing is private.")
+    for name, wanted in (("dp_clip", private), ("secure_aggregation", c.secure_aggregation)):
+        if wanted and c.aggregation != "mean":
+            raise UserError(
+                f"{name} and aggregation {c.aggregation!r} exclude each other: "
+                f"{'its noise is measured by a mean' if private else 'it hides what the other has to look at'}."
+            )
+    if private and c.norm == "batch":
+        raise UserError(
+            "dp_clip needs norm 'group' or 'none': statistics of batches would leave the clients without noise."
+        )
+    if (c.attack == "none") != (c.attackers == 0):
+        raise UserError("attack and attackers go together: say what hostile clients do, and how many there are.")

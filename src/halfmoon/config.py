@@ -41,6 +41,8 @@ SCENARIO = (
     *("clients", "setting", "gamma", "labels_per_class", "label_ratio", "labels", "labels_at", "labeled_clients"),
     *("classes_per_client", "stages", "unlabeled_share", "min_size", "split_seed"),
 )
+# Hostile clients exist in simulations alone, as far as anybody says.
+ATTACKS = ("attack", "attackers")
 # What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.
 TABLE = "federation"
 # What a site or a federation can be called: it becomes the name of a folder, and a word of a command line.
@@ -138,6 +140,26 @@ class Config:
     ] = "cutout"
     flip: Annotated[bool | None, "mirror images at random; none: where the data set allows it"] = None
     confident: Annotated[float, "confidence from which the diagnostics call a pseudo-label confident"] = 0.95
+
+    aggregation: Annotated[
+        Literal["mean", "clip", "median", "trimmed", "krum"],
+        "what the server makes of uploads before it averages them; clip: to the cohort's median norm",
+    ] = "mean"
+    byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile"] = 0.2
+    secure_aggregation: Annotated[bool, "the server learns the sum of a cohort's uploads alone"] = False
+    dp_clip: Annotated[
+        float | None, "client-level differential privacy: largest norm of a client's update; none: no privacy"
+    ] = None
+    dp_noise: Annotated[float | None, "standard deviation of the noise on the sum of updates, in units of dp_clip"] = (
+        None
+    )
+    dp_epsilon: Annotated[float | None, "epsilon at which training stops; none: it is counted alone"] = None
+    dp_delta: Annotated[float, "delta at which epsilon is counted"] = 1e-5
+    attack: Annotated[
+        Literal["none", "sign-flip", "noise", "label-flip", "stale", "nan"],
+        "what hostile clients of a simulation do",
+    ] = "none"
+    attackers: Annotated[float, "share of the clients that is hostile"] = 0.0
 
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     executor: Annotated[Literal["auto", "loop", "vmap"], "clients one by one, or batched; auto: vmap on a GPU"] = "auto"

@@ -72,9 +72,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """Give the open file's number, and close it."""
-    handle = os.open(path, flags, 0o666)
+def opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
+    """Give the open file's number, and close it; `mode` is that of a file which is made."""
+    handle = os.open(path, flags, mode)
     try:
         yield handle
     finally:
@@ -88,11 +88,16 @@ def write_all(handle: int, data: bytes) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all: a partial one beside it is flushed and renamed."""
+def replace(path: Path, data: bytes, private: bool = False) -> None:
+    """Write a file that is there whole or not at all: a partial one beside it is flushed and renamed.
+
+    A `private` one can be read by its owner alone, from its first byte on.
+    """
     partial = path.with_name(f".{path.name}{PARTIAL}")
+    if private:
+        partial.unlink(missing_ok=True)  # one that is there keeps its mode
     try:
-        with opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
+        with opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666) as handle:
             write_all(handle, data)
             os.fsync(handle)
         os.replace(partial, path)

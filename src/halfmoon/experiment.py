@@ -35,6 +35,7 @@ class Report(NamedTuple):
     pseudo: Row | None
     cost: dict[str, int]  # of the run so far
     exam: Row | None = None  # how the model before this round did on test images that only the clients have
+    guard: Row | None = None  # what stood between the uploads and the method says of the round
 
 
 class Runtime(Federation, Protocol):
@@ -49,6 +50,10 @@ class Runtime(Federation, Protocol):
 
     def again(self, few: TooFew) -> None:
         """Make ready to play the round again that too few have answered, or raise `few`."""
+        ...
+
+    def ended(self, round: int) -> str | None:
+        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
         ...
 
     def bring(self, model: Tree) -> None:
@@ -99,35 +104,41 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
 
 
 def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
-    """Play the rounds that are left, and return the run's {"model", "confusion", "accuracy", "cost"}.
+    """Play the rounds that are left, and return the run's {"model", "confusion", "accuracy", "cost", "ended"}.
 
-    "confusion" is that of the final model on the test set: rows are true classes, columns predicted ones. Without a
-    test set it and "accuracy" are None.
+    "ended" says why the run is over before its last round, None where it is not. "confusion" is that of the final model
+    on the test set: rows are true classes, columns predicted ones. Without a test set it and "accuracy" are None.
     The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`,
     the folder's newest checkpoint, if there is one. Raises `halfmoon.client.Diverged` when a loss is not a number.
     """
     task, runtime = experiment.task, experiment.runtime
     server, first = _start(experiment, folder, loaded, runtime.device)
     final: _Tested | None = None
-    for number in range(first, task.rounds):
+    number, ended = first, runtime.ended(first) if first < task.rounds else None
+    if ended is not None and not first:
+        raise UserError(ended)
+    while number < task.rounds and ended is None:
         began = time.perf_counter()
         server = _round(experiment, number, server)
         runtime.stored(tree.nbytes(server))
         row = _row(number, runtime.close())
-        if (number + 1) % experiment.evaluate_every == 0 or number + 1 == task.rounds:
+        number += 1
+        ended = runtime.ended(number) if number < task.rounds else None
+        last = number == task.rounds or ended is not None
+        if number % experiment.evaluate_every == 0 or last:
             final = _test(experiment, server)
             if final.said is not None:
                 row["test"] = final.said.row()
                 row["prior"] = runtime.prior(final.model, final.said.per_class)
         folder.log(row)
-        if (number + 1) % experiment.checkpoint_every == 0 or number + 1 == task.rounds:
-            _save(folder, number + 1, server, runtime, row["cost"])
-        folder.time({"round": number + 1, "seconds": round(time.perf_counter() - began, 4)})
+        if number % experiment.checkpoint_every == 0 or last:
+            _save(folder, number, server, runtime, row["cost"])
+        folder.time({"round": number, "seconds": round(time.perf_counter() - began, 4)})
         watch(row)
     if final is None:  # it was stopped between its last round and its end
         final = _test(experiment, server)
     confusion = None if final.said is None else final.said.confusion.tolist()
-    return {"model": final.model, "confusion": confusion, **_result(folder.rows())}
+    return {"model": final.model, "confusion": confusion, **_result(folder.rows()), "ended": ended}
 
 
 def _round(experiment: Experiment, number: int, server: Tree) -> Tree:
@@ -187,6 +198,7 @@ def _row(number: int, report: Report) -> Row:
         "pseudo": report.pseudo,
         "cost": report.cost,
         **({} if report.exam is None else {"exam": report.exam}),
+        **({} if report.guard is None else {"guard": report.guard}),
     }
 
 

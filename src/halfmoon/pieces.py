@@ -7,22 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from halfmoon import catalog
 from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.budget import Budget
-from halfmoon.config import Config
+from halfmoon.config import Config, method_options
 from halfmoon.data import Images, Scenario, Source, Split, fit, shrink, subset
 from halfmoon.data import load as load_source
 from halfmoon.data.draw import Batching, Views
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.ground import Executor
+from halfmoon.guards import Guard
 from halfmoon.models import NETWORKS, Network
 from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
-from halfmoon.types import Task
+from halfmoon.types import Method, Task
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ def task(config: Config, form: Form) -> Task:
         rounds=config.rounds,
         schedule=_schedule(config),
     )
+
+
+def method(config: Config) -> Method:
+    """Return the method of a configuration with its options; raises `UserError` where what guards it does not fit."""
+    made = catalog.make(config.method, method_options(config, config.method))
+    singles = catalog.entry(config.method).singles
+    for option in ("secure_aggregation", "dp_clip"):
+        if getattr(config, option) and singles:
+            raise UserError(
+                f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
+                "than a sum."
+            )
+    return made
+
+
+def guards(config: Config, secret: bytes, folder: Path) -> tuple[Guard, ...]:
+    """Return what stands between the uploads and the method of a configuration.
+
+    `secret` is what noise is drawn from, known to the server alone; `folder` is the run's.
+    """
+    return ()
 
 
 def budget(config: Config, task: Task) -> Budget:

@@ -15,6 +15,7 @@ from halfmoon.data.draw import Views
 from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Quality
 from halfmoon.experiment import Report, Row, TooFew
+from halfmoon.guards import Guard, Question
 from halfmoon.manifest import Contents
 from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
@@ -26,7 +27,7 @@ class Rounds(ABC):
 
     A round is `open`, any number of questions, `close`. Everything drawn depends on (seed, round, trip, client) alone.
     A client of the cohort fails to answer with probability `silent`, for a whole round; one always answers. What the
-    server's shelf remembers lies in `store`.
+    server's shelf remembers lies in `store`. Uploads pass through `guards`, one after the other, to the method.
     """
 
     def __init__(
@@ -42,16 +43,18 @@ class Rounds(ABC):
         confident: float,
         silent: float,
         store: Store | None,
+        guards: Sequence[Guard] = (),
     ) -> None:
         self.method, self.base, self.task, self.views, self.seed = method, task, task, views, seed
         self.works = method.works(task)
         self.clients, self.size, self.confident, self.silent = clients, cohort, confident, silent
         self.device = device
+        self.guards = tuple(guards)
         self.store = Store() if store is None else store
         self.shelf: Shelf = StoreShelf(self.store, "shelf/", device)
         self.cost = Cost()
         self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
-        self._round = self._trip = 0
+        self._round = self._attempt = self._trip = 0
         self._samples: dict[str, Sample] = {}
         self._quality = self._fresh_quality()
 
@@ -101,12 +104,35 @@ class Rounds(ABC):
         there = self._there(asked)
         private = {} if each is None else each
         outcomes = self._ask(self.works[work], asked[there].tolist(), down, tree.map(lambda leaf: leaf[there], private))
-        self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
+        up = tree.stack([outcome.up for outcome in outcomes.values()]) if outcomes else {}
+        if up and self.guards:
+            place = {client: k for k, client in enumerate(asked.tolist())}
+            mine = torch.tensor([place[client] for client in outcomes], dtype=torch.int64)
+            each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
+            at = (self._round, self._attempt, self._trip - 1)
+            up = self._guarded(Question(*at, work, down, each, tuple(outcomes), len(asked), to is None), up)
+        else:
+            self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
         mute = asked[~torch.isin(asked, self.answered)]
         self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
         lost = len(asked) - len(self.answered)  # they are sent something too
         self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
-        return tree.stack([outcome.up for outcome in outcomes.values()]) if outcomes else {}
+        return up
+
+    def _guarded(self, question: Question, up: Tree) -> Tree:
+        """Return the uploads as the guards let them through; those whose answers do not count have not answered."""
+        for guard in self.guards:
+            places, up = guard.uploads(question, up)
+            if not places:
+                what = f"round {question.round + 1}, trip {question.trip + 1} ({question.work})"
+                raise TooFew(f"{what} has no usable upload of {question.asked}.")
+            question = question if len(places) == len(question.clients) else question.only(places)
+        self.answered = torch.tensor(question.clients, dtype=torch.int64)
+        return up
+
+    def ended(self, round: int) -> str | None:
+        """Return why `round` may not be played, None where it may."""
+        return next((why for guard in self.guards if (why := guard.ended(round)) is not None), None)
 
     def ask_server(self, work: str, down: Tree) -> Tree:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
@@ -122,7 +148,8 @@ class Rounds(ABC):
 
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
-        return Report(self.cohort.tolist(), self._samples, self._quality.row(), self.cost.row())
+        said = {name: value for guard in self.guards for name, value in guard.row().items()}
+        return Report(self.cohort.tolist(), self._samples, self._quality.row(), self.cost.row(), guard=said or None)
 
     def state(self) -> Tree:
         """Return a copy of all that is remembered here; a checkpoint commits the store instead."""

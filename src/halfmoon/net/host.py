@@ -28,13 +28,13 @@ from halfmoon.net.plan import Plan
 from halfmoon.net.register import Register
 from halfmoon.net.remote import Inspection, Remote
 from halfmoon.net.roster import Post, Roster
-from halfmoon.pieces import batch_rules, budget, computing, device, examples, task, views
+from halfmoon.pieces import batch_rules, budget, computing, device, examples, guards, method, task, views
 from halfmoon.record import TIMINGS, RunFolder
 from halfmoon.site.prepare import HOME
 from halfmoon.store import Store, StoreShelf
 from halfmoon.types import Work
 
-LOG, SITES, TERMS, NUMBER = "serve.log", "sites.json", "terms.json", "number"
+LOG, SITES, TERMS, NUMBER, SECRET = "serve.log", "sites.json", "terms.json", "number", "secret"
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,15 @@ class Host:
             held = secrets.token_hex(16).encode()
             disk.replace(path, held)
         return held.decode()
+
+    def _secret(self) -> bytes:
+        """Return what noise is drawn from, which no site may know; made with the first round."""
+        path = self.path / SECRET
+        held = disk.read(path)
+        if held is None:
+            held = secrets.token_bytes(32)
+            disk.replace(path, held, private=True)
+        return held
 
     def serve(self, post: Post, patience: float = math.inf) -> Row:
         """Play all rounds that are left, and return the run's summary; one that is finished is only read.
@@ -168,7 +177,7 @@ class Host:
             return roster.joined[site].tests if site in roster.joined else 0
 
         runtime = Remote(
-            catalog.make(config.method, dict(config.options)),
+            method(config),
             shared,
             seen,
             roster,
@@ -186,6 +195,7 @@ class Host:
             inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most, tests),
             say=self.journal.say,
             ready=lambda wanted: roster.gather(wanted, patience, 0.0),
+            guards=guards(config, self._secret(), self.path),
         )
         return Experiment(
             runtime.method, shared, runtime, test, config.seed, config.evaluate_every, config.checkpoint_every
@@ -260,5 +270,6 @@ def _summary(plan: Plan, folder: RunFolder, played: Row) -> Row:
         "classes": list(plan.terms.form.classes),
         "confusion": played["confusion"],
         "seconds": round(seconds, 1),
+        **({} if played["ended"] is None else {"ended": played["ended"]}),
         "finished": True,
     }

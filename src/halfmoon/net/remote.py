@@ -15,6 +15,7 @@ from halfmoon.data.split import SERVER
 from halfmoon.evaluate import Tally
 from halfmoon.experiment import Report, Row, TooFew
 from halfmoon.ground import Ground
+from halfmoon.guards import Guard
 from halfmoon.manifest import Contents
 from halfmoon.net.checks import implausible, misfit, norms, outsized
 from halfmoon.net.exam import Exam
@@ -110,6 +111,7 @@ class Remote(Rounds):
         inspection: Inspection | None = None,
         say: Callable[[str], None] = lambda _: None,
         ready: Callable[[int], None] = lambda _: None,
+        guards: Sequence[Guard] = (),
     ) -> None:
         super().__init__(
             method,
@@ -122,6 +124,7 @@ class Remote(Rounds):
             confident=1.0,
             silent=0.0,
             store=store,
+            guards=guards,
         )
         self.link, self.names = link, tuple(names)
         self.server = None if server is None else replace(server, memories=Draft(server.memories))
@@ -131,7 +134,6 @@ class Remote(Rounds):
         self.inspection, self.say, self.ready = inspection, say, ready
         self._draft = Draft(StoreShelf(self.store, "shelf/", self.device))
         self.shelf: Shelf = self._draft
-        self._attempt = 0
         self._failed: set[int] = set()  # of this round
         self._left: set[int] = set()  # of the cohort, those who have not failed in this attempt
         self._drawn = 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from halfmoon import catalog, toml
 from halfmoon import config as settings
-from halfmoon.config import NAME, PLACE, SCENARIO, Config
+from halfmoon.config import ATTACKS, NAME, PLACE, SCENARIO, Config
 from halfmoon.errors import UserError
 from halfmoon.pieces import Form, task
 
@@ -23,6 +23,7 @@ ALONE = {
     *("beside", "data", "data_share", "image_size", "shrink", "split", "silent", "confident", "evaluate_every"),
     *SCENARIO,
     *PLACE,
+    *ATTACKS,
 } - {"labels_at"}
 """Options that sites need not agree on: whose images a simulation has, and where and how something is computed."""
 

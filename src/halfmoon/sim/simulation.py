@@ -15,6 +15,7 @@ from halfmoon.data.split import SERVER
 from halfmoon.evaluate import leaning, mean_prediction
 from halfmoon.experiment import Row, TooFew
 from halfmoon.ground import Executor, Ground, Holdings
+from halfmoon.guards import Guard
 from halfmoon.rounds import Rounds
 from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
@@ -47,11 +48,12 @@ class Simulation(Rounds):
         serving: Batching | None = None,
         silent: float = 0.0,
         store: Store | None = None,
+        guards: Sequence[Guard] = (),
     ) -> None:
         device = holdings.train.labels.device
         super().__init__(
             method, task, views, clients=holdings.clients, cohort=cohort, seed=seed, device=device,
-            confident=confident, silent=silent, store=store,
+            confident=confident, silent=silent, store=store, guards=guards,
         )  # fmt: skip
         self.holdings = holdings
         self.memories: Shelf = StoreShelf(self.store, "client/", device)

@@ -1,0 +1,84 @@
+"""What stands between the uploads of one question and the method that asked it.
+
+A method asks, and gets uploads, every leaf (k, ...). A guard sees them first: it may leave some out, change them, or
+put one aggregate in the place of every single one, so that whatever weighted mean the method's server takes of equal
+uploads is that aggregate. No method knows of guards, and no guard knows a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfmoon import tree
+from halfmoon.tree import Tree
+
+
+class Question(NamedTuple):
+    """One question of a round, and who answered it."""
+
+    round: int  # from 0
+    attempt: int  # how often the round was begun again before, because too few had answered
+    trip: int  # questions of this round before this one
+    work: str
+    down: Tree  # what went down to all
+    each: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
+    clients: tuple[int, ...]  # who answered, in the order of the uploads
+    asked: int  # how many were asked
+    drawn: bool  # whether those asked are the round's cohort, drawn at random from all clients
+
+    def only(self, places: Sequence[int]) -> Question:
+        """Return the question as if those at `places` alone had answered."""
+        chosen = torch.tensor(list(places), dtype=torch.int64)
+        each = tree.map(lambda leaf: leaf[chosen.to(leaf.device)], self.each)
+        return self._replace(clients=tuple(self.clients[place] for place in places), each=each)
+
+
+class Guard(Protocol):
+    """What is done with uploads before a method gets them."""
+
+    def uploads(self, question: Question, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""
+        ...
+
+    def row(self) -> dict[str, Any]:
+        """Return what there is to say of the round that is over, for its line in metrics.jsonl."""
+        ...
+
+    def ended(self, round: int) -> str | None:
+        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
+        ...
+
+
+def sent(question: Question) -> dict[str, Tensor]:
+    """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
+    shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(question.down).items()}
+    return {**shared, **tree.flatten(question.each)}
+
+
+def update(up: Tree, question: Question) -> dict[str, Tensor]:
+    """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone.
+
+    Of an upload's leaves those that came down under the same path and with the same shape.
+    """
+    known = sent(question)
+    return {
+        path: leaf - known[path]
+        for path, leaf in tree.flatten(up).items()
+        if path in known and leaf.is_floating_point() and leaf.shape[1:] == known[path].shape[1:]
+    }
+
+
+def changed(up: Tree, question: Question, change: dict[str, Tensor]) -> Tree:
+    """Return the uploads as if each client had changed what it was sent by `change`, leaves (k, ...) or (...).
+
+    A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
+    """
+    flat, known, count = tree.flatten(up), sent(question), len(question.clients)
+    for path, each in change.items():
+        new = known[path] + each
+        flat[path] = new.expand(count, *new.shape[1:])
+    return tree.unflatten(flat)
