@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfmoon.net.message import Joined, Refusal, write
-from halfmoon.net.roster import Answer, Clock, Parcel, Roster
+from halfmoon.net.roster import Answer, Clock, Holder, Parcel, Roster
 from halfmoon.net.terms import Terms
 from halfmoon.pieces import Form
 
@@ -69,6 +69,7 @@ class Street:
     requests: list[tuple[float, int, bytes]] = field(default_factory=list)
     cut: set[str] = field(default_factory=set)
     full: set[int] = field(default_factory=set)
+    keys: dict[int, Holder] | None = None
     said: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     _under_way: list[tuple[float, str, bytes | None]] = field(default_factory=list)
@@ -100,6 +101,10 @@ class Street:
         """Return who is connected."""
         self._connect("nodes")
         return list(self.nodes_)
+
+    def holders(self) -> Mapping[int, Holder] | None:
+        """Return whose keys the nodes have."""
+        return self.keys
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         """Take mail for the nodes that are there and not `full`."""

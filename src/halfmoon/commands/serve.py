@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.commands.base import command, complain, print_json
 from halfmoon.errors import UserError
+
+if TYPE_CHECKING:
+    from halfmoon.flower.launch import Server
 
 HOST, PORT, RESTARTS = "127.0.0.1", 9092, 5
 
@@ -22,9 +25,11 @@ def add(commands: Any) -> None:
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, help="options of a run, and a table [federation]")
     about = "the run folder, a new one or one to go on with (default: runs/NAME)"
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help=about)
+    about = "a folder of `halfmoon federation`: only sites with a key in it may come in, through its proxy"
+    parser.add_argument("--access", metavar="FOLDER", type=Path, help=about)
     about = f"where to listen; 0.0.0.0: at every address of this machine (default: {HOST})"
-    parser.add_argument("--host", metavar="HOST", default=HOST, help=about)
-    parser.add_argument("--port", metavar="N", default=str(PORT), help=f"the port (default: {PORT})")
+    parser.add_argument("--host", metavar="HOST", help=about)
+    parser.add_argument("--port", metavar="N", help=f"the port (default: {PORT}, or that of --access)")
     parser.add_argument("--ca", metavar="FILE", type=Path, help="TLS: the authority that signed the certificate (PEM)")
     parser.add_argument("--certificate", metavar="FILE", type=Path, help="TLS: the certificate of this machine (PEM)")
     parser.add_argument("--key", metavar="FILE", type=Path, help="TLS: the certificate's private key (PEM)")
@@ -37,17 +42,18 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Serve until the run is finished; return 1 where it cannot go on, 130 where it was interrupted."""
-    from halfmoon.flower.launch import MODEL, Halted, Server, finished, serve
+    from halfmoon.flower.launch import MODEL, Halted, finished, serve
     from halfmoon.flower.processes import interruptible, require_flower
     from halfmoon.net.host import Host
     from halfmoon.net.plan import load
 
-    port, restarts = whole("--port", given.port, 1, 2**16 - 1), whole("--restarts", given.restarts, 0, 10**6)
+    port = None if given.port is None else whole("--port", given.port, 1, 2**16 - 1)
+    restarts = whole("--restarts", given.restarts, 0, 10**6)
+    _agreeing(given)
     require_flower()
     plan = load(given.config)
     folder = given.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
-    tls = {"ca": given.ca, "certificate": given.certificate, "key": given.key}
-    server = Server(given.config, folder, given.host, port, **tls, insecure=given.insecure, restarts=restarts)
+    server = _server(given, folder, port, plan.terms.sites, restarts)
     show = shower(given.json)
     # Before anything of Flower's lies in it: a folder that holds something else is not a run's.
     host = Host(plan, folder)
@@ -75,6 +81,32 @@ def run(given: argparse.Namespace) -> int:
     else:
         show(f"model: {model}")
     return 0
+
+
+def _agreeing(given: argparse.Namespace) -> None:
+    """Raise UserError for a flag that contradicts --access."""
+    flags = {"--host": given.host, "--ca": given.ca, "--certificate": given.certificate, "--key": given.key}
+    for flag, value in {**flags, "--insecure": given.insecure or None}.items():
+        if given.access is not None and value is not None:
+            raise UserError(f"--access and {flag} contradict each other: the folder says it; leave {flag} out.")
+
+
+def _server(given: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
+    """Return how the flags say that the federation is served; raise UserError where that cannot be."""
+    from halfmoon.access import Access
+    from halfmoon.flower.launch import Server
+
+    if given.access is None:
+        tls = {"ca": given.ca, "certificate": given.certificate, "key": given.key}
+        where = given.host or HOST, port or PORT
+        return Server(given.config, folder, *where, **tls, insecure=given.insecure, restarts=restarts)
+    access = Access.open(given.access)
+    if port not in (None, access.port):
+        raise UserError(
+            f"--port is {port}, but the proxy of {given.access} calls port {access.port}: leave --port out, or make "
+            "another folder with that port."
+        )
+    return Server.guarded(given.config, folder, access, sites, restarts)
 
 
 def whole(flag: str, words: str, least: int, most: int) -> int:

@@ -12,7 +12,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon import disk, toml
+from halfmoon.access import Access
 from halfmoon.errors import UserError
+from halfmoon.flower.admission import KEYS, Admission, Control
 from halfmoon.flower.contact import Absent, Address, reach, trust
 from halfmoon.flower.processes import (
     APPS,
@@ -64,8 +66,9 @@ class Server:
     """How a federation is served: its file, its run folder, where it listens, and how often it is started again.
 
     `certificate` and `key` are the server's for TLS, `ca` has the authority that signed them; without them the
-    connection is plain, which away from this machine needs `insecure`. `restarts` is how often, without a new round in
-    between, what dies is started again. Raise UserError where these do not fit.
+    connection is plain, which away from this machine needs `insecure`. `access` says which sites may come in, of whom
+    `sites` are those of the federation; without it any may. `restarts` is how often, without a new round in between,
+    what dies is started again. Raise UserError where these do not fit.
     """
 
     config: Path
@@ -76,6 +79,8 @@ class Server:
     certificate: Path | None = None
     key: Path | None = None
     insecure: bool = False
+    access: Access | None = None
+    sites: tuple[str, ...] = ()
     restarts: int = 5
     apps: tuple[str, str] = APPS
 
@@ -98,6 +103,21 @@ class Server:
                 "--certificate and --key, or --insecure where the network itself is safe."
             )
 
+    @classmethod
+    def guarded(cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int) -> Server:
+        """Return a server that only sites with a key of `access` reach: by its proxy, so it listens here alone."""
+        return cls(
+            config,
+            run,
+            port=access.port,
+            ca=access.ca,
+            certificate=access.certificate,
+            key=access.key,
+            access=access,
+            sites=tuple(sites),
+            restarts=restarts,
+        )
+
     @property
     def address(self) -> Address:
         """Return where the server listens."""
@@ -119,6 +139,7 @@ def superlink(server: Server) -> list[str]:
         # Everything that the apps need is installed: it is what runs here.
         "--disable-runtime-dependency-installation",
         *(given or ["--insecure"]),
+        *(["--enable-supernode-auth"] if server.access else []),
     ]
 
 
@@ -126,6 +147,7 @@ def project(server: Server) -> str:
     """Return the pyproject.toml of the app that Flower is given: it names what is installed, and has no code."""
     serving, joining = map(toml.value, server.apps)
     version = metadata.version("flwr")
+    keys = f"keys = {toml.value((server.home.folder / KEYS).absolute())}\n" if server.access else ""
     return f"""[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -148,7 +170,7 @@ clientapp = {joining}
 [tool.flwr.app.config]
 federation = {toml.value(server.config.absolute())}
 run-dir = {toml.value(server.run.absolute())}
-"""
+{keys}"""
 
 
 def connection(server: Server) -> str:
@@ -201,6 +223,7 @@ class _Serving:
         self.link: subprocess.Popen[bytes] | None = None
         self.number = self.home.folder / "number"
         self.failures, self.rounds = 0, _rounds(server.run)
+        self.admission: Admission | None = None
 
     def play(self) -> None:
         """Start what is not there, watch it, and start it again."""
@@ -225,7 +248,18 @@ class _Serving:
         self.link = self.home.start(SUPERLINK, superlink(self.server))
         if not self._wait(self._answers, STARTING):
             raise Halted(f"the SuperLink did not start: {_last(log.lines()) or 'it said nothing'}; see {log.path}.")
+        self._admit()
         self._forget_run()
+
+    def _admit(self) -> None:
+        """Let the sites in that may come in, and no others, where they are known by their keys."""
+        server = self.server
+        if server.access is None or server.ca is None:
+            return
+        control, path = Control(server.address.near, server.ca), self.home.folder / KEYS
+        self.admission = Admission(server.access, control, path, server.sites, self.journal.say)
+        self.admission.open()
+        self._show()
 
     def _forget_run(self) -> None:
         """Tell Flower that its last run is over.
@@ -276,6 +310,8 @@ class _Serving:
         while True:
             # Looked at before the log is read: what is dead has written its last line.
             ended = self._ended(time.monotonic() - begin)
+            if ended is None and self.admission is not None:
+                self.admission.look()
             self._show()
             if ended is not None:
                 if ended == "app" and (reason := _last(errors.lines(), _ERROR)):

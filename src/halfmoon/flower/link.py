@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from halfmoon.net.roster import Parcel
+from halfmoon import disk
+from halfmoon.net.roster import Holder, Parcel
 
 NAME, HEAD, BODY = "message", "head", "body"
 """Of the record, and of the arrays in it. Flower stores equal arrays once: a model that goes to all sites is one."""
@@ -45,17 +47,27 @@ def unwrapped(content: RecordDict) -> bytes:
         return b""
 
 
-class GridPost:
-    """Carries bytes over a Grid."""
+def held(path: Path) -> dict[int, Holder]:
+    """Return whose key each node has, as `halfmoon serve` wrote it down; nobody's where it cannot be read."""
+    nodes = (disk.read_json(path) or {}).get("nodes", {})
+    return {int(number): Holder(said["name"], said["since"]) for number, said in nodes.items()}
 
-    def __init__(self, grid: Grid) -> None:
+
+class GridPost:
+    """Carries bytes over a Grid; `keys` is the file that says whose key each node has, where sites have keys."""
+
+    def __init__(self, grid: Grid, keys: Path | None = None) -> None:
         """Carry over `grid`."""
-        self.grid = grid
+        self.grid, self.keys = grid, keys
 
     def nodes(self) -> Sequence[int]:
         """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
         with _connecting():
             return list(self.grid.get_node_ids())
+
+    def holders(self) -> Mapping[int, Holder] | None:
+        """Return whose key each node has now; None where sites have no keys."""
+        return None if self.keys is None else held(self.keys)
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""

@@ -1,6 +1,7 @@
 """The one ServerApp: it plays the federation of the file `run_config` "federation" in the run folder "run-dir".
 
-Sites are waited for without end, or for `run_config` "patience" seconds.
+Sites are waited for without end, or for `run_config` "patience" seconds. Where they are known by their keys, the file
+`run_config` "keys" says whose key each node has.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def main(grid: Grid, context: Context) -> None:
     """Play the rounds that are left; what stops it is the last line of its log, which begins with "stopped: "."""
     host = Host(load(Path(str(context.run_config["federation"]))), Path(str(context.run_config["run-dir"])))
     host.make()
+    keys = context.run_config.get("keys")
     try:
-        host.serve(GridPost(grid), float(context.run_config.get("patience", math.inf)))
+        host.serve(
+            GridPost(grid, None if keys is None else Path(str(keys))),
+            float(context.run_config.get("patience", math.inf)),
+        )
     except UserError as error:
         host.journal.say(f"stopped: {error}")
         raise

@@ -27,6 +27,9 @@ AGAIN = 30.0
 LATE = 2.0
 """Time limits that a request lives: an answer within the second one is too late, but it comes and is named."""
 
+NO_KEY = "its key was removed, or it never had one"
+"""Why a site is not waited for, and why what it answers does not count."""
+
 RESENDS = 3
 """How often a request is sent again in one exchange to a site whose process died over it."""
 
@@ -39,11 +42,22 @@ class Parcel(NamedTuple):
     problem: str = ""
 
 
+class Holder(NamedTuple):
+    """Whose key a node has, and when its process connected, in any words: others mean that it is another process."""
+
+    name: str
+    since: str = ""
+
+
 class Post(Protocol):
-    """What carries bytes; every method may raise ConnectionError, which is waited out."""
+    """What carries bytes; every method but `holders` may raise ConnectionError, which is waited out."""
 
     def nodes(self) -> Sequence[int]:
         """Return the nodes that are connected."""
+        ...
+
+    def holders(self) -> Mapping[int, Holder] | None:
+        """Return whose key each node has, as far as sites may come in; None where sites have no keys."""
         ...
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -79,6 +93,7 @@ class _Sent:
 
     name: str
     node: int
+    since: str  # when the node's process connected, where that is known
     what: str
     end: float  # until when its answer is waited for
     seen: float  # when its node was last connected
@@ -101,6 +116,8 @@ class Roster:
         """What the sites said when they joined, also those that are gone."""
         self._offer = write(Offer(version, terms.text))
         self._nodes: dict[str, int] = {}  # the node of each site that is connected
+        self._holders: Mapping[int, Holder] | None = None  # whose key each node has, where sites have keys
+        self._since: dict[str, str] = {}  # when the process that joined had connected
         self._connected: set[int] = set()  # the nodes at the last look
         self._asked: dict[int, float] = {}  # when a node was last asked to join
         self._older: dict[int, str] = {}  # nodes of sites that came again as another one
@@ -156,7 +173,7 @@ class Roster:
                 name = names[node]
                 del waiting[name]
                 sends[name] += 1
-                sent[ticket] = _Sent(name, node, what, began + self.timeout, now)
+                sent[ticket] = _Sent(name, node, self._process(node), what, began + self.timeout, now)
             for name, answer in self._receive(sent).items():
                 if answer.data is None and sends[name] <= RESENDS:
                     waiting[name] = self.clock.now()  # to receive may have taken minutes
@@ -167,17 +184,24 @@ class Roster:
         return {name: answers[name] for name in requests}
 
     def _come_back(self, waiting: dict[str, float], sent: dict[str, _Sent], now: float) -> None:
-        """Let sites that have started again since they were asked be asked again: what they had got is lost."""
+        """Let sites that have started again since they were asked be asked again: what they had got is lost.
+
+        With a key a site has the same node when it comes back, and Flower does not always tell of the loss.
+        """
         for ticket, each in list(sent.items()):
-            if self._nodes.get(each.name, each.node) != each.node:
+            other = self._nodes.get(each.name, each.node) != each.node or self._process(each.node) != each.since
+            if other and self._invited(each.name):
                 del sent[ticket]
                 waiting[each.name] = now
 
     def _give_up(
         self, waiting: dict[str, float], sent: dict[str, _Sent], now: float, began: float
     ) -> dict[str, Answer]:
-        """Give up sites that are away for too long, or have had all their time."""
+        """Give up sites that are away for too long, have had all their time, or may not come in any more."""
         given: dict[str, Answer] = {}
+        for name in [each for each in waiting if not self._invited(each)]:
+            del waiting[name]
+            given[name] = Answer(None, NO_KEY)
         for name, since in list(waiting.items()):
             if "nodes" in self._cut:  # it is the server that is not connected
                 waiting[name] = since = now
@@ -189,6 +213,8 @@ class Roster:
             reason = f"it did not answer within {self.timeout:g} s" if now > each.end else ""
             if now - each.seen > self.absence:
                 reason = f"it was not connected for {now - each.seen:.0f} s"
+            if not self._invited(each.name):
+                reason = NO_KEY
             if reason:
                 each.end = now
                 self._late[ticket] = sent.pop(ticket)
@@ -202,11 +228,13 @@ class Roster:
             return
         self._looked = now
         try:
-            nodes = self._connected = set(self.post.nodes())
+            nodes = set(self.post.nodes())
         except ConnectionError as error:
             self._lost("nodes", error)
             return
         self._found("nodes")
+        self._check_keys()
+        nodes = self._connected = self._known(nodes)
         for name, node in list(self._nodes.items()):
             if node not in nodes:
                 del self._nodes[name]
@@ -220,6 +248,37 @@ class Roster:
         for node, ticket in self._send(dict.fromkeys(new, self._offer), self.timeout, True).items():
             self._offers[ticket] = node
             self._asked[node] = now
+
+    def _check_keys(self) -> None:
+        """Forget sites whose keys were removed, and have those that have started again join again."""
+        self._holders = self.post.holders()
+        for name, node in list(self._nodes.items()):
+            if not self._may(node, name):
+                del self._nodes[name]
+                self.say(f"{name} is not listened to any more: its key was removed")
+            elif self._process(node) != self._since[name]:  # it may have other images now
+                del self._nodes[name]
+                self._asked.pop(node, None)
+
+    def _known(self, nodes: set[int]) -> set[int]:
+        """Return the nodes that have the key of a site, all where sites have no keys; the others are named once."""
+        if self._holders is None:
+            return nodes
+        for node in sorted(nodes - self._holders.keys()):
+            self._tell(node, f"node {node} has no key of a site that may come in: it is not asked to join")
+        return nodes & self._holders.keys()
+
+    def _may(self, node: int, name: str) -> bool:
+        """Say whether a node may speak for a site."""
+        return self._holders is None or (node in self._holders and self._holders[node].name == name)
+
+    def _invited(self, name: str) -> bool:
+        """Say whether any node may speak for a site."""
+        return self._holders is None or any(holder.name == name for holder in self._holders.values())
+
+    def _process(self, node: int) -> str:
+        """Return when the process that is behind a node connected, nothing where that is not known."""
+        return self._holders[node].since if self._holders is not None and node in self._holders else ""
 
     def _send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         if not mail:
@@ -240,6 +299,7 @@ class Roster:
             self._lost("collect", error)
             return {}
         self._found("collect")
+        self._check_keys()
         found: dict[str, Answer] = {}
         for ticket, data, problem in parcels:
             if ticket in self._offers:
@@ -248,7 +308,10 @@ class Roster:
                 self._let_go(self._late.pop(ticket), data)
             elif ticket in sent:
                 each = sent.pop(ticket)
-                if data is None:
+                if not self._may(each.node, each.name):
+                    self._forget(each, "")
+                    data, problem = None, NO_KEY
+                elif data is None:
                     self._forget(each, problem)
                 elif self._unknown(data):
                     self._forget(each, "")
@@ -271,8 +334,13 @@ class Roster:
         if said.federation != self.terms.hash or said.name not in self.terms.sites:
             self._tell(node, f"a site that calls itself {said.name[:64]!r} is none of this federation")
             return
+        if not self._may(node, said.name):
+            holder = (self._holders or {}).get(node)
+            whose = f"the site with the key of {holder.name}" if holder else "a site without a key"
+            self._tell(node, f"{whose} calls itself {said.name!r}: it does not join under a name that is not its key's")
+            return
         other, before = self._nodes.get(said.name), self.joined.get(said.name)
-        self._nodes[said.name] = node
+        self._nodes[said.name], self._since[said.name] = node, self._process(node)
         self.joined[said.name] = said
         if other == node and before == said:  # it was asked more than once before it could answer
             return
