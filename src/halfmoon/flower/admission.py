@@ -21,7 +21,7 @@ from halfmoon.flower.contact import Address, trust
 KEYS = "keys.json"
 """The file with whose key each node has, among those of Flower's processes."""
 
-EVERY = 2.0
+EVERY = 3.0
 """Seconds between two looks at the keys and at the nodes."""
 HOUR = 3600.0
 """Seconds between two looks at what runs out."""
@@ -166,9 +166,7 @@ class Admission:
         for node in nodes:
             if node.key not in self._keys:
                 self.registry.unregister(node.number)
-                name = before.get(str(node.number), {}).get("name")
-                who = f"{name} may not come in any more" if name else f"node {node.number} was registered by others"
-                self.say(f"{who}: its key is removed")
+                self.say(self._left(node.number, before.get(str(node.number), {}).get("name")))
         new = [key for key in self._keys if key not in may]
         for key in new:
             name = self._keys[key]
@@ -182,6 +180,14 @@ class Admission:
                 continue
             self._write(may)
             self.say(f"{name} may come in: its key is registered")
+
+    def _left(self, number: int, name: str | None) -> str:
+        """Return in words who was put out."""
+        if name is None:
+            return f"node {number} was registered by others: its key is removed"
+        if name in self._keys.values():
+            return f"the old key of {name} is removed"
+        return f"{name} may not come in any more: its key is removed"
 
     def _write(self, may: Mapping[bytes, Node]) -> None:
         """Write down whose key each node has, where that is news."""

@@ -30,11 +30,14 @@ REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "2001]": "the server wants sites with a key: give --key FILE",
-    "2004]": "the server does not know this site's key, or another site uses it; its people have to register it",
+    "2004]": "the server does not let this site's key in: it does not know it, or not any more, or another process "
+    "uses it (one that was killed counts for a minute)",
+    "401 Unauthorized": "the server does not accept this site's key, or the clocks of the two machines differ",
     "Exit Code: 302": "--key is no private key (elliptic curve, in OpenSSH's format)",
     "Exit Code: 606": "the server has another version of Flower",
     "address already in use": "its port on this machine is taken",
     "Heartbeat failed": "the server does not know this site any more",
+    "terminated gracefully": "the server does not accept this site's key any more, or its process was told to end",
 }
 """What a SuperNode's log says where it dies, and what that means."""
 
