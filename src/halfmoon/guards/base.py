@@ -77,8 +77,19 @@ def changed(up: Tree, question: Question, change: dict[str, Tensor]) -> Tree:
 
     A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
     """
-    flat, known, count = tree.flatten(up), sent(question), len(question.clients)
-    for path, each in change.items():
-        new = known[path] + each
-        flat[path] = new.expand(count, *new.shape[1:])
-    return tree.unflatten(flat)
+    known, count = sent(question), len(question.clients)
+
+    def moved(branch: Tree, above: str) -> Tree:
+        new: Tree = {}
+        for name, leaf in branch.items():
+            path = f"{above}{name}"
+            if isinstance(leaf, dict):  # also an empty one: a network without statistics has {"stats": {}}
+                new[name] = moved(leaf, f"{path}/")
+            elif path in change:
+                each = known[path] + change[path]
+                new[name] = each.expand(count, *each.shape[1:])
+            else:
+                new[name] = leaf
+        return new
+
+    return moved(up, "")
