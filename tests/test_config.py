@@ -79,6 +79,8 @@ def configs(draw: st.DrawFn) -> Config:
     chosen["shared_views"] = batch != "rest" and draw(st.booleans())
     chosen["nesterov"] = chosen["momentum"] > 0 and draw(st.booleans())
     chosen["attackers"] = 0.0 if chosen["attack"] == "none" else draw(st.floats(0.01, 0.49))
+    if chosen["aggregation"] == "krum" and chosen["cohort"] < 3:
+        chosen["aggregation"] = "median"  # Krum needs neighbors
     private = chosen["aggregation"] == "mean" and chosen["norm"] != "batch" and draw(st.booleans())
     for name in ("dp_clip", "dp_noise", "dp_epsilon"):
         chosen[name] = draw(positive) if private else None

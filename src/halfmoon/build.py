@@ -21,6 +21,7 @@ from halfmoon.data.split import SERVER
 from halfmoon.deploy.card import Card
 from halfmoon.errors import UserError
 from halfmoon.experiment import Experiment, Row, play
+from halfmoon.guards.attacks import Hostile, hostile
 from halfmoon.memory import keep_memory
 from halfmoon.pieces import World, budget, computing, device, executor, guards, method, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
@@ -279,11 +280,15 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
 
 
 def _check(jobs: Sequence[Job], shared: World, watch: Watch) -> None:
-    """Refuse what could only fail later: a cohort larger than the federation, a client without labels."""
+    """Refuse what could only fail later: too large a cohort, a client without labels, guards that do not fit."""
     config, split = jobs[0].config, shared.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
     entries = [catalog.entry(job.config.method) for job in jobs]
+    for job, each in zip(jobs, entries, strict=True):
+        method(job.config)
+        if each.pooled and job.config.attack != "none":
+            raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
     needing = [each for each in entries if not each.all_labels and not each.pooled]
     served = bool((split.client == SERVER).any())
     counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
@@ -318,10 +323,21 @@ def _experiment(config: Config, shared: World, path: Path) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
     entry = catalog.entry(config.method)
     made = method(config)
+    bad = hostile(shared.split.clients, config.attackers, config.seed)
+    liars = frozenset(bad if config.attack == "label-flip" else ())
+    attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed),)
     runtime = Simulation(
         made,
         shared.task,
-        Holdings(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled),
+        Holdings(
+            shared.train,
+            shared.split,
+            entry.all_labels,
+            entry.pooled,
+            config.reuse_labeled,
+            liars,
+            len(shared.source.classes),
+        ),
         views=shared.views,
         batching=shared.batching,
         budget=budget(config, shared.task),
@@ -332,7 +348,7 @@ def _experiment(config: Config, shared: World, path: Path) -> Experiment:
         serving=shared.serving,
         silent=config.silent,
         store=Store(cap=config.memory_cap * 1_000_000),
-        guards=guards(config, f"seed {config.seed}".encode(), path),
+        guards=(*attacks, *guards(config, f"seed {config.seed}".encode(), path)),
     )
     return Experiment(
         made, shared.task, runtime, shared.test, config.seed, config.evaluate_every, config.checkpoint_every

@@ -62,6 +62,13 @@ class Entry:
         """Return for what the server needs every single upload, nothing where their weighted sum is enough."""
         return "all rows lie in one place" if self.pooled else _SINGLES.get(type(self.method), "")
 
+    def unrobust(self, aggregation: str, norm: str) -> str:
+        """Return why a robust aggregation cannot stand before the method with such a network, nothing where it can."""
+        kind = type(self.method)
+        if kind in _CENSUS and norm == "batch":
+            return "it counts statistics in a question of their own, where no rule looks; use norm 'group' or 'none'"
+        return _SINGLES[kind] if kind in _LONE and aggregation != "clip" else ""
+
     @property
     def labels(self) -> str:
         """Return in words where the method expects labels."""
@@ -84,6 +91,12 @@ _SINGLES: dict[type, str] = {
     SemiFL: "the statistics of a model are put together from each client's own",
 }
 """Methods that secure aggregation and client-level privacy cannot be put around, and why."""
+
+_LONE = {FedMatch, HeteroFL, SemiFed}
+"""Of these, those that mean nothing any more where every client is given the one aggregate."""
+
+_CENSUS = {HeteroFL, SemiFL}
+"""Methods of static statistics (`halfmoon.methods.static`)."""
 
 
 @dataclass(frozen=True)

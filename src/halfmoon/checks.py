@@ -98,5 +98,11 @@ def _check_guards(c: Any) -> None:
         raise UserError(
             "dp_clip needs norm 'group' or 'none': statistics of batches would leave the clients without noise."
         )
+    hostile = math.floor(round(c.byzantine * c.cohort, 9))
+    if c.aggregation == "krum" and c.cohort < 2 * hostile + 3:
+        raise UserError(
+            f"krum cannot tell {hostile} hostile of {c.cohort} clients from the others: it needs a cohort of "
+            f"{2 * hostile + 3} or more; choose a larger cohort or a smaller byzantine."
+        )
     if (c.attack == "none") != (c.attackers == 0):
         raise UserError("attack and attackers go together: say what hostile clients do, and how many there are.")

@@ -32,7 +32,8 @@ class Holdings:
 
     With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers. `pooled`
     puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one. With
-    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1).
+    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1). `liars` label
+    their rows wrongly, class c as `classes` - 1 - c; guesses are still compared with what is true.
     """
 
     train: Examples
@@ -40,6 +41,8 @@ class Holdings:
     all_labels: bool = False
     pooled: bool = False
     reuse_labeled: bool = False
+    liars: frozenset[int] = frozenset()
+    classes: int = 0  # needed where there are liars
 
     @property
     def clients(self) -> int:
@@ -67,7 +70,8 @@ class Holdings:
         images, labels = self.train
         x, u = (torch.from_numpy(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
         counts = torch.tensor([len(x), len(u)], device=labels.device)
-        return Local(images[x], labels[x], images[u], counts[0], counts[1]), labels[u]
+        told = self.classes - 1 - labels[x] if client in self.liars else labels[x]
+        return Local(images[x], told, images[u], counts[0], counts[1]), labels[u]
 
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
         """Return the training rows, int64, that the client (or the `SERVER`) has as labeled ones, or as unlabeled.

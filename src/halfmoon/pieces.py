@@ -22,6 +22,7 @@ from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.ground import Executor
 from halfmoon.guards import Guard
+from halfmoon.guards.robust import Finite, Robust
 from halfmoon.models import NETWORKS, Network
 from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
 from halfmoon.types import Method, Task
@@ -89,8 +90,10 @@ def task(config: Config, form: Form) -> Task:
 
 def method(config: Config) -> Method:
     """Return the method of a configuration with its options; raises `UserError` where what guards it does not fit."""
-    made = catalog.make(config.method, method_options(config, config.method))
-    singles = catalog.entry(config.method).singles
+    made, entry = catalog.make(config.method, method_options(config, config.method)), catalog.entry(config.method)
+    singles = entry.singles
+    if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, config.norm)):
+        raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
     for option in ("secure_aggregation", "dp_clip"):
         if getattr(config, option) and singles:
             raise UserError(
@@ -105,7 +108,12 @@ def guards(config: Config, secret: bytes, folder: Path) -> tuple[Guard, ...]:
 
     `secret` is what noise is drawn from, known to the server alone; `folder` is the run's.
     """
-    return ()
+    found: list[Guard] = []
+    if config.aggregation != "mean":
+        found.append(Robust(config.aggregation, config.byzantine))
+    elif config.attack != "none":  # else nothing comes here that is not finite
+        found.append(Finite())
+    return tuple(found)
 
 
 def budget(config: Config, task: Task) -> Budget:

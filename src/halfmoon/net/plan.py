@@ -88,6 +88,11 @@ def load(path: Path) -> Plan:
     count = len(held.sites)
     here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
     whole = settings.merge({**here, **raw}, {}, path)
+    if whole.attack != "none":
+        raise UserError(
+            f"attack is {whole.attack!r} in {path.name}, but hostile clients are made in simulations alone: leave "
+            "attack and attackers out."
+        )
     values = {name: raw[name] for name in raw if name in shared() or name == "options"}
     if whole.split is not None:  # it says where the labels are, and no option may
         values["labels_at"] = place_of(Split.load(settings.anchored(raw, path.parent)["split"]))

@@ -1,0 +1,98 @@
+"""Hostile clients of a simulation: what they do to their uploads, or to their labels.
+
+Every attack is the plain one of the literature, by clients that know nothing of one another and of the defense:
+
+- "sign-flip": the update times -`FLIP`, so that the model is led away from what was learned (Li et al. 2019, RSA).
+- "noise": the update and Gaussian noise of `NOISE` times its norm (Blanchard et al. 2017 send noise alone).
+- "stale": the model that was sent comes back as it is, the last round's model: a free rider that has the others work
+  (Fraboni, Vidal and Lorenzi 2021).
+- "nan": an update that is not a number, as a broken machine would send.
+- "label-flip": class c becomes C - 1 - c in a hostile client's labeled rows, and it trains on them as an honest one
+  (Fang et al. 2020). Its uploads are not touched here: `halfmoon.ground.Holdings` has the labels.
+
+What is no update (weights, counts, FedDB's mean predictions, a census) is sent as an honest client would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from halfmoon import rng, tree
+from halfmoon.guards.base import Question, changed, update
+from halfmoon.guards.places import mixed
+from halfmoon.tree import Tree
+
+Attack = Literal["sign-flip", "noise", "label-flip", "stale", "nan"]
+
+FLIP = 1.0
+"""What a flipped update is multiplied by beside -1. 1 is the plain attack, which no norm betrays; variants that scale
+it up (Li et al. 2019) do more harm to a mean and are easier to find."""
+
+NOISE = 10.0
+"""Norm of the noise in norms of the update. Blanchard et al. 2017 draw with a standard deviation of 200 in every
+coordinate; in units of the update an attack means the same to every network."""
+
+
+class Hostile:
+    """The first guard of a simulation: the uploads of `clients` (by number) become what `attack` makes of them.
+
+    All that it draws comes from (`seed`, "attack", round, trip, client). Its row names the hostile clients of a round.
+    """
+
+    def __init__(self, attack: Attack, clients: Sequence[int], seed: int) -> None:
+        self.attack, self.clients, self.seed = attack, frozenset(clients), seed
+        self._met: set[int] = set()
+
+    def uploads(self, question: Question, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return all places, and the uploads with those of hostile clients in place of what they were."""
+        everyone = range(len(question.clients))
+        hostile = [place for place in everyone if question.clients[place] in self.clients]
+        self._met |= {question.clients[place] for place in hostile}
+        change = update(up, question)
+        if not hostile or not change or self.attack == "label-flip":
+            return everyone, up
+        new = {path: leaf.clone() for path, leaf in change.items()}
+        for place in hostile:
+            mine = {path: leaf[place] for path, leaf in change.items()}
+            path = ("attack", question.round, question.trip, question.clients[place])
+            for name, leaf in self._spoiled(mine, rng.generator(self.seed, *path)).items():
+                new[name][place] = leaf
+        bad = torch.tensor([place in hostile for place in everyone])
+        return everyone, mixed(bad, changed(up, question, new), up)
+
+    def row(self) -> dict[str, Any]:
+        """Return which clients of the round were hostile."""
+        met, self._met = sorted(self._met), set()
+        return {"hostile": met}
+
+    def ended(self, round: int) -> str | None:
+        """Return None: every round may be played."""
+        return None
+
+    def _spoiled(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return what a hostile client says that it has changed, for what it would have said."""
+        if self.attack == "sign-flip":
+            return {path: -FLIP * leaf for path, leaf in change.items()}
+        if self.attack == "noise":
+            return _noisy(change, generator)
+        value = 0.0 if self.attack == "stale" else math.nan
+        return {path: torch.full_like(leaf, value) for path, leaf in change.items()}
+
+
+def hostile(clients: int, share: float, seed: int) -> list[int]:
+    """Return the hostile ones among `clients`, the same in all rounds: ceil(share * clients) of them, sorted."""
+    order = torch.randperm(clients, generator=rng.generator(seed, "hostile"))
+    return sorted(order[: math.ceil(round(share * clients, 9))].tolist())
+
+
+def _noisy(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Return an update with Gaussian noise of `NOISE` times its norm, over all leaves together."""
+    drawn = {path: torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for path, leaf in change.items()}
+    own, length = (tree.squared_norm({p: leaf.double() for p, leaf in t.items()}).sqrt() for t in (change, drawn))
+    scale = NOISE * float(own) / float(length)
+    return {path: leaf + (scale * drawn[path]).to(leaf) for path, leaf in change.items()}
