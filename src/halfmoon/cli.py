@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
 from halfmoon import toml
-from halfmoon.commands import evaluate, export, leaderboard, predict, recipes, report, serve, site, sweep
+from halfmoon.commands import evaluate, export, federation, leaderboard, predict, recipes, report, serve, site, sweep
 from halfmoon.commands.base import Parser, command, complain, flags, option, print_json, tracked
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
@@ -54,8 +54,8 @@ SECTIONS = {
     "machine and run folder": ("device", "executor", "threads", "memory_cap", "checkpoint_every", "run_dir"),
 }  # fmt: skip
 MODULES: dict[str, ModuleType] = {
-    "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "site": site, "serve": serve,
-    "predict": predict, "evaluate": evaluate, "export": export,
+    "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "federation": federation,
+    "site": site, "serve": serve, "predict": predict, "evaluate": evaluate, "export": export,
 }  # fmt: skip
 """The commands that are modules of their own, by name."""
 

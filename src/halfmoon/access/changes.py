@@ -59,7 +59,6 @@ def make(folder: Path, files: Mapping[str, File]) -> None:
 
 def change(folder: Path, files: Mapping[str, File], gone: Sequence[str] = ()) -> None:
     """Put files into a locked folder and delete others: all or none."""
-    shutil.rmtree(folder / _NEXT, ignore_errors=True)
     os.mkdir(folder / _NEXT, 0o700)
     _write(folder / _NEXT, {**files, _GONE: File(json.dumps(list(gone)).encode())})
     os.replace(folder / _NEXT, folder / _READY)
@@ -68,8 +67,10 @@ def change(folder: Path, files: Mapping[str, File], gone: Sequence[str] = ()) ->
 
 
 def finish(folder: Path) -> None:
-    """Put into place what a change in a locked folder has left to do."""
+    """Put into place what a change in a locked folder has left to do; clear away what never counted."""
     ready = folder / _READY
+    if (folder / _NEXT).exists():
+        shutil.rmtree(folder / _NEXT)
     if not ready.is_dir():
         return
     gone = json.loads((ready / _GONE).read_bytes())

@@ -14,8 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 from halfmoon import disk
 from halfmoon.access import paths
 from halfmoon.access.changes import File, locked
+from halfmoon.config import NAME
 from halfmoon.errors import UserError
 
+DAYS, PORT, LISTEN = 365, 9092, 9443
+"""How long a server's certificate is valid, and the ports, where nothing else is said."""
+MOST_DAYS = 3650
+"""How long an authority is valid; what it signs never outlives it."""
 SCHEMA = 1
 SOON = timedelta(days=30)
 """How long before it runs out a certificate is warned about."""
@@ -185,6 +190,9 @@ def _record(folder: Path) -> Record:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise UserError(f"{path} is damaged ({where}: {first['msg']}): restore it from a copy.") from error
+    for name in [*record.sites, *(each.name for each in record.refused)]:
+        if not NAME.fullmatch(name):
+            raise UserError(f"{path} is damaged ({name!r} is no name of a site): restore it from a copy.")
     if record.schema != SCHEMA:
         raise UserError(f"{path} was written by another halfmoon: use that one, or a newer one.")
     return record

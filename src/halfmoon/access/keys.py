@@ -26,8 +26,6 @@ except ImportError as error:
         "keys and certificates need the library cryptography, which is not installed: pip install 'halfmoon[flower]'."
     ) from error
 
-AUTHORITY_DAYS = 3650
-"""How long an authority is valid; what it signs never outlives it."""
 NEAR = ("localhost", "127.0.0.1", "::1")
 """What every certificate of a server names beside its hosts: its own programs call it by these."""
 
@@ -45,13 +43,13 @@ class Pair:
     certificate: bytes
 
 
-def authority(now: datetime) -> Pair:
-    """Return a new authority: it may sign certificates of servers, and no other authority."""
+def authority(days: int, now: datetime) -> Pair:
+    """Return a new authority for so many days: it may sign certificates of servers, and no other authority."""
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _named(f"federation authority {serial:x}"[:40])
     uses = {"digital_signature": False, "key_cert_sign": True}
-    made = _builder(name, name, key, serial, now, now + timedelta(days=AUTHORITY_DAYS))
+    made = _builder(name, name, key, serial, now, now + timedelta(days=days))
     made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     made = made.add_extension(_usage(**uses), critical=True)
     return Pair(_pem(key), made.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))

@@ -13,11 +13,24 @@ from typing import Any
 from halfmoon import disk
 from halfmoon.access import keys, paths, texts
 from halfmoon.access.changes import File, change, make
-from halfmoon.access.folder import HERE, REMOVED, REPLACED, THERE, Record, Refused, Site, guarded, reading
+from halfmoon.access.folder import (
+    DAYS,
+    HERE,
+    LISTEN,
+    MOST_DAYS,
+    PORT,
+    REMOVED,
+    REPLACED,
+    THERE,
+    Record,
+    Refused,
+    Site,
+    guarded,
+    reading,
+)
 from halfmoon.config import NAME
 from halfmoon.errors import UserError, nearest
 
-DAYS, PORT, LISTEN = 365, 9092, 9443
 LONGEST_KEY = 2**16
 """Bytes of a public key's file at most."""
 
@@ -51,7 +64,7 @@ def init(
     _numbers(days, port, listen)
     called = tuple(dict.fromkeys(map(host, hosts)))
     now = now or datetime.now(UTC)
-    authority = keys.authority(now)
+    authority = keys.authority(MOST_DAYS, now)
     pair = keys.server(authority, called, days, now)
     record = Record(called, port, listen, days, keys.seal(authority.certificate), keys.seal(pair.certificate), {})
     files = {
@@ -114,7 +127,7 @@ def renew(
         record = replace(record, hosts=called, days=record.days if days is None else days)
         _numbers(record.days, record.port, record.listen)
         files: dict[str, File] = {}
-        issuer = keys.authority(now) if ca else _issuer(folder, record)
+        issuer = keys.authority(MOST_DAYS, now) if ca else _issuer(folder, record)
         if ca:
             files |= {paths.CA_KEY: File(issuer.key, private=True), paths.CA: File(issuer.certificate)}
             files |= {paths.authority(name): File(issuer.certificate) for name in record.sites}
@@ -124,10 +137,7 @@ def renew(
             files[paths.join(name)] = File(texts.join(name, record, site.made == HERE).encode())
         record = replace(record, authority=keys.seal(issuer.certificate), certificate=keys.seal(pair.certificate))
         change(folder, files | {paths.RECORD: record.file()})
-    advice = _renewed(folder, record, ca)
-    if hosts and record.sites:
-        advice = (*advice, f"Every join.txt says --server {record.address} now: tell the sites.")
-    return Done(_facts(folder, record), advice)
+    return Done(_facts(folder, record), _renewed(folder, record, ca, bool(hosts)))
 
 
 def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
@@ -183,8 +193,8 @@ def _free(names: Sequence[str], taken: Sequence[str]) -> None:
 
 
 def _numbers(days: int, port: int, listen: int) -> None:
-    if not 1 <= days <= keys.AUTHORITY_DAYS:
-        raise UserError(f"--days is {days}: it must be a whole number from 1 to {keys.AUTHORITY_DAYS}.")
+    if not 1 <= days <= MOST_DAYS:
+        raise UserError(f"--days is {days}: it must be a whole number from 1 to {MOST_DAYS}.")
     if port == listen:
         raise UserError(f"--port and --listen are both {port}: the SuperLink and the proxy need one each.")
 
@@ -265,17 +275,20 @@ def _issuer(folder: Path, record: Record) -> keys.Pair:
     raise UserError(f"{path} is not the key of {paths.CA}: restore it from a copy, or make a new authority with --ca.")
 
 
-def _renewed(folder: Path, record: Record, ca: bool) -> tuple[str, ...]:
-    again = (
-        f"Start halfmoon serve again, and let nginx read its certificate: nginx -c {folder / paths.PROXY} -s reload."
-    )
-    if not ca:
-        return (again, "The sites have nothing to do: they trust the same authority.")
-    if not record.sites:
-        return (again, _safe(folder))
+def _renewed(folder: Path, record: Record, ca: bool, moved: bool) -> tuple[str, ...]:
+    """Return what has to be done once the server's certificate is new."""
     names = ", ".join(record.sites)
-    out = f"Hand {folder / paths.CA} to every site ({names}): none gets in before it has put that in place of its own."
-    return (out, again, "The sites keep their keys.", _safe(folder))
+    steps = []
+    if ca and names:
+        steps.append(
+            f"Hand {folder / paths.CA} to every site ({names}): none gets in with the old one. Their keys stay."
+        )
+    steps.append(f"Start halfmoon serve again, and let nginx read the certificate: {texts.nginx(folder)} -s reload.")
+    if moved and names:
+        steps.append(f"Tell the sites ({names}) that they now join --server {record.address}, as each join.txt says.")
+    elif not ca:
+        steps.append("The sites have nothing to do: they trust the same authority.")
+    return (*steps, _safe(folder))
 
 
 def _facts(folder: Path, record: Record, *names: str) -> dict[str, Any]:

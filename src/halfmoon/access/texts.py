@@ -27,13 +27,13 @@ def proxy(folder: Path, record: Record) -> str:
             f"{str(folder)!r} cannot stand in nginx's configuration: choose a path without quotes, \\ and $."
         )
     logs = folder / LOGS
-    everywhere = [f"listen {record.listen} ssl;"]
+    listen = f"listen {record.listen} ssl;"
     if _sixes():
-        everywhere.append(f"listen [::]:{record.listen} ssl;")
+        listen += f"\n        listen [::]:{record.listen} ssl;"
     return f"""# The one door for other machines: sites come in here, to what Flower has for sites and to nothing else.
-# Start, as the user who owns the folder:  nginx -c {shlex.quote(str(folder / PROXY))}
-# After a change or a new certificate:     nginx -c {shlex.quote(str(folder / PROXY))} -s reload
-# End:                                     nginx -c {shlex.quote(str(folder / PROXY))} -s quit
+# Start, as the user who owns the folder:  {nginx(folder)}
+# After a change or a new certificate:     {nginx(folder)} -s reload
+# End:                                     {nginx(folder)} -s quit
 # The paths are absolute: whoever moves the folder has to change them here.
 
 pid "{logs}/nginx.pid";
@@ -73,7 +73,7 @@ http {{
     }}
 
     server {{
-        {f"{chr(10)}        ".join(everywhere)}
+        {listen}
         ssl_certificate "{folder / CERTIFICATE}";
         ssl_certificate_key "{folder / KEY}";
         ssl_protocols TLSv1.2 TLSv1.3;
@@ -123,13 +123,18 @@ http {{
 """
 
 
+def nginx(folder: Path) -> str:
+    """Return the command that starts nginx, and with other words behind it tells it something."""
+    return f"nginx -c {shlex.quote(str(folder / PROXY))}"
+
+
 def superlink(folder: Path, record: Record) -> str:
     """Return what the server's people start, with halfmoon or with Flower alone."""
-    quoted = {name: shlex.quote(str(folder / name)) for name in (CA, CERTIFICATE, KEY, PROXY)}
+    quoted = {name: shlex.quote(str(folder / name)) for name in (CA, CERTIFICATE, KEY)}
     return f"""With halfmoon, which also registers the sites and notices at once when they change:
 
     halfmoon serve CONFIG.toml --port {record.port} --access {shlex.quote(str(folder))}
-    nginx -c {quoted[PROXY]}
+    {nginx(folder)}
 
 With Flower alone; each site has to be registered by hand:
 
@@ -137,7 +142,7 @@ With Flower alone; each site has to be registered by hand:
 {quoted[CERTIFICATE]} --ssl-keyfile {quoted[KEY]} --enable-supernode-auth --database state.db \
 --disable-runtime-dependency-installation
     flwr supernode register {shlex.quote(str(folder))}/sites/NAME/NAME.pub CONNECTION --name NAME
-    nginx -c {quoted[PROXY]}
+    {nginx(folder)}
 
 Other machines need port {record.listen} (TCP), where nginx listens, and no other.
 """
