@@ -22,6 +22,7 @@ from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.ground import Executor
 from halfmoon.guards import Guard
+from halfmoon.guards.fixed import Sums
 from halfmoon.guards.robust import Finite, Robust
 from halfmoon.models import NETWORKS, Network
 from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
@@ -103,16 +104,19 @@ def method(config: Config) -> Method:
     return made
 
 
-def guards(config: Config, secret: bytes, folder: Path) -> tuple[Guard, ...]:
+def guards(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Guard, ...]:
     """Return what stands between the uploads and the method of a configuration.
 
-    `secret` is what noise is drawn from, known to the server alone; `folder` is the run's.
+    `secret` is what noise is drawn from, known to the server alone; `folder` is the run's. `summed` says that masked
+    uploads were added up before they come here.
     """
     found: list[Guard] = []
     if config.aggregation != "mean":
         found.append(Robust(config.aggregation, config.byzantine))
     elif config.attack != "none":  # else nothing comes here that is not finite
         found.append(Finite())
+    if config.secure_aggregation:
+        found.append(Sums(even=config.dp_clip is not None, done=summed))
     return tuple(found)
 
 
