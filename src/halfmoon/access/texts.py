@@ -118,6 +118,9 @@ http {{
         location / {{
             return 403;
         }}
+        location = /v1/fleet {{
+            return 403;  # nginx would answer with a way to /v1/fleet/
+        }}
     }}
 }}
 """
