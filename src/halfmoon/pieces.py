@@ -21,8 +21,10 @@ from halfmoon.data.draw import Batching, Views
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples
 from halfmoon.ground import Executor
-from halfmoon.guards import Guard
+from halfmoon.guards import Guard, clipping
 from halfmoon.guards.fixed import Sums
+from halfmoon.guards.ledger import LEDGER, Ledger
+from halfmoon.guards.private import Private, Promise
 from halfmoon.guards.robust import Finite, Robust
 from halfmoon.models import NETWORKS, Network
 from halfmoon.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
@@ -101,7 +103,7 @@ def method(config: Config) -> Method:
                 f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
                 "than a sum."
             )
-    return made
+    return made if config.dp_clip is None else clipping.Clipped(made, config.dp_clip)
 
 
 def guards(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Guard, ...]:
@@ -117,7 +119,18 @@ def guards(config: Config, secret: bytes, folder: Path, summed: bool = False) ->
         found.append(Finite())
     if config.secure_aggregation:
         found.append(Sums(even=config.dp_clip is not None, done=summed))
+    if config.dp_clip is not None:
+        found.append(_private(config, secret, folder))
     return tuple(found)
+
+
+def _private(config: Config, secret: bytes, folder: Path) -> Private:
+    """Return the noise on the sums of a configuration, and their price so far."""
+    assert config.dp_clip is not None, "asked before"
+    assert config.dp_noise is not None, "checked with the configuration"
+    clients = config.clients if config.split is None else Split.load(config.split).clients
+    promise = Promise(config.dp_clip, config.dp_noise, config.dp_delta, config.dp_epsilon, config.cohort, clients)
+    return Private(promise, secret, Ledger(folder / LEDGER))
 
 
 def budget(config: Config, task: Task) -> Budget:

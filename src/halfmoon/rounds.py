@@ -55,6 +55,7 @@ class Rounds(ABC):
         self.cost = Cost()
         self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
         self._round = self._attempt = self._trip = 0
+        self._fair = True  # whether the cohort was drawn from all clients alike
         self._samples: dict[str, Sample] = {}
         self._quality = self._fresh_quality()
 
@@ -110,7 +111,8 @@ class Rounds(ABC):
             mine = torch.tensor([place[client] for client in outcomes], dtype=torch.int64)
             each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._trip - 1)
-            up = self._guarded(Question(*at, work, down, each, tuple(outcomes), len(asked), to is None), up)
+            drawn = to is None and self._fair
+            up = self._guarded(Question(*at, work, down, each, tuple(outcomes), len(asked), drawn), up)
         else:
             self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
         mute = asked[~torch.isin(asked, self.answered)]

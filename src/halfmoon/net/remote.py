@@ -6,24 +6,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from halfmoon import rng, tree
 from halfmoon.client import Errand, Outcome
 from halfmoon.data.draw import Amount, Views
 from halfmoon.data.split import SERVER
+from halfmoon.errors import UserError
 from halfmoon.evaluate import Tally
 from halfmoon.experiment import Report, Row, TooFew
 from halfmoon.ground import Ground
-from halfmoon.guards import Guard
+from halfmoon.guards import Guard, Question
+from halfmoon.guards.stream import keystream, subkey
 from halfmoon.manifest import Contents
 from halfmoon.net.checks import implausible, misfit, norms, outsized
 from halfmoon.net.exam import Exam
 from halfmoon.net.message import Malformed, Refusal, Reply, Request, read, write
-from halfmoon.net.patterns import Patterns
+from halfmoon.net.patterns import Pattern, Patterns, pattern_of
 from halfmoon.net.plan import Rules
 from halfmoon.net.register import Register
 from halfmoon.net.roster import Answer
+from halfmoon.net.sums import MaskedSum, layout, summed, uploads
 from halfmoon.net.visits import Visits
 from halfmoon.rounds import Rounds
 from halfmoon.store import Store, StoreShelf
@@ -87,7 +92,9 @@ class Remote(Rounds):
     of the numbers, whatever order they came in. A site without a usable answer leaves its round; a round with too few
     is played again, with other sites where there are some. `register` counts unusable answers, and who is set aside is
     drawn no more. `run` tells this run from others of the same federation. Without an `inspection` replies are only
-    read, not judged. `ready` returns when so many sites can be asked: a round is not played again before.
+    read, not judged. `ready` returns when so many sites can be asked: a round is not played again before. With a
+    `secret` the cohorts are drawn from it, not from the seed, which every site knows. With `keys`, those that sites
+    showed when they joined, uploads come under masks, and their sum is all that can be read (it needs an `inspection`).
     """
 
     def __init__(
@@ -112,6 +119,8 @@ class Remote(Rounds):
         say: Callable[[str], None] = lambda _: None,
         ready: Callable[[int], None] = lambda _: None,
         guards: Sequence[Guard] = (),
+        secret: bytes | None = None,
+        keys: Callable[[], Mapping[str, bytes]] | None = None,
     ) -> None:
         super().__init__(
             method,
@@ -137,6 +146,7 @@ class Remote(Rounds):
         self._failed: set[int] = set()  # of this round
         self._left: set[int] = set()  # of the cohort, those who have not failed in this attempt
         self._drawn = 0
+        self._secret, self._keys = secret, keys
         self._visits = Visits(self.store)
         self._brought: Tree = {}
         self._exam: Exam | None = None
@@ -157,8 +167,7 @@ class Remote(Rounds):
         self._visits.drop()
         for draft in self._drafts():
             draft.changed.clear()
-        path = ("cohort", round, self._attempt) if self._attempt else ("cohort", round)
-        order = torch.randperm(self.clients, generator=rng.generator(self.seed, *path)).tolist()
+        order = self._order(round)
         here = [k for k in order if self.names[k] not in self.register.aside]
         if not here:
             raise TooFew("every site is set aside; look into serve.log, and let sites back in with --readmit.")
@@ -167,6 +176,15 @@ class Remote(Rounds):
         chosen = [*fresh, *(k for k in here if k in self._failed)][: self.size]
         self.cohort = torch.tensor(chosen, dtype=torch.int64).sort().values
         self._left, self._drawn = set(chosen), len(chosen)
+        self._fair = not self._attempt and len(here) == self.clients
+
+    def _order(self, round: int) -> list[int]:
+        """Return all clients in the random order in which they are drawn for a round, or for another attempt at it."""
+        if self._secret is not None:
+            words = keystream(subkey(self._secret, "cohort", round, self._attempt), self.clients)
+            return np.argsort(words, kind="stable").tolist()
+        path = ("cohort", round, self._attempt) if self._attempt else ("cohort", round)
+        return torch.randperm(self.clients, generator=rng.generator(self.seed, *path)).tolist()
 
     def again(self, few: TooFew) -> None:
         """Make ready to play the round again, or raise `few` when that was tried often enough."""
@@ -248,6 +266,11 @@ class Remote(Rounds):
         requests = {
             site: self._request(site, errand.round, errand.trip, name, own, exams[site]) for site, own in downs.items()
         }
+        masked = None
+        if self._keys is not None:
+            places = {self.names[k]: k for k in clients}
+            masked = MaskedSum(requests, places, self._keys(), self._asked, what)
+            requests = masked.begin()
         answers = self.link.exchange({site: write(request) for site, request in requests.items()}, what)
         replies = {site: self._read(site, answer, requests[site]) for site, answer in answers.items()}
         good = self._judged({site: reply for site, reply in replies.items() if reply is not None}, errand, downs)
@@ -262,10 +285,47 @@ class Remote(Rounds):
         wanted = self.rules.quorum(self._drawn)
         if len(self._left) < wanted:
             raise TooFew(f"{what} has {len(self._left)} usable replies of {self._drawn}, and {wanted} are needed.")
+        if masked is not None:
+            good = self._unmasked(masked.total(good), good, errand, clients, down, each)
         for site, reply in good.items():
             if reply.kept:
                 self._visits.add(site, (errand.round, self._attempt, errand.trip))
         return {k: self._placed(good[self.names[k]].outcome()) for k in clients if self.names[k] in good}
+
+    def _asked(self, requests: Mapping[str, Request], pattern: Pattern, what: str) -> dict[str, Reply]:
+        """Return the replies to requests about a masked sum alone; sites without a usable one have failed."""
+        answers = self.link.exchange({site: write(request) for site, request in requests.items()}, what)
+        good: dict[str, Reply] = {}
+        for site, answer in answers.items():
+            reply = self._read(site, answer, requests[site])
+            fault = None if reply is None else misfit(reply.up, reply.samples, pattern)
+            if fault is not None:
+                self._refuse(site, fault)
+            elif reply is not None:
+                good[site] = reply
+        self._failed |= {k for k, site in enumerate(self.names) if site in requests and site not in good}
+        return good
+
+    def _unmasked(
+        self, total: Tensor, good: dict[str, Reply], errand: Errand, clients: Sequence[int], down: Tree, each: Tree
+    ) -> dict[str, Reply]:
+        """Return the replies of a masked question with the mean of all in the place of each one's update."""
+        places = [place for place, k in enumerate(clients) if self.names[k] in good]
+        there = tuple(clients[place] for place in places)
+        mine = tree.to(tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], each), CPU)
+        at = (errand.round, self._attempt, errand.trip)
+        question = Question(*at, "", tree.to(down, CPU), mine, there, len(clients), True)
+        whole = {**down, **tree.index(each, places[0])}
+        upload = self._plain(errand, whole)
+        ups = uploads(question, upload, total, layout(upload, pattern_of(whole)))
+        return {self.names[k]: replace(good[self.names[k]], up=up) for k, up in zip(there, ups, strict=True)}
+
+    def _plain(self, errand: Errand, down: Tree) -> Pattern:
+        """Return the pattern of the uploads that a masked question hides."""
+        pattern = self.inspection and self.inspection.patterns.of(errand, down)
+        if not pattern:
+            raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
+        return pattern
 
     def _request(self, site: str, round: int, trip: int, work: str, down: Tree, exam: Tree) -> Request:
         known, safe = self._visits.known(site), self._visits.safe(site)
@@ -315,6 +375,8 @@ class Remote(Rounds):
         good: dict[str, Reply] = {}
         for site, reply in replies.items():
             pattern = self.inspection.patterns.of(errand, downs[site])
+            if self._keys is not None:
+                pattern = summed(layout(self._plain(errand, downs[site]), pattern_of(downs[site])))
             fault = misfit(reply.up, reply.samples, pattern)
             fault = fault or implausible(reply, *self.inspection.most(errand.work, site))
             if fault is None:
