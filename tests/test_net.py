@@ -151,7 +151,7 @@ def asked() -> tuple[Site, Request]:
         ({"federation": "a" * 64}, "plays federation aaaaaaaa, but this site joined ffffffff"),
         ({"work": "steal"}, "asks for 'steal', which the method does not have"),
         ({"round": 99}, "asks for round 100 of 3"),
-        ({"round": -1}, "asks for round 0 of 3"),
+        ({"round": 3}, "asks for round 4 of 3"),
     ],
 )
 def test_a_site_refuses_what_it_did_not_join(asked: tuple[Site, Request], changes: dict[str, Any], said: str) -> None:
@@ -245,7 +245,10 @@ def other(data: bytes, **changes: Any) -> Answer:
         (lambda data: Answer(data[:50]), "refused in round 1: the answer of site-.: a message"),
         (lambda data: other(data, round=5), "it answers round 6, trip 1 .train."),
         (lambda data: other(data, attempt=1), "it answers round 1, trip 1 .train."),
-        (lambda data: Answer(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')), "counts are not whole numbers from 0"),
+        (
+            lambda data: Answer(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
+            "kept is not made of whole numbers from 0",
+        ),
         (lambda data: Answer(write(Refusal(VERSION, "failed", "its disk is full"))), "in round 1: its disk is full"),
     ],
 )

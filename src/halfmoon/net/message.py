@@ -8,21 +8,29 @@ counts, or a Refusal. Nothing else leaves a site.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar
 
 from safetensors import SafetensorError
 
 from halfmoon.client import Outcome
 from halfmoon.data.draw import Amount
 from halfmoon.errors import UserError
+from halfmoon.net import header
+from halfmoon.net.header import Cut, Header, Unreadable
+from halfmoon.net.journal import size
+from halfmoon.net.patterns import Pattern
 from halfmoon.packing import pack, unpack, with_metadata
 from halfmoon.tree import Tree
 from halfmoon.types import Sample
 
 HEAD, SHAPE = "halfmoon", "shape"
-LONGEST_HEAD = 2**24
-"""Bytes of a header at most: 16 MiB name a hundred thousand tensors."""
+
+SMALL, LARGEST = 2**22, 2**34
+"""Bytes of a message at most: of a kind that has no tensors, and of one that has some. Who reads knows better."""
+
+LONGEST, NUMBERS, HIGHEST = 10_000, 8, 2**63 - 1
+"""Characters of a text, numbers in a list, and the highest of them, at most."""
 
 UNKNOWN, OTHER_VERSION, UNFIT, FAILED = "unknown", "version", "unfit", "failed"
 """Why a site refuses: it did not join that federation, runs another halfmoon, cannot take part, or could not do it."""
@@ -47,7 +55,8 @@ class Request:
     `run` is the hexadecimal number of the server's run, of which there may be several of one federation. `attempt`
     counts how often the round is played, from 0. `known` is the visit (round, attempt, trip) whose memory the site goes
     on from, `safe` the oldest one that it may ever have to; both are empty where there is none. `exam` is a model
-    {"params", "stats"} to test on the site's own test images, beside the work; without a work that is all.
+    {"params", "stats"} to test on the site's own test images, beside the work; without a work that is all. `masks` is
+    what a masked sum needs (`halfmoon.net.masked`); without a work it asks for the site's part in that.
     """
 
     federation: str  # a hash of what all have to agree on
@@ -61,11 +70,15 @@ class Request:
     safe: list[int] = field(default_factory=list)
     down: Tree = field(default_factory=dict)
     exam: Tree = field(default_factory=dict)
+    masks: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A site takes part: under its name, with so many images that have a label, that have none, and to test on."""
+    """A site takes part: under its name, with so many images that have a label, that have none, and to test on.
+
+    `key` is the public key, in hexadecimal, under which others deal shares to it; nothing where no sums are masked.
+    """
 
     federation: str
     version: str
@@ -73,6 +86,7 @@ class Joined:
     labeled: int
     unlabeled: int
     tests: int = 0
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,9 +159,32 @@ Message = Offer | Request | Joined | Refusal | Reply
 _KINDS: dict[str, type[Message]] = {
     "offer": Offer, "request": Request, "joined": Joined, "refusal": Refusal, "reply": Reply,
 }  # fmt: skip
-_TREES = ("down", "up", "samples", "exam")
+_TREES = ("down", "up", "samples", "exam", "masks")
 _TYPES: dict[str, type] = {"str": str, "int": int, "list[int]": list}
 M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Sealed(Generic[M]):
+    """A message of which all was judged, and nothing read, that lies in its trees; `message` is without those."""
+
+    message: M
+    data: bytes = field(repr=False)
+    shape: dict[str, Any] = field(repr=False)
+    header: Header = field(repr=False)
+
+    def pattern(self, name: str) -> Pattern:
+        """Return what one of its trees is like."""
+        return header.pattern(self.shape, self.header.tensors, name)
+
+    def open(self) -> M:
+        """Return the message with its trees; raise `Malformed` where those are none."""
+        try:
+            body = unpack(self.data, self.shape)
+        except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+            raise Malformed(f"a message cannot be read ({type(error).__name__}).") from error
+        # A dataclass that is made anew looks at its fields again.
+        return replace(self.message, **{name: body[name] for name in _trees(type(self.message)) if name in body})
 
 
 def write(message: Message) -> bytes:
@@ -159,34 +196,69 @@ def write(message: Message) -> bytes:
     return with_metadata(data, {HEAD: json.dumps({"message": kind, **held}), SHAPE: json.dumps(shape)})
 
 
-def read(data: bytes, *wanted: type[M]) -> M:
+def read(data: bytes, *wanted: type[M], limit: int = LARGEST) -> M:
     """Return the message in `data`, which must be of a `wanted` kind; raise Malformed where there is none.
 
-    The header's length is judged before anything of it is read.
+    Nothing of it is read where it has more than `limit` bytes, or more than its kind can have.
     """
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(LONGEST_HEAD, len(data) - 8):
-        raise Malformed("a message is cut off, or none of halfmoon's.")
+    return look(data, *wanted, limit=limit).open()
+
+
+def look(data: bytes, *wanted: type[M], limit: int = LARGEST) -> Sealed[M]:
+    """Do what `read` does, but leave the trees where they lie: what they are like is known, and was judged."""
+    most = max(limit if _trees(kind) else SMALL for kind in wanted)
+    if len(data) > most:
+        raise Malformed(f"a message has {size(len(data))}, of {size(most)} at most.")
     try:
-        meta = json.loads(data[8 : 8 + length])["__metadata__"]
-        head, shape = json.loads(meta[HEAD]), json.loads(meta[SHAPE])
-        body = unpack(data, shape)
-        kind = _KINDS[head.pop("message")]
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise Malformed(f"a message cannot be read ({type(error).__name__}).") from error
+        found = header.judged(data)
+        head, shape = (header.parsed(found.texts.get(name, "")) for name in (HEAD, SHAPE))
+        header.check_shape(shape, found.tensors)
+    except Cut as error:
+        raise Malformed(f"a message {error}.") from error
+    except Unreadable as error:
+        raise Malformed(f"a message cannot be read: {error}.") from error
+    kind = _KINDS.get(str(head.pop("message", None)))
+    if kind is None:
+        raise Malformed("a message cannot be read: nobody knows what it is.")
     for choice in wanted:
         if kind is choice:
-            return _made(choice, head, body)
+            return Sealed(_made(choice, head, shape), data, shape, found)
     words = {made: word for word, made in _KINDS.items()}
     raise Malformed(f"a {' or '.join(words[each] for each in wanted)} was expected, not a {words[kind]}.")
 
 
-def _made(kind: type[M], head: dict[str, Any], body: Tree) -> M:
+def _trees(kind: type[Message]) -> list[str]:
+    return [each.name for each in fields(kind) if each.name in _TREES]
+
+
+def _made(kind: type[M], head: dict[str, Any], shape: dict[str, Any]) -> M:
+    """Return a message without its trees."""
     values: dict[str, Any] = {}
     for each in fields(kind):
-        value = body.get(each.name, {}) if each.name in _TREES else head.get(each.name)
-        wanted = dict if each.name in _TREES else _TYPES[str(each.type)]
-        if type(value) is not wanted:
+        if each.name in _TREES:
+            if not isinstance(shape.get(each.name, {}), dict):
+                raise Malformed(f"a message's {each.name} is not of type {each.type}.")
+            continue
+        value = head.get(each.name)
+        if type(value) is not _TYPES[str(each.type)]:
             raise Malformed(f"a message's {each.name} is not of type {each.type}.")
+        _check(each.name, value)
         values[each.name] = value
+    strange = sorted(set(shape) - set(_trees(kind)))
+    if strange:
+        raise Malformed(f"a message has tensors that belong to nothing: {strange[0][:40]!r}.")
     return kind(**values)
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise Malformed for a text that is too long or cannot be shown, a number out of its range, a long list."""
+    if isinstance(value, str):
+        # Terms are judged by whoever reads them.
+        if name != "terms" and not header.fine(value, LONGEST):
+            raise Malformed(f"a message's {name} has over {LONGEST:,} characters, or some that cannot be printed.")
+        return
+    numbers = value if isinstance(value, list) else [value]
+    if len(numbers) > NUMBERS:
+        raise Malformed(f"a message's {name} has {len(numbers):,} numbers, of {NUMBERS} at most.")
+    if not all(type(each) is int and 0 <= each <= HIGHEST for each in numbers):
+        raise Malformed(f"a message's {name} is not made of whole numbers from 0 below 2^63.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,13 @@ from halfmoon.data.draw import Amount
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples, Quality, tally
 from halfmoon.ground import Ground, Holdings
-from halfmoon.net.message import OTHER_VERSION, UNFIT, UNKNOWN, Reply, Request
+from halfmoon.net import bounds
+from halfmoon.net.downs import Downs
+from halfmoon.net.journal import size
+from halfmoon.net.message import OTHER_VERSION, UNFIT, UNKNOWN, Reply, Request, Sealed
+from halfmoon.net.patterns import pattern_of
 from halfmoon.net.terms import Terms
-from halfmoon.pieces import batch_rules, budget, device, examples, task, views
+from halfmoon.pieces import batch_rules, budget, device, examples, method, task, views
 from halfmoon.store import Store, StoreShelf
 from halfmoon.tree import Tree
 from halfmoon.types import Method, Shelf, Task
@@ -42,7 +47,7 @@ class Site:
     """The client `number` of a federation: `ground` has its rows alone, under that number.
 
     `federation` is the hash of what all agreed on when the site joined, `version` that of its halfmoon. `tests` are
-    images of its own that are never trained on.
+    images of its own that are never trained on, `downs` what a server of its method sends.
     """
 
     number: int
@@ -52,6 +57,7 @@ class Site:
     federation: str
     version: str
     tests: Examples | None = None
+    downs: Downs = field(default_factory=lambda: Downs({}, 0))
 
     @classmethod
     def of(
@@ -67,22 +73,44 @@ class Site:
         entry = catalog.entry(config.method)
         if config.labels_at == "server" and not entry.all_labels:
             labeled = np.zeros_like(labeled)
-        method = catalog.make(config.method, dict(config.options))
-        _check(terms, method, shared, int(labeled.sum()), int((~labeled).sum()))
+        made = method(config)
+        _check(terms, made, shared, int(labeled.sum()), int((~labeled).sum()))
         # Rows without a label get one that nothing looks at.
         held = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
         split = Split(np.full(len(labels), number), labeled, len(terms.sites))
         memories = StoreShelf(Store(), "client/", held.labels.device)
+        holdings = Holdings(held, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
+        rules, measure = batch_rules(config), budget(config, shared)
+        for work in made.works(shared).values():
+            amount = measure.amount(rules[0], work, holdings.own(number), holdings.given(number))
+            fault = bounds.check_visit(work, amount, terms.form.image)
+            if fault is not None:
+                raise Refused(UNFIT, fault)
         ground = Ground(
-            Holdings(held, split, entry.all_labels, reuse_labeled=config.reuse_labeled),
-            views(config, terms.form),
-            *batch_rules(config),
-            budget(config, shared),
-            config.seed,
-            "loop",
-            memories,
-        )
-        return cls(number, method, shared, ground, terms.hash, version)
+            holdings, views(config, terms.form), *rules, measure, config.seed, "loop", memories,
+        )  # fmt: skip
+        return cls(number, made, shared, ground, terms.hash, version)
+
+    def agreed(self, terms: Terms) -> Downs:
+        """Return what a server of these terms sends; that takes seconds for a large network."""
+        return Downs.of(
+            self.method, self.task, self.ground.views, terms.form.image, self.ground.seed, len(terms.sites)
+        )  # fmt: skip
+
+    def look(self, request: Request, sealed: Sealed[Any]) -> None:
+        """Raise `Refused` for a request that this site does not do; of its trees the header alone was read."""
+        self.check(request)
+        down, exam = sealed.pattern("down"), sealed.pattern("exam")
+        fault = self.downs.fault(request.work, down)
+        if fault is not None or (down and not request.work):
+            why = f": {fault}" if fault else ""
+            raise Refused(UNFIT, f"what the server sends for {request.work!r} is not what its method sends{why}.")
+        network = self.task.network
+        if exam not in ({}, pattern_of(bounds.abstract(network))):
+            raise Refused(UNFIT, "the model that the server sends for a test is not the one that was agreed on.")
+        most = bounds.unsure(network)
+        if request.work not in self.downs.known and len(sealed.data) > most:
+            raise Refused(UNFIT, f"the server sends {size(len(sealed.data))}, of {size(most)} at most.")
 
     def counts(self) -> tuple[int, int]:
         """Return how many labeled and how many unlabeled images the site gives."""

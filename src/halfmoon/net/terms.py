@@ -14,7 +14,10 @@ from halfmoon import catalog, toml
 from halfmoon import config as settings
 from halfmoon.config import ATTACKS, NAME, PLACE, SCENARIO, Config
 from halfmoon.errors import UserError
-from halfmoon.pieces import Form, task
+from halfmoon.net import bounds, header
+from halfmoon.net.consent import Offered
+from halfmoon.net.journal import size
+from halfmoon.pieces import Form, method, task
 
 LARGEST = 4096
 """Pixels of a side at most."""
@@ -33,7 +36,8 @@ class Terms:
     """What a federation's sites and its server compute with.
 
     `config` has the options that change numbers; its others are defaults. A site's number is its place in `sites`.
-    Raise UserError where a name cannot be one, the method cannot be played between sites, or the images do not fit.
+    Raise UserError where a name cannot be one, the method cannot be played between sites, the images do not fit, or no
+    site should be asked for as much (`halfmoon.net.bounds`).
     """
 
     name: str
@@ -53,21 +57,24 @@ class Terms:
         entry = catalog.entry(config.method)
         if entry.pooled:
             raise UserError(f"method {entry.name} needs all images in one place: it cannot be played between sites.")
-        task(config, form)
+        method(config)
+        bounds.check_terms(config, form, len(sites), task(config, form))
         return cls(name, sites, form, config)
 
     @classmethod
     def parse(cls, text: str) -> Terms:
         """Return the terms that a server sent; raise UserError where they are none that this halfmoon understands."""
+        if len(text) > bounds.TERMS:
+            raise UserError(f"the server's terms have {size(len(text))}, of {size(bounds.TERMS)} at most.")
         try:
-            facts = json.loads(text)
+            facts = header.parsed(text)
             image = {each.name: _plain(facts["form"][each.name]) for each in fields(Form)}
             # None is a default: a file cannot say it.
             options = {option: value for option, value in facts["options"].items() if value is not None}
             values = {**facts["config"], "options": options}
             strange = set(values) - shared() - {"options"}
             name, sites = facts["name"], tuple(facts["sites"])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"the server's terms cannot be read ({type(error).__name__}).") from error
         if strange:
             raise UserError(f"the server's terms have an option {min(strange)!r} that this halfmoon does not know.")
@@ -101,6 +108,18 @@ class Terms:
             f"rounds, {config.cohort} of {len(self.sites)} sites a round; images {height}x{width} with {channels} "
             f"channel{'s' if channels > 1 else ''}; classes {', '.join(self.form.classes)}"
         )
+
+    def offered(self) -> Offered:
+        """Return the terms as they are shown to the people at a site: a sentence, and every option that counts."""
+        config, about = self.config, settings.helps()
+        names = [name for name in settings.kinds() if name in shared() and name != "method"]
+        rows = [(name, toml.shown(getattr(config, name)), about[name]) for name in names]
+        own = {name: each.default for name, each in catalog.options(config.method).items()}
+        own |= settings.method_options(config, config.method)
+        rows += [(name, toml.shown(value), f"an option of {config.method}") for name, value in own.items()]
+        count = bounds.numbers(task(config, self.form).network)
+        rows += [("numbers", f"{count:,}", f"of the network that is trained ({size(4 * count)})")]
+        return Offered(self.hash, self.said(), tuple(rows))
 
 
 def shared() -> set[str]:
