@@ -376,7 +376,7 @@ def _summary(config: Config, shared: World, folder: RunFolder, played: Row) -> R
         "classes": list(shared.source.classes),
         "confusion": played["confusion"],
         "seconds": round(seconds, 1),
-        **({} if played["ended"] is None else {"ended": played["ended"]}),
+        **{name: played[name] for name in ("guard", "ended") if played[name] is not None},
         "finished": True,
     }
 

@@ -104,9 +104,10 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
 
 
 def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
-    """Play the rounds that are left, and return the run's {"model", "confusion", "accuracy", "cost", "ended"}.
+    """Play the rounds that are left; return the run's {"model", "confusion", "accuracy", "cost", "guard", "ended"}.
 
-    "ended" says why the run is over before its last round, None where it is not. "confusion" is that of the final model
+    "guard" is what the last row says of guards. "ended" says why the run is over before its last round, None where it
+    is not. "confusion" is that of the final model
     on the test set: rows are true classes, columns predicted ones. Without a test set it and "accuracy" are None.
     The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`,
     the folder's newest checkpoint, if there is one. Raises `halfmoon.client.Diverged` when a loss is not a number.
@@ -203,10 +204,11 @@ def _row(number: int, report: Report) -> Row:
 
 
 def _result(rows: list[Row]) -> Row:
-    """Return the last and the best test accuracy and the final cost of the rows of a run."""
+    """Return the last and the best test accuracy, and what the last row says of cost and guards."""
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
+    said = {"cost": rows[-1]["cost"], "guard": rows[-1].get("guard")}
     if not tested:
-        return {"accuracy": None, "cost": rows[-1]["cost"]}
+        return {"accuracy": None, **said}
     best, best_round = max(tested, key=lambda each: (each[0], -each[1]))
     accuracy = {"last": tested[-1][0], "best": best, "best_round": best_round}
-    return {"accuracy": accuracy, "cost": rows[-1]["cost"]}
+    return {"accuracy": accuracy, **said}

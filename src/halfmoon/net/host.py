@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -190,8 +190,10 @@ class Host:
             device=place,
             server=server,
             store=store,
-            rules=rules,
+            # A bound from what the others sent would let one site's update decide whose counts.
+            rules=rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
             register=self._register(),
+            secret=None if config.dp_clip is None else self._secret(),
             inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most, tests),
             say=self.journal.say,
             ready=lambda wanted: roster.gather(wanted, patience, 0.0),
@@ -251,6 +253,9 @@ def _told(row: Row, rounds: int) -> str:
         said = f"; the model before it: accuracy {exam['accuracy']:.2%} at {exam['sites']} sites"
     loss = row["train"].get("loss")
     told = f", mean loss {loss:.4f}" if loss is not None else ""
+    guard = row.get("guard") or {}
+    if "epsilon" in guard:
+        said += f"; epsilon {guard['epsilon']:.4g} (delta {guard['delta']:g})"
     return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{told}{said}"
 
 
@@ -270,6 +275,6 @@ def _summary(plan: Plan, folder: RunFolder, played: Row) -> Row:
         "classes": list(plan.terms.form.classes),
         "confusion": played["confusion"],
         "seconds": round(seconds, 1),
-        **({} if played["ended"] is None else {"ended": played["ended"]}),
+        **{name: played[name] for name in ("guard", "ended") if played[name] is not None},
         "finished": True,
     }
