@@ -24,7 +24,7 @@ from halfmoon.errors import UserError
 from halfmoon.guards import Question, update
 from halfmoon.guards.fixed import WEIGHT, check_upload, contribution
 from halfmoon.guards.masking import KEY, LEAST, SEALED, WIDE, Cohort, Masking, Party, Scene, lasting, public
-from halfmoon.net.message import UNFIT, Reply, Request, Sealed
+from halfmoon.net.message import UNFIT, Reply, Request
 from halfmoon.net.patterns import Pattern
 from halfmoon.net.site import Refused
 from halfmoon.net.terms import Terms
@@ -53,47 +53,42 @@ def shown(home: Path, federation: str) -> str:
     return public(lasting(secret(home), federation)).hex()
 
 
-def look(sealed: Sealed[Any], terms: Terms) -> None:
-    """Raise `Refused` for a request whose masks are none, by its header alone: nothing else was read."""
-    masks = sealed.pattern("masks")
+def look(masks: Pattern, terms: Terms) -> None:
+    """Raise `Refused` for what came for a sum, by its names, shapes and types: nothing else was read."""
     if masks and not terms.config.secure_aggregation:
         raise Refused(UNFIT, "the server asks for a part in a masked sum, but nobody agreed on such sums.")
-    wrong = fault(masks, len(terms.sites))
-    if wrong is not None:
-        raise Refused(UNFIT, f"what the server sends for a masked sum cannot be used: {wrong}.")
+    fault = next(_faults(masks, len(terms.sites)), None)
+    if fault is not None:
+        raise Refused(UNFIT, f"what the server sends for a masked sum cannot be used: {fault}.")
 
 
-def fault(masks: Pattern, sites: int) -> str | None:
-    """Return what is wrong with what came for a sum, by its names, shapes and types, None where nothing is."""
-    return next(_faults(masks, sites), None)
+_LEAVES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "sites": ((), torch.int64),
+    "keys": ((KEY,), torch.uint8),
+    "shares": ((SEALED,), torch.uint8),
+    "survived": ((), torch.int64),
+}
+"""What is told of each site, by name: its shape without the sites, and its type."""
+
+_STAGES = {BEGIN: ("sites", "keys"), MASK: ("sites", "keys"), REVEAL: ("survived", "shares")}
 
 
 def _faults(masks: Pattern, sites: int) -> Iterator[str]:
     if not masks:
         return
     stage = next(iter(masks)).split("/")[0]
-    wide = {"keys": (KEY, torch.uint8), "shares": (SEALED, torch.uint8), "sites": (None, torch.int64)}
-    kinds = {BEGIN: ("sites", "keys"), MASK: ("sites", "keys"), REVEAL: ("survived", "shares")}.get(stage, ())
-    if not kinds or set(masks) != {f"{stage}/{name}" for name in kinds}:
+    if set(masks) != {f"{stage}/{name}" for name in _STAGES.get(stage, ())}:
         yield "it is about no stage of a sum"
         return
-    count = -1
-    for name in kinds:
-        kind = masks[f"{stage}/{name}"]
-        width, dtype = wide.get(name, (None, torch.int64))
-        if (
-            kind is None
-            or kind[1] != dtype
-            or len(kind[0]) != (1 if width is None else 2)
-            or kind[0][1:] != ((width,) if width else ())
-        ):
-            yield f"its {name} are none"
-            return
-        if name != "survived" and count not in (-1, kind[0][0]):
-            yield f"its {kinds[0]} and {kinds[1]} are of different sites"
-        count = kind[0][0]
-        if count > sites:
-            yield f"its {name} are of {count} sites, and the federation has {sites}"
+    for path, kind in masks.items():
+        rest, dtype = _LEAVES[path.removeprefix(f"{stage}/")]
+        if kind is None or kind[0][:1] + rest != kind[0] or kind[1] != dtype:
+            yield f"its {path} are none"
+        elif not kind[0][0] <= sites:
+            yield f"its {path} are of {kind[0][0]} sites, and the federation has {sites}"
+    counts = {kind[0][0] for path, kind in masks.items() if kind is not None and path != f"{REVEAL}/survived"}
+    if len(counts) > 1:
+        yield "its keys are of other sites than it names"
 
 
 @dataclass(frozen=True)
