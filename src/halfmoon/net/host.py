@@ -28,6 +28,7 @@ from halfmoon.net.plan import Plan
 from halfmoon.net.register import Register
 from halfmoon.net.remote import Inspection, Remote
 from halfmoon.net.roster import Post, Roster
+from halfmoon.net.sums import shown
 from halfmoon.pieces import batch_rules, budget, computing, device, examples, guards, method, task, views
 from halfmoon.record import TIMINGS, RunFolder
 from halfmoon.site.prepare import HOME
@@ -197,7 +198,8 @@ class Host:
             inspection=Inspection(Patterns(shared, seen, terms.form.image, config.seed), most, tests),
             say=self.journal.say,
             ready=lambda wanted: roster.gather(wanted, patience, 0.0),
-            guards=guards(config, self._secret(), self.path),
+            guards=guards(config, self._secret(), self.path, summed=config.secure_aggregation),
+            keys=(lambda: shown(roster.joined)) if config.secure_aggregation else None,
         )
         return Experiment(
             runtime.method, shared, runtime, test, config.seed, config.evaluate_every, config.checkpoint_every

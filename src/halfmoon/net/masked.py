@@ -82,7 +82,7 @@ def _faults(masks: Pattern, sites: int) -> Iterator[str]:
         return
     for path, kind in masks.items():
         rest, dtype = _LEAVES[path.removeprefix(f"{stage}/")]
-        if kind is None or kind[0][:1] + rest != kind[0] or kind[1] != dtype:
+        if kind is None or not kind[0] or kind[0][1:] != rest or kind[1] != dtype:
             yield f"its {path} are none"
         elif not kind[0][0] <= sites:
             yield f"its {path} are of {kind[0][0]} sites, and the federation has {sites}"
