@@ -60,6 +60,7 @@ class Federation:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if who != "serve":
             words = ["site", "join", "--server", f"127.0.0.1:{self.port}", "--site", str(sites / who), "--name", who]
+            words += ["--terms", "any"]
         if who == VICTIM:
             words += ["--home", str(self.home)] if self.home else []
             if self.spoil:

@@ -89,9 +89,9 @@ def serve_clocked(words: Sequence[str]) -> None:
 
 def join_clocked(words: Sequence[str]) -> None:
     """Do what `halfmoon site join` does, with the clocked apps."""
-    _, address, _, folder, _, name = words
+    _, address, _, folder, _, name, _, terms = words
     path = Path(folder)
-    site = joining.Joining(Address.parse(address), name, path, 0, 0, path / ".halfmoon", app=CLOCKED[1])
+    site = joining.Joining(Address.parse(address), name, path, 0, 0, path / ".halfmoon", app=CLOCKED[1], terms=terms)
     with suppress(KeyboardInterrupt), interruptible():
         joining.join(site, lambda _: None)
 

@@ -260,7 +260,7 @@ def joined(here: Place, sites: Path, port: int, command: Sequence[str | Path] | 
     try:
         for name in names(sites):
             log = sites / f"{name}.log"
-            flags = ("--server", f"127.0.0.1:{port}", "--site", sites / name, "--name", name)
+            flags = ("--server", f"127.0.0.1:{port}", "--site", sites / name, "--name", name, "--terms", "any")
             nodes.append(here.start(*words, *flags, log=log))
         yield
     finally:

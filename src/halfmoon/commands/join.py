@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import select
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from halfmoon.commands.base import complain
 from halfmoon.commands.serve import shower, whole
-from halfmoon.errors import UserError
+from halfmoon.errors import UserError, nearest
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -28,14 +32,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", default=DEVICES[0], help=about)
     about = "a folder of labeled images that models are tested on, and never trained on (default: none)"
     parser.add_argument("--test", metavar="FOLDER", type=Path, help=about)
+    about = (
+        "the terms to take part on: the hash that halfmoon site terms shows, or 8 or more of its first digits; or any"
+    )
+    parser.add_argument("--terms", metavar="HASH|any", default="", help=f"{about} (default: you are asked)")
+    about = "the methods to take part with (default: all)"
+    parser.add_argument("--accept", metavar="METHOD", nargs="+", default=(), help=about)
     about = "a port of this machine for Flower's own use (default: a free one)"
     parser.add_argument("--port", metavar="N", help=about)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Take part until interrupted, then return 130."""
+    """Take part until interrupted, then return 130; 1 where the people here do not want to."""
     from halfmoon.flower.contact import Address
-    from halfmoon.flower.joining import Joining, join
+    from halfmoon.flower.joining import Declined, Joining, join
     from halfmoon.flower.processes import interruptible, require_flower
     from halfmoon.site.folder import read
     from halfmoon.site.prepare import HOME
@@ -45,6 +55,7 @@ def run(given: argparse.Namespace) -> int:
     if given.device not in DEVICES:
         raise UserError(f"--device is {given.device!r}: it must be one of {', '.join(DEVICES)}.")
     require_flower()
+    _check_methods(given.accept)
     found = read(given.site)
     if given.test is not None and not (read(given.test).labels >= 0).any():
         raise UserError(f"--test {given.test} has no labeled image: name some in its labels.csv.")
@@ -61,12 +72,54 @@ def run(given: argparse.Namespace) -> int:
         device=given.device,
         port=port,
         tests=given.test,
+        terms=given.terms.lower(),
+        methods=tuple(given.accept),
     )
     try:
         with interruptible():
-            join(site, shower(given.json))
+            join(site, shower(given.json), None if given.json else terminal())
+    except Declined as error:
+        if given.debug:
+            raise
+        return complain(f"{error} The same command asks again.", 1)
     except KeyboardInterrupt:
         if given.debug:
             raise
         return complain(f"{given.name} has left; the same command joins again, with all that it remembers.", 130)
     return 0
+
+
+def _check_methods(names: Sequence[str]) -> None:
+    """Raise UserError for a name that no method has."""
+    if not names:
+        return
+    from halfmoon import catalog  # slow to import: it brings torch
+
+    for name in names:
+        if name not in catalog.names():
+            raise UserError(f"--accept names the unknown method {name!r}: {nearest(name, catalog.names())}")
+
+
+class Terminal:
+    """A person who reads `screen` and types at `keys`."""
+
+    def __init__(self, keys: TextIO, screen: TextIO) -> None:
+        """Talk to whoever is there."""
+        self.keys, self.screen = keys, screen
+
+    def ask(self, question: str) -> None:
+        """Show a question."""
+        self.screen.write(question)
+        self.screen.flush()
+
+    def answer(self) -> bool | None:
+        """Return whether a line has been typed that says yes, None where none has; the end of what comes is a no."""
+        if not select.select([self.keys], [], [], 0)[0]:
+            return None
+        return self.keys.readline().strip().lower() in ("y", "yes")
+
+
+def terminal() -> Terminal | None:
+    """Return who sits at this process' terminal, None where it has none."""
+    keys, screen = sys.stdin, sys.stdout
+    return None if keys is None or not (keys.isatty() and screen.isatty()) else Terminal(keys, screen)

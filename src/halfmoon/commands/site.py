@@ -1,4 +1,4 @@
-"""`halfmoon site`: check and prepare a site's folder of images, join a federation; write a data set as site folders."""
+"""`halfmoon site`: a site's folder of images, the federations that it takes part in, data sets as such folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
-from halfmoon.commands import join
+from halfmoon.commands import join, terms
 from halfmoon.commands.base import Parser, command, option, print_json
 from halfmoon.config import SCENARIO, Config
 from halfmoon.errors import UserError, nearest
@@ -48,6 +48,9 @@ def add(commands: Any) -> None:
     about = "a folder for the decoded images (default: FOLDER/.halfmoon)"
     prepare.add_argument("--out", metavar="DIR", type=Path, help=about)
 
+    about = "say what the sites of a federation are asked to take part in"
+    terms.add(_action(actions, "terms", about, "CONFIG.toml "))
+
     about = "take part in a federation; no image leaves the folder"
     join.add(_action(actions, "join", about, "--server HOST:PORT --site FOLDER --name NAME "))
 
@@ -64,7 +67,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Do what is asked for; `check` returns 1 where the folder cannot take part, `join` 130 where it was ended."""
-    actions = {"check": _check, "prepare": _prepare, "join": join.run, "export": _export}
+    actions = {"check": _check, "prepare": _prepare, "terms": terms.run, "join": join.run, "export": _export}
     if given.action is None:
         raise UserError(f"site needs to know what to do: {nearest('', actions)}")
     return actions[given.action](given)

@@ -1,7 +1,9 @@
 """The one ClientApp: whatever the method, it hands a message to the site's `Member` and sends back what that answers.
 
-`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" (a folder). In a rehearsal, on
-Flower's simulation engine, it has numbers alone: the site is then the folder of that name in `run_config` "sites".
+`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" (a folder), and on what terms it
+takes part: "terms" and "methods", as in `halfmoon.net.consent.Consent`; without "terms" its people are asked. In a
+rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the folder of that name in `run_config`
+"sites", and takes part in whatever is played there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from halfmoon.flower.link import unwrapped, wrapped
+from halfmoon.net.consent import ANY
 from halfmoon.net.member import Member
 from halfmoon.net.plan import load
 
@@ -37,18 +40,20 @@ def _answered(message: Message, context: Context) -> Message:
     said = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in said:
         said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
-    member = _member(*(said.get(word, "") for word in ("folder", "name", "home", "device", "tests")))
+    member = _member(
+        *(said.get(word, "") for word in ("folder", "name", "home", "device", "tests", "terms", "methods"))
+    )
     return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
 
 
 @cache
-def _member(folder: str, name: str, home: str, device: str, tests: str) -> Member:
+def _member(folder: str, name: str, home: str, device: str, tests: str, terms: str, methods: str) -> Member:
     """Return the member; a process that answers several messages opens its images once."""
     paths = [Path(each) if each else None for each in (home, tests)]
-    return Member.at(Path(folder), name, paths[0], device or "auto", paths[1])
+    return Member.at(Path(folder), name, paths[0], device or "auto", paths[1], terms, tuple(methods.split()))
 
 
 @cache
 def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
     name = load(Path(federation)).terms.sites[int(number)]
-    return {"name": name, "folder": str(Path(sites) / name)}
+    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY}

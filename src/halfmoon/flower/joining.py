@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from halfmoon import disk, toml
 from halfmoon.config import NAME
 from halfmoon.errors import UserError
 from halfmoon.flower.contact import Absent, Address, reach, trust
 from halfmoon.flower.processes import APPS, SUPEREXEC, SUPERNODE, WARM, Home, alone, free_port, require_flower, stop
+from halfmoon.net import consent
+from halfmoon.net.consent import PINNED, Offered
 from halfmoon.net.journal import Journal, Tail
 
 LOG = "join.log"
@@ -42,6 +45,25 @@ REASONS = {
 """What a SuperNode's log says where it dies, and what that means."""
 
 
+QUESTION = "Take part? [y/N] "
+
+
+class Declined(UserError):
+    """The people at a site said no."""
+
+
+class Person(Protocol):
+    """Somebody at a terminal."""
+
+    def ask(self, question: str) -> None:
+        """Show a question whose answer is waited for."""
+        ...
+
+    def answer(self) -> bool | None:
+        """Return whether the answer is yes, None where there is none yet."""
+        ...
+
+
 @dataclass(frozen=True)
 class Joining:
     """How a site takes part: the server, its own name and folder, and where it keeps its images and its memory.
@@ -49,7 +71,8 @@ class Joining:
     `images` and `labeled` count what is in the folder. `ca` has the authority that signed the server's certificate;
     without it the connection is plain, which away from this machine needs `insecure`. `key` is the site's own, where
     the server wants one. `port` is one of this machine's for Flower's own use, a free one if None. `tests` is a folder
-    of labeled images to test models on. Raise UserError where these do not fit.
+    of labeled images to test models on. `terms` and `methods` are what it takes part in, as in
+    `halfmoon.net.consent.Consent`; without `terms` its people are asked. Raise UserError where these do not fit.
     """
 
     server: Address
@@ -65,6 +88,8 @@ class Joining:
     port: int | None = None
     tests: Path | None = None
     app: str = APPS[1]
+    terms: str = ""
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what does not fit."""
@@ -86,6 +111,11 @@ class Joining:
             raise UserError("--key needs --ca: a server knows sites by their keys over TLS only.")
         if self.key is not None and not self.key.is_file():
             raise UserError(f"--key {self.key}: there is no such file.")
+        if self.terms and not PINNED.fullmatch(self.terms):
+            raise UserError(
+                f"--terms is {self.terms!r}: it must be the hash of the terms (8 to 64 digits of 0-9 and a-f, see "
+                "halfmoon site terms), or any."
+            )
 
     @property
     def processes(self) -> Home:
@@ -99,6 +129,8 @@ def node(site: Joining) -> str:
     facts = {"name": site.name, "folder": folder, "home": home, "device": site.device}
     if site.tests is not None:
         facts["tests"] = site.tests.absolute()
+    facts |= {"terms": site.terms} if site.terms else {}
+    facts |= {"methods": " ".join(site.methods)} if site.methods else {}
     return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
 
 
@@ -113,11 +145,12 @@ def supernode(site: Joining) -> list[str]:
     ]
 
 
-def join(site: Joining, show: Callable[[str], None]) -> None:
+def join(site: Joining, show: Callable[[str], None], person: Person | None = None) -> None:
     """Take part until interrupted; `show` gets every line of the site's log as it comes.
 
-    Raise UserError where the server cannot be talked to like this, or the site takes part already. Whatever ends
-    this, no process is left.
+    Terms that wait for a yes are shown, and `person`, where there is somebody, is asked. Raise UserError where the
+    server cannot be talked to like this, or the site takes part already, and `Declined` where the answer is no.
+    Whatever ends this, no process is left.
     """
     require_flower()
     folder = site.processes.folder
@@ -125,10 +158,11 @@ def join(site: Joining, show: Callable[[str], None]) -> None:
         site.processes.prepare()
         site.processes.kill()  # what a site left behind that was killed
         disk.replace(folder / "node.toml", node(site).encode())
+        consent.withdraw(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = Tail(site.home / LOG)
         try:
-            _Member(site, tail, show).stay()
+            _Member(site, tail, show, person).stay()
         finally:
             for line in tail.lines():
                 show(line)
@@ -137,13 +171,14 @@ def join(site: Joining, show: Callable[[str], None]) -> None:
 class _Member:
     """What lives while a site takes part: the SuperNode's process, what its log has said, and whether it is lost."""
 
-    def __init__(self, site: Joining, tail: Tail, show: Callable[[str], None]) -> None:
-        self.site, self.tail, self.show = site, tail, show
+    def __init__(self, site: Joining, tail: Tail, show: Callable[[str], None], person: Person | None) -> None:
+        self.site, self.tail, self.show, self.person = site, tail, show, person
         self.home, self.journal = site.processes, Journal(site.home / LOG)
         self.node: subprocess.Popen[bytes] | None = None
         self.warm: subprocess.Popen[bytes] | None = None
         self.pause = CALLING
         self.lost = False
+        self.shown: Offered | None = None
 
     def stay(self) -> None:
         """Join, and join again."""
@@ -191,6 +226,7 @@ class _Member:
         self.node = self.home.start(SUPERNODE, supernode(self.site))
         while self.node.poll() is None and (self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)):
             self._show()
+            self._consider()
             words = [*words, *self._read(log)][-200:]
             time.sleep(EVERY)
         stop(self.node)
@@ -226,5 +262,34 @@ class _Member:
             self.show(words)
 
     def _show(self) -> None:
-        for line in self.tail.lines():
+        lines = self.tail.lines()
+        for line in lines:
             self.show(line)
+        if lines and self._asking():
+            self._ask()  # the lines stand behind the question
+
+    def _consider(self) -> None:
+        """Show terms that wait for a yes, have a person asked, and write down the answer."""
+        offered = consent.offered(self.site.home)
+        if offered != self.shown:
+            self.shown = offered
+            if offered is not None:
+                self._show()
+                for line in offered.lines():
+                    self.show(line)
+                self._ask()
+        said = self.person.answer() if self.person is not None and self._asking() else None
+        if said is None or self.shown is None:
+            return
+        if not said:
+            raise Declined(f"{self.site.name} does not take part on the terms {self.shown.hash[:8]}.")
+        consent.agree(self.site.home, self.shown.hash)
+        self._say(f"agreed to the terms {self.shown.hash}; the server asks again within half a minute")
+        self.shown = None
+
+    def _asking(self) -> bool:
+        return self.person is not None and self.shown is not None and not self.site.terms
+
+    def _ask(self) -> None:
+        if self.person is not None and self._asking():
+            self.person.ask(QUESTION)

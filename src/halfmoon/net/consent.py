@@ -25,6 +25,12 @@ class Offered:
     said: str
     rows: tuple[tuple[str, str, str], ...]
 
+    def lines(self) -> list[str]:
+        """Return all of it as lines of text."""
+        first, second = (max((len(row[k]) for row in self.rows), default=0) for k in (0, 1))
+        table = [f"  {name:{first}}  {value:{second}}  {about}" for name, value, about in self.rows]
+        return [self.said, *table, f"  hash: {self.hash}"]
+
 
 @dataclass(frozen=True)
 class Consent:
