@@ -47,10 +47,7 @@ SECTIONS = {
         "clip_value", "schedule",
     ),
     "views and measures": ("labeled_view", "strong_view", "shared_views", "flip", "confident", "evaluate_every"),
-    "defenses, privacy and attacks": (
-        "aggregation", "byzantine", "secure_aggregation", "dp_clip", "dp_noise", "dp_epsilon", "dp_delta",
-        *settings.ATTACKS,
-    ),
+    "defenses, privacy and attacks": settings.GUARDS,
     "machine and run folder": ("device", "executor", "threads", "memory_cap", "checkpoint_every", "run_dir"),
 }  # fmt: skip
 MODULES: dict[str, ModuleType] = {

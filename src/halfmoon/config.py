@@ -43,6 +43,11 @@ SCENARIO = (
 )
 # Hostile clients exist in simulations alone, as far as anybody says.
 ATTACKS = ("attack", "attackers")
+# What stands between the clients' uploads and a method.
+GUARDS = (
+    *("aggregation", "byzantine", "secure_aggregation", "dp_clip", "dp_noise", "dp_epsilon", "dp_delta"),
+    *ATTACKS,
+)
 # What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.
 TABLE = "federation"
 # What a site or a federation can be called: it becomes the name of a folder, and a word of a command line.

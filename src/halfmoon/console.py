@@ -15,6 +15,9 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from halfmoon.config import GUARDS, Config
+from halfmoon.toml import shown
+
 if TYPE_CHECKING:
     from halfmoon.catalog import Entry
     from halfmoon.watch import Running
@@ -38,6 +41,7 @@ class Progress:
     pseudo: float | None = None
     confident: float | None = None
     took: float | None = None  # seconds, once it is through
+    guard: Row = field(default_factory=dict)  # what stood between uploads and method says of the last round
 
     def __post_init__(self) -> None:
         self.done = self.first
@@ -47,6 +51,7 @@ class Progress:
         self.done = row["round"]
         pseudo = row.get("pseudo") or {}
         self.pseudo, self.confident = pseudo.get("accuracy"), pseudo.get("share_above")
+        self.guard = row.get("guard") or {}
         if "test" in row:
             self.accuracy = row["test"]["accuracy"]
 
@@ -108,12 +113,21 @@ class Quiet:
         self.played[-1].add(row)
 
     def end(self, run: Running, summary: Row) -> None:
-        """A method is through."""
+        """A method is through; a run that was over before its last round says why."""
         self.played[-1].took = self.clock() - self.played[-1].began
+        if summary.get("ended"):
+            self.say(f"{run.title}: {summary['ended']}")
 
     def say(self, words: str) -> None:
         """Print a sentence."""
         say(self.console, f"halfmoon: {words}")
+
+    def tell_guards(self, run: Running) -> None:
+        """Say which defenses, privacy and attacks a run has, where it has some."""
+        given = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
+        said = [f"{name} {shown(value)}" for name, (value, default) in given.items() if value != default]
+        if said:
+            self.say(f"{run.title}: {', '.join(said)}.")
 
 
 class Lines(Quiet):
@@ -124,6 +138,7 @@ class Lines(Quiet):
         super().begin(run)
         if run.first:
             self.say(f"{run.title}: going on after round {run.first} of {run.rounds}.")
+        self.tell_guards(run)
 
     def round(self, run: Running, row: Row) -> None:
         """A round is over."""
@@ -149,6 +164,11 @@ class Rows(Quiet):
     ) -> None:
         self.live.stop()
 
+    def begin(self, run: Running) -> None:
+        """A method begins."""
+        super().begin(run)
+        self.tell_guards(run)
+
     def table(self) -> Table:
         """Return the rows as they are now."""
         table = Table(box=None, pad_edge=False)
@@ -158,12 +178,16 @@ class Rows(Quiet):
         wide = self.console.width >= WIDE
         if wide:
             table.add_column("")
-        for title in ("round", "accuracy", "pseudo-labels", "confident", "time"):
+        private = any("epsilon" in each.guard for each in self.played)
+        measured = ("accuracy", "pseudo-labels", "confident", *(["epsilon"] if private else []))
+        for title in ("round", *measured, "time"):
             table.add_column(title, justify="right", no_wrap=True, min_width=max(len(title), 9))
         for each in self.played:
             bar = [ProgressBar(each.rounds, each.done, width=12)] if wide else []
             left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
             shares = [percent(each.accuracy), percent(each.pseudo), percent(each.confident)]
+            if private:
+                shares.append(f"{each.guard['epsilon']:.4g}" if "epsilon" in each.guard else "-")
             table.add_row(escape(each.title), *bar, f"{each.done}/{each.rounds}", *shares, left)
         return table
 
@@ -182,6 +206,8 @@ def line(progress: Progress, now: float) -> str:
         parts.append(f"pseudo-labels {percent(progress.pseudo)}")
     if progress.confident is not None:
         parts.append(f"confident {percent(progress.confident)}")
+    numbers = {name: value for name, value in progress.guard.items() if isinstance(value, int | float)}
+    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
     if progress.done < progress.rounds:
         parts.append(f"{duration(progress.left(now))} left")
     return f"{progress.title}: {', '.join(parts)}"
