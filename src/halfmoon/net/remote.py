@@ -21,9 +21,10 @@ from halfmoon.ground import Ground
 from halfmoon.guards import Guard, Question
 from halfmoon.guards.stream import keystream, subkey
 from halfmoon.manifest import Contents
+from halfmoon.net import bounds
 from halfmoon.net.checks import implausible, misfit, norms, outsized
 from halfmoon.net.exam import Exam
-from halfmoon.net.message import Malformed, Refusal, Reply, Request, read, write
+from halfmoon.net.message import LARGEST, Malformed, Refusal, Reply, Request, read, write
 from halfmoon.net.patterns import Pattern, Patterns, pattern_of
 from halfmoon.net.plan import Rules
 from halfmoon.net.register import Register
@@ -206,7 +207,7 @@ class Remote(Rounds):
         if names:
             asked = {name: write(request) for name, request in requests.items()}
             for name, answer in self.link.exchange(asked, "the last test").items():
-                reply = self._read(name, answer, requests[name])
+                reply = self._read(name, answer, requests[name], self._most(None, requests[name], {}))
                 if reply is not None:
                     self._add(exam, name, reply)
         return exam.tally()
@@ -272,7 +273,15 @@ class Remote(Rounds):
             masked = MaskedSum(requests, places, self._keys(), self._asked, what)
             requests = masked.begin()
         answers = self.link.exchange({site: write(request) for site, request in requests.items()}, what)
-        replies = {site: self._read(site, answer, requests[site]) for site, answer in answers.items()}
+        replies = {
+            site: self._read(
+                site,
+                answer,
+                requests[site],
+                self._most(errand if masked is None else None, requests[site], downs[site]),
+            )
+            for site, answer in answers.items()
+        }
         good = self._judged({site: reply for site, reply in replies.items() if reply is not None}, errand, downs)
         if exam is not None:
             for site, reply in good.items():
@@ -297,7 +306,7 @@ class Remote(Rounds):
         answers = self.link.exchange({site: write(request) for site, request in requests.items()}, what)
         good: dict[str, Reply] = {}
         for site, answer in answers.items():
-            reply = self._read(site, answer, requests[site])
+            reply = self._read(site, answer, requests[site], bounds.weight([pattern]))
             fault = None if reply is None else misfit(reply.up, reply.samples, pattern)
             if fault is not None:
                 self._refuse(site, fault)
@@ -348,13 +357,23 @@ class Remote(Rounds):
         samples = {name: Sample(*(leaf.to(self.device) for leaf in each)) for name, each in outcome.samples.items()}
         return outcome._replace(up=tree.to(outcome.up, self.device), samples=samples)
 
-    def _read(self, site: str, answer: Answer, request: Request) -> Reply | None:
-        """Return the reply to a request, None where there is none that could be used."""
+    def _most(self, errand: Errand | None, request: Request, down: Tree) -> int:
+        """Return the most bytes of an honest site's reply; `errand` is None where none says what it looks like."""
+        if self.inspection is None:
+            return LARGEST
+        network = self.base.network
+        pattern = None if errand is None else self.inspection.patterns.of(errand, down)
+        if pattern is None and request.work:
+            return bounds.unsure(network)
+        return bounds.weight([pattern or {}, bounds.examined(network.classes) if request.exam else {}])
+
+    def _read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
+        """Return the reply to a request, None where there is none that could be used; no more than `most` is read."""
         if answer.data is None:
             self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
             return None
         try:
-            said = read(answer.data, Reply, Refusal)
+            said = read(answer.data, Reply, Refusal, limit=most)
         except Malformed as error:
             return self._refuse(site, str(error))
         if isinstance(said, Refusal):
