@@ -21,7 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon import config as settings
 from halfmoon import toml
-from halfmoon.commands import evaluate, export, federation, leaderboard, predict, recipes, report, serve, site, sweep
+from halfmoon.commands import (
+    evaluate,
+    export,
+    federation,
+    leaderboard,
+    predict,
+    privacy,
+    recipes,
+    report,
+    serve,
+    site,
+    sweep,
+)
 from halfmoon.commands.base import Parser, command, complain, flags, option, print_json, tracked
 from halfmoon.config import Config
 from halfmoon.errors import UserError, nearest
@@ -53,6 +65,7 @@ SECTIONS = {
 MODULES: dict[str, ModuleType] = {
     "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "federation": federation,
     "site": site, "serve": serve, "predict": predict, "evaluate": evaluate, "export": export,
+    "privacy": privacy,
 }  # fmt: skip
 """The commands that are modules of their own, by name."""
 
