@@ -742,3 +742,13 @@ def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
     assert set(Access.open(tmp_path / "fed").sites) == {name, "0._-"}
     with pytest.raises(UserError, match="cannot be a site's name"):
         add(tmp_path / "fed", name + "a")
+
+
+def test_every_flag_and_file_is_on_the_page_of_commands(folder: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    own = page.split("## halfmoon federation\n")[1].split("\n## ")[0]
+    known = cli._parser()[1]["federation"]
+    assert len(set(known)) > 10
+    assert not [flag for flag in known if not re.search(rf"`{flag}\b", own + page.split("\n## ")[0])]
+    for path in folder.iterdir():
+        assert path.name.startswith(".") or re.search(rf"`{path.name}/?`|`{path.name}/", own), path.name
