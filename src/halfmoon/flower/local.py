@@ -100,10 +100,11 @@ def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, P
     Raise UserError for what stops it, as a served federation would.
     """
     from halfmoon.flower import client_app, server_app
+    from halfmoon.net.consent import ANY
     from halfmoon.net.plan import load
 
     names = load(federation).terms.sites
-    nodes = {1000 + k: {"name": name, "folder": str(sites / name)} for k, name in enumerate(names)}
+    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY} for k, name in enumerate(names)}
     for said in nodes.values():
         if tests and said["name"] in tests:
             said["tests"] = str(tests[said["name"]])
