@@ -17,7 +17,8 @@ ROOT = Path(halfmoon.__file__).parent
 
 FLOORS = [
     {"errors"},
-    {"tree", "rng", "models", "disk", "toml", "memory", "values", "checks", "packing", "manifest", "store"},
+    {"tree", "rng", "models", "disk", "toml", "memory", "values", "checks"}
+    | {"packing", "manifest", "store", "checkpoint"},
     {"optim", "augment", "types"},
     {"data", "guards", "objectives", "methods", "evaluate"},
     {"budget", "catalog", "client", "record", "experiment", "ground", "rounds"},

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from halfmoon import record
+from halfmoon import checkpoint, record
 from halfmoon.errors import UserError
 from halfmoon.record import RunFolder, Unwritable
 from halfmoon.store import Store
@@ -768,7 +768,7 @@ def test_a_checkpoint_of_an_older_halfmoon_is_not_taken_for_one_without_clients(
     path = folder.path / "checkpoint-000000.json"
     note = json.loads(path.read_text())
     del note["clients"], note["sha256"]
-    path.write_bytes(record._seal(note))
+    path.write_bytes(checkpoint.seal(note))
     with pytest.raises(UserError, match="an older halfmoon wrote it"):
         reopened(folder).load()
 

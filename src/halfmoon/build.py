@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from halfmoon import catalog, disk
+from halfmoon import catalog, disk, toml
 from halfmoon import config as settings
 from halfmoon.config import Config, check_methods, check_place, free_folder, identity, method_options, resolve, text
 from halfmoon.data import Source, Split
@@ -26,7 +27,7 @@ from halfmoon.memory import keep_memory
 from halfmoon.pieces import World, budget, computing, device, executor, guards, method, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
 from halfmoon.report.curves import curves
-from halfmoon.report.reading import Run
+from halfmoon.report.reading import Run, ended
 from halfmoon.report.tables import Result, comparison
 from halfmoon.sim import Holdings, Simulation
 from halfmoon.store import Store
@@ -213,7 +214,7 @@ def _play(path: Path, job: Job, shared: World | None, watch: Watch) -> Row:
     with _folder(path, config) as folder:
         done = folder.summary()
         if done is not None:
-            return done
+            return ended(done, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
         loaded = folder.load()
         for warning in loaded.warnings if loaded else []:
@@ -403,7 +404,10 @@ def _resuming(root: Path) -> str:
 
 def _parsed(words: str, root: Path) -> Config:
     """Return the configuration that a run folder holds; raise UserError where a federation's server has made it."""
-    values = tomllib.loads(words)
+    try:
+        values = toml.loads(words)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{root / CONFIG} is not valid TOML: {error}; restore it, or start a new run.") from error
     if settings.TABLE in values:
         going = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
         raise UserError(
@@ -421,9 +425,20 @@ def _render_plan(jobs: Sequence[Job]) -> bytes:
 def _parse_plan(plan: bytes, root: Path) -> list[Job]:
     """Return the jobs of a `comparison.json`."""
     try:
-        return [Job(each["folder"], _parsed(each["config"], root)) for each in json.loads(plan)["jobs"]]
+        jobs = [Job(_inside(each["folder"]), _parsed(str(each["config"]), root)) for each in disk.parsed(plan)["jobs"]]
+        if not jobs:
+            raise ValueError("it names no run")
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{root / COMPARISON} was changed or damaged ({error}); restore it, or start the comparison again in "
             "another --run-dir."
         ) from error
+    return jobs
+
+
+def _inside(folder: Any) -> str:
+    """Return the name of a folder below the comparison's; raise ValueError for any other."""
+    parts = Path(folder).parts if isinstance(folder, str) and folder.isprintable() else ("..",)
+    if ".." in parts or Path(folder).is_absolute():
+        raise ValueError(f"{str(folder)[:40]!r} is no folder in it")
+    return folder

@@ -8,6 +8,9 @@ from typing import Any
 from halfmoon import toml
 from halfmoon.errors import UserError
 
+LARGEST = 10**100
+"""The largest whole number of an option: more digits are no number that anybody meant, and no float holds them all."""
+
 
 def check(c: Any) -> None:
     """Raise UserError for the first value out of its range and the first impossible combination."""
@@ -20,8 +23,10 @@ def check(c: Any) -> None:
     }  # fmt: skip
     for name, bound in least.items():
         value = getattr(c, name)
-        if isinstance(value, int | float) and not (value >= bound and math.isfinite(value)):
+        if isinstance(value, int | float) and not bound <= value < math.inf:
             raise UserError(f"{name} is {toml.shown(value)}: it must be at least {bound}.")
+        if isinstance(value, int) and value > LARGEST:
+            raise UserError(f"{name} is {toml.shown(value)[:40]}...: it must be at most 10^100.")
     for name in ("gamma", "labels_per_class", "lr", "clip_norm", "clip_value", "dp_clip", "dp_noise", "dp_epsilon"):
         value = getattr(c, name)
         if value is not None and not (value > 0 and math.isfinite(value)):

@@ -221,7 +221,7 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text file: byte {error.start} is not UTF-8.") from error
     try:
-        return tomllib.loads(content)
+        return toml.loads(content)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from error
 

@@ -23,14 +23,30 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return one dict a line, without a last line that was cut off; raise UserError for a line that is no JSON."""
-    rows = []
-    for number, line in enumerate((read(path) or b"").split(b"\n")[:-1], start=1):
+    """Return one dict a line, without a last line that was cut off; raise UserError for a line that is no object."""
+    return rows(read(path) or b"", path)
+
+
+def rows(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """Return what `read_rows` returns of these bytes, which are those of a file."""
+    found = []
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            rows.append(json.loads(line))
+            row = parsed(line)
+            if not isinstance(row, dict):
+                raise ValueError("it is no object")
         except ValueError as error:
             raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
-    return rows
+        found.append(row)
+    return found
+
+
+def parsed(data: bytes | str) -> Any:
+    """Return what JSON says; raise ValueError for what is none, nested too deeply, or has too long a number."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
 
 
 def digest(data: bytes) -> str:
@@ -65,7 +81,7 @@ def read(path: Path) -> bytes | None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a file, None where there is no such file or no object in it."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parsed(path.read_bytes())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -14,7 +14,7 @@ from halfmoon import rng, tree
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples, Tally, tally
 from halfmoon.manifest import Contents
-from halfmoon.record import Loaded, RunFolder
+from halfmoon.record import METRICS, Loaded, RunFolder
 from halfmoon.store import Store
 from halfmoon.tree import Tree
 from halfmoon.types import Federation, Method, Sample, Task
@@ -175,8 +175,23 @@ def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, dev
         server = tree.to(server, device)
         _save(folder, 0, server, experiment.runtime, experiment.runtime.close().cost)
         return server, 0
+    _check(folder, loaded)
     experiment.runtime.restore(loaded.clients, loaded.meta["cost"])
     return tree.to(loaded.state["server"], device), loaded.round
+
+
+def _check(folder: RunFolder, loaded: Loaded) -> None:
+    """Raise UserError where a checkpoint, or a row of metrics before it, lacks what the end of a run needs of it."""
+    if not isinstance(loaded.meta.get("cost"), dict) or not isinstance(loaded.state.get("server"), dict):
+        raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
+    for number, row in enumerate(folder.rows(), start=1):
+        tested = row.get("test", {"accuracy": 0.0})
+        accuracy = tested.get("accuracy") if isinstance(tested, dict) else None
+        if type(row.get("round")) is not int or not isinstance(row.get("cost"), dict) or type(accuracy) is not float:
+            raise UserError(
+                f"{folder.path / METRICS}, line {number}: it is no round of this run; restore the file, or start the "
+                "run again in another --run-dir."
+            )
 
 
 def _save(folder: RunFolder, number: int, server: Tree, runtime: Runtime, cost: dict[str, int]) -> None:

@@ -8,7 +8,6 @@ than its changes.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -93,12 +92,11 @@ def verify(folder: Path, mark: Mark) -> Contents:
     replaced: list[tuple[int, str]] = []
     version = -1
     for each in lines:
-        row = json.loads(each)
-        version, key = row["version"], row["key"]
+        version, key, entry = _change(each)
         if key in entries:
             replaced.append((version, entries.pop(key).file))
-        if row["file"] is not None:
-            entries[key] = Entry(*(row[field] for field in Entry._fields))
+        if entry is not None:
+            entries[key] = entry
     for entry in entries.values():
         _check(folder, entry)
     return Contents(folder, mark, version, entries, replaced)
@@ -125,6 +123,23 @@ def remove(path: Path) -> None:
     # Windows does not remove a file while it is mapped: a later sweep does.
     with suppress(PermissionError):
         path.unlink(missing_ok=True)
+
+
+def _change(line: bytes) -> tuple[int, str, Entry | None]:
+    """Return what `line` has put into a line; raise `Damaged` for any other."""
+    try:
+        row = disk.parsed(line)
+        version, key = row["version"], row["key"]
+        entry = None if row["file"] is None else Entry(*(row[field] for field in Entry._fields))
+    except (ValueError, LookupError, TypeError) as error:
+        raise Damaged(f"{MANIFEST} has a line that says no change") from error
+    kinds = (int, str) if entry is None else (int, str, str, str, int, int)
+    if tuple(map(type, (version, key, *(entry or ())))) != kinds:
+        raise Damaged(f"{MANIFEST} has a line that says no change")
+    # A file lies in the folder: a name that leads out of it is none that was written.
+    if entry is not None and (not _OURS.fullmatch(entry.file) or Path(entry.file).name != entry.file):
+        raise Damaged(f"{MANIFEST} names a file that is no store's")
+    return version, key, entry
 
 
 def _check(folder: Path, entry: Entry) -> None:

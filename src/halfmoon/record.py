@@ -14,17 +14,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
-
-from halfmoon import disk
+from halfmoon import checkpoint, disk
+from halfmoon.checkpoint import CLIENTS
 from halfmoon.errors import UserError
-from halfmoon.manifest import START, Contents, Damaged, Mark, sweep, verify
-from halfmoon.packing import pack, unpack, with_metadata
+from halfmoon.manifest import START, Contents, Damaged, Mark, sweep
+from halfmoon.packing import pack, with_metadata
 from halfmoon.store import Store
 from halfmoon.tree import Tree
 
@@ -33,7 +31,6 @@ KEPT = 2
 
 CONFIG, RUN, METRICS, TIMINGS = "config.toml", "run.json", "metrics.jsonl", "timings.jsonl"
 MODEL, SUMMARY, LOCK = "model.safetensors", "summary.json", ".lock"
-CLIENTS = "clients"
 # What a creation leaves that was killed before its config.toml.
 _BEGUN = {LOCK, RUN, f".{RUN}{disk.PARTIAL}", f".{CONFIG}{disk.PARTIAL}"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
@@ -85,7 +82,7 @@ class RunFolder:
         folder._own()
         try:
             cls.refuse(path, identity)  # again: another process may have been faster
-            head = {"identity": identity, "config": disk.digest(config.encode()), **_versions()}
+            head = {"identity": identity, "config": disk.digest(config.encode()), **checkpoint.versions()}
             # The head first: a folder with a config.toml alone may be the user's own.
             folder._write(RUN, disk.render(head))
             folder._write(CONFIG, config.encode())
@@ -128,7 +125,10 @@ class RunFolder:
                 f"{path}: {CONFIG} was changed, so the folder belongs to another configuration "
                 f"(it was made for {head['identity'][:8]}); undo the change, or start a run in another --run-dir."
             )
-        return cls(path, config.decode(), head["identity"])
+        try:
+            return cls(path, config.decode(), head["identity"])
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: {CONFIG} is no text; put it back or start a new run.") from error
 
     def __enter__(self) -> RunFolder:
         """Return the folder; leaving the block closes it."""
@@ -179,7 +179,7 @@ class RunFolder:
         A round may be saved again only with the same content (ValueError), as no older file is ever put at risk.
         """
         self._own()
-        name = _name(round)
+        name = checkpoint.name(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
         with self._writing(name):
@@ -192,9 +192,9 @@ class RunFolder:
             "metrics": length,
             "clients": mark._asdict(),
             "meta": meta,
-            **_versions(),
+            **checkpoint.versions(),
         }
-        sealed = _seal(note)
+        sealed = checkpoint.seal(note)
         if round == self._saved:
             if disk.read(self.path / f"{name}.json") == sealed:
                 return
@@ -228,7 +228,7 @@ class RunFolder:
         problems: list[tuple[int, str]] = []
         for round in reversed(rounds):
             try:
-                note, state, clients = _read_checkpoint(self.path, round)
+                note, state, clients = checkpoint.read(self.path, round)
             except Damaged as damage:
                 problems.append((round, str(damage)))
                 continue
@@ -241,10 +241,11 @@ class RunFolder:
                 self._remove(old)
             with self._writing(CLIENTS):
                 clients = sweep(clients, older[-1] if older else round)
-            warnings = [f"{_name(bad)} is damaged ({why}); going on from {_name(round)}." for bad, why in problems]
+            going = f"going on from {checkpoint.name(round)}"
+            warnings = [f"{checkpoint.name(bad)} is damaged ({why}); {going}." for bad, why in problems]
             return Loaded(round, state, note["meta"], warnings + _version_warning(note), clients)
-        if len(rounds) > 1 or (rounds and (self.path / f"{_name(rounds[0])}.json").exists()):
-            what = "; ".join(f"{_name(bad)}: {why}" for bad, why in problems)
+        if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint.name(rounds[0])}.json").exists()):
+            what = "; ".join(f"{checkpoint.name(bad)}: {why}" for bad, why in problems)
             raise UserError(
                 f"{self.path}: every checkpoint is damaged ({what}); restore one from a backup, "
                 "or start the run again in another --run-dir."
@@ -311,7 +312,7 @@ class RunFolder:
     def _remove(self, round: int) -> None:
         # The JSON first: without it the other file is nothing.
         for suffix in ("json", "safetensors"):
-            (self.path / f"{_name(round)}.{suffix}").unlink(missing_ok=True)
+            (self.path / f"{checkpoint.name(round)}.{suffix}").unlink(missing_ok=True)
 
     def _rewind(self, length: int) -> None:
         path = self.path / METRICS
@@ -357,36 +358,6 @@ class RunFolder:
             ) from error
 
 
-def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
-    sealed, data = disk.read(folder / f"{_name(round)}.json"), disk.read(folder / f"{_name(round)}.safetensors")
-    if sealed is None:
-        raise Damaged("it was not completed: the .json is missing")
-    if data is None:
-        raise Damaged("its .safetensors is missing")
-    note = _unseal(sealed)
-    if disk.digest(data) != note["tensors"]:
-        raise Damaged("checksum differs")
-    if "clients" not in note:
-        raise Damaged("an older halfmoon wrote it, which kept the clients elsewhere")
-    return note, unpack(data, note["shape"]), verify(folder / CLIENTS, Mark(**note["clients"]))
-
-
-def _seal(note: dict[str, Any]) -> bytes:
-    return disk.render({**note, "sha256": disk.digest(disk.render(note))})
-
-
-def _unseal(data: bytes) -> dict[str, Any]:
-    try:
-        note = json.loads(data)
-        seal = note.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Damaged("its .json is unreadable") from error
-    # The bytes are compared, not the values: a changed blank would parse to the same values.
-    if disk.digest(disk.render(note)) != seal or _seal(note) != data:
-        raise Damaged("checksum of its .json differs")
-    return note
-
-
 def _refuse_taken(path: Path, identity: str) -> None:
     if not path.exists():
         return
@@ -412,23 +383,11 @@ def _refuse_taken(path: Path, identity: str) -> None:
 
 
 def _version_warning(note: dict[str, Any]) -> list[str]:
-    changed = [f"{name} {note[name]} (now {now})" for name, now in _versions().items() if note[name] != now]
+    changed = [f"{name} {note[name]} (now {now})" for name, now in checkpoint.versions().items() if note[name] != now]
     if not changed:
         return []
     return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
 
 
-def _versions() -> dict[str, str]:
-    try:
-        own = version("halfmoon")
-    except PackageNotFoundError:  # run from its source
-        own = "unknown"
-    return {"halfmoon": own, "torch": torch.__version__}
-
-
 def _resume(path: Path) -> str:
     return f"halfmoon resume {shlex.quote(str(path))}"
-
-
-def _name(round: int) -> str:
-    return f"checkpoint-{round:06d}"

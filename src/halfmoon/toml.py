@@ -1,4 +1,4 @@
-"""TOML that is written; Python's own tomllib reads it."""
+"""TOML that is written, and read by Python's own tomllib."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def value(held: Any) -> str:
     """Return a TOML value; raise TypeError for what TOML cannot say."""
     if isinstance(held, bool):
         return "true" if held else "false"
-    if isinstance(held, int | float):
-        return "none" if held is None else repr(held)
+    if isinstance(held, int):
+        # Python writes no number of over 4,300 digits, except in hexadecimal, which TOML knows, too.
+        return str(held) if held.bit_length() < 10_000 else hex(held)
+    if isinstance(held, float):
+        return repr(held)
     if isinstance(held, str | Path):
         # JSON escapes what TOML's basic strings must escape, except DEL.
         return json.dumps(str(held), ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -37,9 +40,21 @@ def shown(held: Any) -> str:
         return "none" if held is None else repr(held)
 
 
+def loads(words: str) -> dict[str, Any]:
+    """Return what TOML says; raise tomllib.TOMLDecodeError for whatever is none that Python reads."""
+    try:
+        return tomllib.loads(words)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError as error:
+        raise tomllib.TOMLDecodeError("values are nested too deeply") from error
+    except ValueError as error:  # too many digits, a time zone that there is not
+        raise tomllib.TOMLDecodeError("a number or a time in it is out of range") from error
+
+
 def table(words: str) -> dict[str, Any]:
     """Return what a TOML file says, {} where it is no TOML."""
     try:
-        return tomllib.loads(words)
+        return loads(words)
     except tomllib.TOMLDecodeError:
         return {}

@@ -14,7 +14,10 @@ from halfmoon.errors import UserError
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
-"""What `fitted` opens: no formats that start other programs (EPS) or are hardly tested."""
+"""What is opened: no formats that start other programs (EPS) or are hardly tested."""
+
+MOST_PIXELS = 2**26
+"""Of one image: 8192x8192. A file of 100 kB can claim hundreds of times as many."""
 
 
 _ORIENTATION = 0x0112
@@ -25,16 +28,14 @@ def decode(data: bytes, place: str) -> np.ndarray:
     """Return one encoded image, uint8 (H, W, 1) for gray or (H, W, 3) for RGB, turned as its EXIF tag says.
 
     `place` names the file (and row) in messages. Raise UserError for bytes that are no image or are cut off,
-    for a mode other than L and RGB, and for an image so large that Pillow takes it for a decompression bomb.
+    of another format than `FORMATS`, for a mode other than L and RGB, and for an image of over `MOST_PIXELS`.
     """
     image = _open(data, place)
     if image.mode not in MODES:
         raise UserError(
             f"{place}: the image has mode {image.mode}; convert all images to 8-bit gray (L) or to RGB first."
         )
-    if "exif" in image.info:
-        image = ImageOps.exif_transpose(image)
-    pixels = np.asarray(image)
+    pixels = np.asarray(_turned(image) if "exif" in image.info else image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
@@ -45,7 +46,7 @@ def fitted(data: bytes, place: str, height: int, width: int, channels: int) -> n
     antialiasing; the sides are not kept in proportion). One that has that size and mode keeps its exact pixels.
     Transparency is left out, 16-bit gray is scaled by 255 / 65535, CMYK is converted without a color profile; of
     several frames the first counts. `place` names the file in messages. Raise UserError for bytes that are no
-    image or are cut off, for an image so large that Pillow takes it for a decompression bomb, and for pixels
+    image or are cut off, for an image of over `MOST_PIXELS` (or Pillow's own, lower limit), and for pixels
     without a known range (32-bit).
     """
     image = converted(upright(data, place), place, channels)
@@ -57,7 +58,11 @@ def fitted(data: bytes, place: str, height: int, width: int, channels: int) -> n
 
 def upright(data: bytes, place: str) -> Image.Image:
     """Return one encoded image in its own size and mode, turned as its EXIF tag says; raise UserError as `fitted`."""
-    image = _open(data, place, FORMATS)
+    return _turned(_open(data, place))
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """Return an image turned as its EXIF tag says, as it is where there is none that can be read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -124,15 +129,18 @@ def stack(images: Iterable[tuple[bytes, str]], count: int, rgb: bool = False) ->
     return result
 
 
-def _open(data: bytes, place: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+def _open(data: bytes, place: str) -> Image.Image:
     """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata, which Pillow leaves out
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=formats)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            # Pillow itself only warns up to twice its limit, and what a warning does is one thing for all threads.
+            most = min(MOST_PIXELS, Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
+            if image.width * image.height > most:
+                raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {most:,} at most")
             image.load()
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except Image.DecompressionBombError as error:
         raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
     except UnidentifiedImageError as error:  # its own words name an object in memory
         raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error

@@ -16,11 +16,16 @@ import numpy as np
 from halfmoon.data.images import Images
 from halfmoon.errors import UserError
 
+LARGEST = 2**30
+"""Bytes that a gzip file may unpack to, for a thousandth of them can claim to; the largest set, EMNIST, has 0.64e9."""
+
+_PIECE = 2**20
+
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
     """Return the uint8 array of an idx file with that many axes; raise UserError where it is damaged."""
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path}: not a complete gzip file ({error}); download it again.") from error
     head = 4 + 4 * axes
@@ -41,6 +46,18 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             f"but {len(data) - head} follow; download it again."
         )
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
+
+
+def _unpacked(path: Path) -> bytes:
+    """Return what a gzip file holds; raise UserError where that is over `LARGEST`, before it is all in memory."""
+    parts, size = [], 0
+    with gzip.open(path) as file:
+        while part := file.read(_PIECE):
+            parts.append(part)
+            size += len(part)
+            if size > LARGEST:
+                raise UserError(f"{path}: it unpacks to over {LARGEST:,} bytes; unpack it yourself if it is no fake.")
+    return b"".join(parts)
 
 
 def read_pair(folder: Path, prefix: str) -> Images:

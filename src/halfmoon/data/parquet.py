@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from halfmoon import disk
 from halfmoon.data.decode import stack
 from halfmoon.data.images import Images
 from halfmoon.errors import UserError
@@ -116,7 +116,7 @@ def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
 def _names(file: pq.ParquetFile, label: str) -> tuple[str, ...] | None:
     # Hugging Face keeps class names in the schema's metadata; other writers have none.
     try:
-        features = json.loads((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
+        features = disk.parsed((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[label]["names"]
     except (KeyError, TypeError, ValueError):
         return None

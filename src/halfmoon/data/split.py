@@ -13,12 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from halfmoon import disk
+from halfmoon import disk, toml
 from halfmoon.data.images import Source
 from halfmoon.errors import UserError
 
 SERVER = -2
 """The holder of rows that the server itself has; they are labeled. (-1 is nobody.)"""
+
+MOST = 2**24
+"""Clients that a saved split may say it has: what is counted for each of them stays within the memory of a laptop."""
 
 SCHEMA = pa.schema([("row", pa.int64()), ("client", pa.int64()), ("labeled", pa.bool_())])
 STAGED = SCHEMA.append(pa.field("stage", pa.int64()))
@@ -138,9 +141,12 @@ class Split:
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path}: not a readable split ({error}); make a new one.") from error
         try:
-            facts = json.loads((table.schema.metadata or {})[b"halfmoon"])
+            facts = disk.parsed((table.schema.metadata or {})[b"halfmoon"])
             origin = Origin(facts["scenario"], facts["source"], facts["labels_sha256"])
-            clients, images = int(facts["clients"]), int(facts["images"])
+            clients, images = facts["clients"], facts["images"]
+            kinds = {dict: origin.scenario, str: origin.source, int: clients}
+            if any(type(value) is not kind for kind, value in kinds.items()) or type(origin.labels_sha256) is not str:
+                raise ValueError("a fact is of another type")
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: it does not say what it splits; only files saved by halfmoon do.") from error
         if not (table.schema.equals(SCHEMA) or table.schema.equals(STAGED)):
@@ -152,8 +158,10 @@ class Split:
         if any(part.null_count for part in table.columns):
             raise UserError(f"{path}: a value is missing; make a new split.")
         row, client, labeled, *stage = (part.to_numpy() for part in table.columns)
-        if not np.array_equal(row, np.arange(images)):
-            raise UserError(f"{path}: its rows are not 0 to {images - 1} in order; make a new split.")
+        if images != len(row) or not np.array_equal(row, np.arange(len(row))):
+            raise UserError(f"{path}: its rows are not 0 to {len(row) - 1} in order; make a new split.")
+        if not 0 < clients <= MOST:
+            raise UserError(f"{path}: it says that there are {toml.shown(clients)} clients; make a new split.")
         return cls(client, labeled, clients, origin, stage[0] if stage else None)
 
 

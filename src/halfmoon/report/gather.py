@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from halfmoon import disk, toml
 from halfmoon.errors import UserError
 from halfmoon.report.reading import Run, find
 from halfmoon.report.study import (
@@ -79,8 +79,11 @@ class _Loose:
     @classmethod
     def of(cls, run: Run) -> _Loose:
         options = run.options
+        given = options.get("options", {})
+        if type(options.get("seed", 0)) is not int or not isinstance(given, Mapping):
+            raise UserError(f"{run.path / 'config.toml'} was changed: its seed or its options are none; restore it.")
         method = str(options.get("method", run.path.name))
-        own = {key: value for key, value in (options.get("options") or {}).items() if not isinstance(value, Mapping)}
+        own = {key: value for key, value in given.items() if not isinstance(value, Mapping)}
         return cls(run, method, own, {key: value for key, value in options.items() if key not in _SILENT})
 
     @property
@@ -181,6 +184,8 @@ def _entry(one: _Loose) -> Entry:
     entry = Entry(one.seed, str(one.run.head.get("identity", "")), _key(one.run))
     if summary is None:
         return entry
+    if "accuracy" not in summary or "cost" not in summary:
+        raise UserError(f"{one.run.path / 'summary.json'} has no accuracy or no cost: it is of a split alone.")
     tested = summary["accuracy"]  # None for a federation without test images
     return replace(
         entry,
@@ -196,6 +201,8 @@ def _key(run: Run) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return toml.value(value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -224,8 +231,8 @@ def _versions(each: Sequence[_Loose]) -> dict[str, str]:
 def _plan(path: Path) -> list[Path]:
     """Return the run folders of a comparison in the order of its methods, nothing for other folders."""
     try:
-        jobs = json.loads((path / "comparison.json").read_bytes())["jobs"]
-        return [path / job["folder"] for job in jobs]
+        jobs = disk.parsed((path / "comparison.json").read_bytes())["jobs"]
+        return [path / job["folder"] for job in jobs if Path(job["folder"]).parts]
     except FileNotFoundError:
         return []
     except (ValueError, LookupError, TypeError, OSError) as error:

@@ -2,14 +2,119 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from halfmoon import toml
-from halfmoon.disk import read_json, read_rows
+from halfmoon.disk import parsed, read_json, read_rows
 from halfmoon.errors import UserError
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**63)]
+Shares = list[Number | None] | None
+
+# What a report takes from the files of a run; whatever else is in them stays as it is.
+
+
+class _Test(BaseModel):
+    accuracy: Number | None = None
+    per_class: Shares = None
+
+
+class _Pseudo(BaseModel):
+    accuracy: Number | None = None
+    accuracy_above: Number | None = None
+    share_above: Number | None = None
+    share_used: Number | None = None
+
+
+class _Prior(BaseModel):
+    accuracy: list[Number] | None = None
+    app_u: list[Number] | None = None
+    labeled: list[Number] | None = None
+    unlabeled: list[Number] | None = None
+    js_app_u: Number | None = None
+    js_labeled: Number | None = None
+
+
+class _Cost(BaseModel):
+    labeled_steps: Count = 0
+    forward: Count = 0
+    backward: Count = 0
+    bytes_down: Count = 0
+    bytes_up: Count = 0
+    stored_client: Count | None = None
+    stored_server: Count | None = None
+
+
+class _Accuracy(BaseModel):
+    last: Number
+    best: Number | None = None
+    best_round: Count | None = None
+
+
+class _Spent(BaseModel):
+    labeled_steps: Count
+    forward: Count
+    backward: Count
+    bytes_down: Count
+    bytes_up: Count
+
+
+class _Ended(BaseModel):
+    title: str
+    seed: Count
+    accuracy: _Accuracy
+    cost: _Spent
+
+
+class _Row(BaseModel):
+    round: Count
+    test: _Test | None = None
+    pseudo: _Pseudo | None = None
+    prior: _Prior | None = None
+    cost: _Cost | None = None
+
+
+class _Time(BaseModel):
+    round: Count
+    seconds: Number
+
+
+class _Summary(BaseModel):
+    title: str
+    seed: Annotated[int, Field(le=2**63, ge=-(2**63))]
+    accuracy: _Accuracy | None = None
+    cost: _Cost = _Cost()
+    classes: list[str] = []
+    confusion: list[list[Count]] | None = None
+    seconds: Number | None = None
+
+
+class _Counts(BaseModel):
+    labeled: Count
+    unlabeled: Count
+    clients: Count
+    classes: list[str | int]
+
+
+class _Client(BaseModel):
+    labeled_classes: list[Count]
+    unlabeled_classes: list[Count]
+
+
+class _Server(BaseModel):
+    labeled_classes: list[Count]
+
+
+class _Split(BaseModel):
+    counts: _Counts
+    each: list[_Client]
+    server: _Server | None = None
 
 
 @dataclass(frozen=True)
@@ -28,7 +133,8 @@ class Run:
             config = (path / "config.toml").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error}).") from error
-        return cls(path, config, read_rows(path / "metrics.jsonl"), _summary(path / "summary.json"))
+        rows = valid(list[_Row], read_rows(path / "metrics.jsonl"), path / "metrics.jsonl")
+        return cls(path, config, rows, _summary(path / "summary.json"))
 
     @property
     def title(self) -> str:
@@ -55,11 +161,14 @@ class Run:
     @property
     def split(self) -> dict[str, Any] | None:
         """The dict of `halfmoon.data.measure.summary` in split.json; None for a run of a version without it."""
-        return read_json(self.path / "split.json")
+        path = self.path / "split.json"
+        found = read_json(path)
+        return None if found is None else valid(_Split, found, path)
 
     def seconds(self) -> dict[int, float]:
         """Return {round: seconds} of timings.jsonl; a round that was played twice counts as it was the last time."""
-        return {row["round"]: float(row["seconds"]) for row in read_rows(self.path / "timings.jsonl")}
+        path = self.path / "timings.jsonl"
+        return {row["round"]: float(row["seconds"]) for row in valid(list[_Time], read_rows(path), path)}
 
 
 def find(root: Path) -> list[Run]:
@@ -74,6 +183,33 @@ def _summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        found = valid(_Summary, parsed(path.read_bytes()), path)
+        matrix, size = found.get("confusion") or [], len(found.get("classes") or [])
+        if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
+            raise ValueError("its confusion is no square of its classes")
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a summary ({error}); restore it, or resume the run.") from error
+    return found
+
+
+def ended(summary: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the summary of a run that was played to its end, which `path` holds; raise UserError for any other."""
+    return valid(_Ended, valid(_Summary, summary, path), path)
+
+
+def valid(kind: Any, value: Any, path: Path) -> Any:
+    """Return a value as it is, if it is of this type; raise UserError, with file and place, for any other."""
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part)[:40] for part in first["loc"])
+        raise UserError(f"{path} is damaged{f' at {where}' if where else ''} ({first['msg']}); restore it.") from error
+    return value
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -107,7 +107,8 @@ def _against(runs: Sequence[Run], rounds: Sequence[int]) -> Data:
         costs = {row["round"]: row.get("cost") or {} for row in run.rows}
         spent["steps"].append({r: cost["labeled_steps"] for r, cost in costs.items() if "labeled_steps" in cost})
         spent["forward"].append({r: cost["forward"] for r, cost in costs.items() if "forward" in cost})
-        sent = {r: (cost["bytes_down"] + cost["bytes_up"]) / 1e6 for r, cost in costs.items() if "bytes_up" in cost}
+        both = {"bytes_down", "bytes_up"}
+        sent = {r: (cost["bytes_down"] + cost["bytes_up"]) / 1e6 for r, cost in costs.items() if both <= cost.keys()}
         spent["megabytes"].append(sent)
         spent["seconds"].append(_elapsed(run))
     return {
@@ -143,7 +144,8 @@ def _per_class(runs: Sequence[Run]) -> Data | None:
     """Return the class-wise accuracy of the final model in percent."""
     each = [(_last(run, "test") or {}).get("per_class") for run in runs]
     known = [[100 * (value or 0.0) for value in values] for values in each if values]
-    return band(known) if len(known) == len(runs) else None
+    alike = len({len(values) for values in known}) == 1
+    return band(known) if alike and len(known) == len(runs) else None
 
 
 def _prior(runs: Sequence[Run]) -> Data | None:
@@ -153,7 +155,8 @@ def _prior(runs: Sequence[Run]) -> Data | None:
     made = {}
     for name in names:
         values = [prior.get(name) for prior in each if prior is not None]
-        if len(values) == len(runs) and all(values):
+        alike = len({len(shares or []) for shares in values}) == 1
+        if alike and len(values) == len(runs) and all(values):
             made[name] = band([[100 * share for share in shares] for shares in values if shares])["mean"]
     return made or None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from halfmoon import disk
 from halfmoon.errors import UserError
 from halfmoon.report.reading import Run
 
@@ -185,7 +185,7 @@ def read_sweep(file: Path) -> Study:
     """
     try:
         data = file.read_bytes()
-        head = json.loads(data)
+        head = disk.parsed(data)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:

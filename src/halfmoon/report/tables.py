@@ -41,7 +41,7 @@ class Result:
             method=summary["title"] if method is None else method,
             seed=summary["seed"],
             last=accuracy["last"],
-            best=accuracy["best"],
+            best=accuracy.get("best"),
             labeled_steps=cost["labeled_steps"],
             forward=cost["forward"],
             backward=cost["backward"],

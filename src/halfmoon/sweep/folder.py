@@ -103,7 +103,7 @@ class SweepFolder:
 def parse(data: bytes, path: Path) -> dict[str, Any]:
     """Return what a sweep.json says; raise UserError where it is damaged, or of another format."""
     try:
-        facts = json.loads(data)
+        facts = disk.parsed(data)
         number = facts["format"]
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} is damaged; remove it and run the sweep again: finished runs are kept.") from error

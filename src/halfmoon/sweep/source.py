@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon import config as settings
+from halfmoon import toml
 from halfmoon.errors import UserError, nearest
 
 Layer = Mapping[str, Any]
@@ -74,7 +75,7 @@ def layered(layers: Iterable[Layer]) -> dict[str, Any]:
 def _own(path: Path) -> dict[str, Any]:
     """Return the keys of a file as they stand there."""
     try:
-        own = tomllib.loads(path.read_text(encoding="utf-8"))
+        own = toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a recipe's name or file.") from error
     except tomllib.TOMLDecodeError as error:

@@ -1,0 +1,85 @@
+"""One checkpoint on disk: its tensors, and a JSON that says what they are and carries the checksum of both."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from halfmoon import disk
+from halfmoon.manifest import Contents, Damaged, Mark, verify
+from halfmoon.packing import unpack
+from halfmoon.tree import Tree
+
+CLIENTS = "clients"
+"""The folder, in that of the run, of what clients keep."""
+
+
+def read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
+    """Return what the checkpoint of a round says, its state, and what the clients keep; raise `Damaged`."""
+    sealed, data = disk.read(folder / f"{name(round)}.json"), disk.read(folder / f"{name(round)}.safetensors")
+    if sealed is None:
+        raise Damaged("it was not completed: the .json is missing")
+    if data is None:
+        raise Damaged("its .safetensors is missing")
+    note = _unseal(sealed)
+    if disk.digest(data) != note.get("tensors"):
+        raise Damaged("checksum differs")
+    if "clients" not in note:
+        raise Damaged("an older halfmoon wrote it, which kept the clients elsewhere")
+    mark = _checked(note, round)
+    try:
+        state = unpack(data, note["shape"])
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise Damaged("its tensors are not those that its .json names") from error
+    return note, state, verify(folder / CLIENTS, mark)
+
+
+def _checked(note: dict[str, Any], round: int) -> Mark:
+    """Return the mark of a note of that round; raise `Damaged` where a value is missing or of another type."""
+    kinds = {"shape": dict, "metrics": int, "meta": dict, **dict.fromkeys(versions(), str)}
+    wrong = [name for name, kind in kinds.items() if type(note.get(name)) is not kind]
+    if wrong or note.get("round") != round or note["metrics"] < 0:
+        raise Damaged(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
+    mark = note["clients"]
+    if not isinstance(mark, dict) or set(mark) != set(Mark._fields):
+        raise Damaged("its .json does not say what the clients keep")
+    if type(mark["length"]) is not int or mark["length"] < 0 or type(mark["chain"]) is not str:
+        raise Damaged("its .json does not say what the clients keep")
+    return Mark(**mark)
+
+
+def seal(note: dict[str, Any]) -> bytes:
+    """Return the JSON of a checkpoint, with its checksum."""
+    return disk.render({**note, "sha256": disk.digest(disk.render(note))})
+
+
+def _unseal(data: bytes) -> dict[str, Any]:
+    try:
+        note = disk.parsed(data)
+        said = note.pop("sha256")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged("its .json is unreadable") from error
+    if not isinstance(note, dict):
+        raise Damaged("its .json is unreadable")
+    # The bytes are compared, not the values: a changed blank would parse to the same values.
+    if disk.digest(disk.render(note)) != said or seal(note) != data:
+        raise Damaged("checksum of its .json differs")
+    return note
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that write a checkpoint now."""
+    try:
+        own = version("halfmoon")
+    except PackageNotFoundError:  # run from its source
+        own = "unknown"
+    return {"halfmoon": own, "torch": torch.__version__}
+
+
+def name(round: int) -> str:
+    """Return what the files of a round's checkpoint are called, without their suffixes."""
+    return f"checkpoint-{round:06d}"
