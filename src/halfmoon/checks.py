@@ -99,6 +99,8 @@ def _check_guards(c: Any) -> None:
                 f"{name} and aggregation {c.aggregation!r} exclude each other: "
                 f"{'its noise is measured by a mean' if private else 'it hides what the other has to look at'}."
             )
+    if c.secure_aggregation and c.cohort < 3:
+        raise UserError(f"secure_aggregation needs a cohort of 3 or more, not {c.cohort}: fewer hide nothing.")
     if private and c.norm == "batch":
         raise UserError(
             "dp_clip needs norm 'group' or 'none': statistics of batches would leave the clients without noise."
