@@ -188,7 +188,7 @@ class Member:
         site = held[1] if held else self._agreed(terms, self._opened(terms), place)
         self._sites[request.federation] = terms, site
         site.look(request, sealed)
-        masked.look(sealed, terms)
+        masked.look(sealed.pattern("masks"), terms)
         try:
             known, safe = visit_of(request.known), visit_of(request.safe)
         except ValueError as error:
