@@ -483,8 +483,8 @@ def test_sites_that_are_not_there_are_named(folder: Path) -> None:
         add(folder, "North")
 
 
-def _open_to_others(path: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / path).chmod(0o640)
+def _open_to_others(path: str, mode: int = 0o640) -> Callable[[Path], None]:
+    return lambda folder: (folder / path).chmod(mode)
 
 
 def _swapped(path: str, other: str) -> Callable[[Path], None]:
@@ -510,6 +510,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "server.key open": (_open_to_others("server/server.key"), r"server\.key is open to other users.* chmod 600"),
     "ca.key open": (_open_to_others("ca/ca.key"), r"ca\.key is open to other users"),
     "a site's key open": (_open_to_others("sites/north/north.key"), r"north\.key is open to other users"),
+    "the folder open": (_open_to_others("", 0o770), "fed can be changed by other users of this machine"),
+    "the record open": (_open_to_others("access.json", 0o664), r"access\.json can be changed by other users"),
+    "a site's folder open": (_open_to_others("sites/north", 0o707), r"north can be changed by other users"),
+    "a public key open": (_open_to_others("sites/north/north.pub", 0o666), r"chmod go-w \S+north\.pub"),
     "no record": (lambda folder: (folder / "access.json").unlink(), r"access\.json is missing"),
     "no json": (lambda folder: (folder / "access.json").write_text("{"), r"access\.json is damaged"),
     "a wrong type": (_edited(port="9092"), r"access\.json is damaged \(port: "),

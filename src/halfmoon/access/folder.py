@@ -199,11 +199,15 @@ def _record(folder: Path) -> Record:
 
 
 def _check(folder: Path, record: Record) -> None:
-    """Raise UserError where a file is missing, does not fit the record, or is private and open to others."""
+    """Raise UserError where a file is missing, does not fit the record, or is more open to others than it should be."""
     from halfmoon.access import keys
 
     for name in (paths.CA_KEY, paths.KEY, *map(paths.private, record.sites)):
         guarded(folder / name)
+    for name in ("", paths.RECORD, paths.CA, paths.CERTIFICATE, *map(paths.site, record.sites)):
+        _fixed(folder / name)
+    for name in record.sites:
+        _fixed(folder / paths.public(name))
     authority, certificate, key = (_bytes(folder / name) for name in (paths.CA, paths.CERTIFICATE, paths.KEY))
     try:
         if keys.seal(authority) != record.authority:
@@ -238,3 +242,9 @@ def guarded(path: Path) -> None:
             f"{path} is open to other users of this machine: run chmod 600 {path}, and where anyone else may have "
             "read it, replace it with halfmoon federation rotate."
         )
+
+
+def _fixed(path: Path) -> None:
+    """Raise UserError where other users can change what says who may come in."""
+    if os.name == "posix" and path.exists() and path.stat().st_mode & 0o022:
+        raise UserError(f"{path} can be changed by other users of this machine: run chmod go-w {path}, and look at it.")
