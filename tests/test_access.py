@@ -228,6 +228,17 @@ def test_warnings_come_a_month_before_the_end(tmp_path: Path) -> None:
     assert len(access.warnings()) == 1  # the authority is good until 2030
 
 
+def test_warnings_of_certificates_that_went_away_are_sentences(folder: Path) -> None:
+    """A running server looks again and again."""
+    access = Access.open(folder)
+    access.certificate.write_text("x")
+    with pytest.raises(UserError, match=r"server\.crt cannot be read"):
+        access.warnings()
+    access.ca.unlink()
+    with pytest.raises(UserError, match=r"ca\.crt is missing"):
+        access.warnings()
+
+
 # Private
 
 

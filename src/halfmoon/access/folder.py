@@ -140,8 +140,11 @@ class Access:
             ("the authority's certificate", self.ca, "--ca"),
             ("the server's certificate", self.certificate, "--server"),
         ):
-            data = path.read_bytes()
-            found.append(Term(what, keys.seal(data), *keys.span(data), remedy))
+            data = _bytes(path)
+            try:
+                found.append(Term(what, keys.seal(data), *keys.span(data), remedy))
+            except ValueError as error:
+                raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
         return found
 
     def warnings(self, now: datetime | None = None) -> list[str]:
