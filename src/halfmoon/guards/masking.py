@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from hashlib import sha256
 
 import numpy as np
@@ -108,17 +109,23 @@ def split(secret: int, threshold: int, at: Sequence[int], draws: Sequence[int], 
     return shares
 
 
-def joined(shares: Mapping[int, int], prime: int = PRIME) -> int:
-    """Return the secret whose shares, at least as many as its threshold, are given by place: Lagrange at 0."""
-    secret = 0
-    for here, share in shares.items():
+def lagrange(places: Sequence[int], prime: int = PRIME) -> dict[int, int]:
+    """Return what the share at each place counts in the secret: the Lagrange polynomials at 0."""
+    found = {}
+    for here in places:
         above = below = 1
-        for there in shares:
+        for there in places:
             if there != here:
                 above = above * there % prime
                 below = below * (there - here) % prime
-        secret += share * above * pow(below, -1, prime)
-    return secret % prime
+        found[here] = above * pow(below, -1, prime) % prime
+    return found
+
+
+def joined(shares: Mapping[int, int], prime: int = PRIME) -> int:
+    """Return the secret whose shares, at least as many as its threshold, are given by place."""
+    counts = lagrange(list(shares), prime)
+    return sum(share * counts[place] for place, share in shares.items()) % prime
 
 
 def coefficients(key: bytes, count: int) -> list[int]:
@@ -140,9 +147,9 @@ class Cohort:
         """Return how many have to stay to the end."""
         return threshold(len(self.numbers))
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Return what only the same cohort of the same sum has."""
+        """What only the same cohort of the same sum has."""
         facts = [*astuple(self.scene), list(self.numbers), [key.hex() for key in self.keys]]
         return sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -155,9 +162,9 @@ class Masking:
     numbers: tuple[int, ...]
     keys: tuple[bytes, ...]
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Return what only the same ones with the same keys have."""
+        """What only the same ones with the same keys have."""
         facts = [self.cohort.digest, list(self.numbers), [key.hex() for key in self.keys]]
         return sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -181,14 +188,14 @@ class Party:
     number: int
     cohort: Cohort
 
-    @property
+    @cached_property
     def private(self) -> bytes:
-        """Return its private key of this sum."""
+        """Its private key of this sum."""
         return derive(self.secret, "private", self.cohort.digest, self.number)
 
-    @property
+    @cached_property
     def seed(self) -> bytes:
-        """Return the seed of its own mask."""
+        """The seed of its own mask."""
         return derive(self.secret, "seed", self.cohort.digest, self.number)
 
     def deal(self) -> list[bytes]:
@@ -228,16 +235,20 @@ class Party:
             try:
                 plain = self._cipher(keys[number], number, self.number).decrypt(bytes(12), sealed, None)
             except (InvalidTag, KeyError) as error:
-                raise Unreadable(f"the shares that party {number} has dealt cannot be read.") from error
+                raise Unreadable(f"the shares that site number {number} has dealt cannot be read.") from error
             part = plain[:WIDE] if number in survived else plain[WIDE:]
             told[number] = int.from_bytes(part, "big")
         return told
+
+    @cached_property
+    def _lasting(self) -> bytes:
+        return lasting(self.secret, self.cohort.scene.federation)
 
     def _cipher(self, key: bytes, giver: int, taker: int):
         """Return AES-GCM under a key that is used for one message: its nonce can be 0."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        secret = agree(lasting(self.secret, self.cohort.scene.federation), key)
+        secret = agree(self._lasting, key)
         return AESGCM(derive(secret, "to", self.cohort.digest, giver, taker))
 
 
@@ -259,8 +270,9 @@ def unmasked(masking: Masking, vectors: Mapping[int, np.ndarray], told: Mapping[
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total += vector
+    counts = lagrange([teller + 1 for teller in chosen])
     for number, key in zip(masking.numbers, masking.keys, strict=True):
-        secret = joined({teller + 1: told[teller][number] for teller in chosen})
+        secret = sum(told[teller][number] * counts[teller + 1] for teller in chosen) % PRIME
         if secret >> 8 * KEY:
             raise Unreadable("the shares that were told do not fit together.")
         found = secret.to_bytes(KEY, "big")
