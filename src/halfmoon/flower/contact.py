@@ -86,7 +86,7 @@ def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
         ) from error
     except (http.client.HTTPException, ConnectionResetError) as error:
         if ca is None and _speaks_tls(address, seconds):
-            raise UserError(f"{address} speaks TLS only: give the file of its authority by --ca FILE.") from error
+            raise _tls_only(address) from error
         raise Absent(f"{address} closes the connection") from error
     except OSError as error:
         raise Absent(f"{address} does not answer ({error.strerror or error})") from error
@@ -94,8 +94,14 @@ def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
         link.close()
     if status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE, http.client.GATEWAY_TIMEOUT):
         raise Absent(f"{address} is a proxy whose server does not answer ({status})")
+    if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address, seconds):  # a proxy's answer
+        raise _tls_only(address)
     if status != http.client.OK:
         raise UserError(f"something answers at {address}, but it is no server of a federation; check host and port.")
+
+
+def _tls_only(address: Address) -> UserError:
+    return UserError(f"{address} speaks TLS only: give the file of its authority by --ca FILE.")
 
 
 def _speaks_tls(address: Address, seconds: float) -> bool:
