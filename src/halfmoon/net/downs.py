@@ -83,8 +83,9 @@ class Downs:
 
     def fault(self, work: str, pattern: Pattern) -> str | None:
         """Return why what came for a work is not what its method sends, None where it is, or nothing is known."""
-        faults = [self._unlike(pattern, wanted) for wanted in self.known.get(work, [])]
-        # Of several that may come, the last one has the most in it.
+        # Of several that may come, the one with the most names in common comes last.
+        wanted = sorted(self.known.get(work, []), key=lambda each: -len(each.keys() ^ pattern.keys()))
+        faults = [self._unlike(pattern, each) for each in wanted]
         return None if None in faults or not faults else faults[-1]
 
     def _unlike(self, found: Pattern, wanted: Pattern) -> str | None:

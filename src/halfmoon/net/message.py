@@ -206,7 +206,7 @@ def read(data: bytes, *wanted: type[M], limit: int = LARGEST) -> M:
 
 def look(data: bytes, *wanted: type[M], limit: int = LARGEST) -> Sealed[M]:
     """Do what `read` does, but leave the trees where they lie: what they are like is known, and was judged."""
-    most = max(limit if _trees(kind) else SMALL for kind in wanted)
+    most = min(limit, max(LARGEST if _trees(kind) else SMALL for kind in wanted))
     if len(data) > most:
         raise Malformed(f"a message has {size(len(data))}, of {size(most)} at most.")
     try:
