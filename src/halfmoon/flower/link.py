@@ -16,6 +16,8 @@ from halfmoon.net.roster import Holder, Parcel
 NAME, HEAD, BODY = "message", "head", "body"
 """Of the record, and of the arrays in it. Flower stores equal arrays once: a model that goes to all sites is one."""
 
+UNREADABLE = "what it sent is no message"
+
 PROBLEMS = {
     1: "its program cannot be loaded",
     2: "its program failed",
@@ -81,10 +83,18 @@ class GridPost:
 
     def collect(self, tickets: Sequence[str]) -> Sequence[Parcel]:
         """Return what has come for these tickets; raises ConnectionError."""
-        if not tickets:
-            return []
-        with _connecting():
-            return [_parcel(message) for message in self.grid.pull_messages(tickets)]
+        return [parcel for ticket in tickets for parcel in self._collect(ticket)]
+
+    def _collect(self, ticket: str) -> list[Parcel]:
+        """Return what has come for a ticket, and that it cannot be read where Flower fails over it.
+
+        Each is asked for alone: what comes together with an answer that Flower cannot put together is lost with it.
+        """
+        try:
+            with _connecting():
+                return [_parcel(message) for message in self.grid.pull_messages([ticket])]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
+            return [Parcel(ticket, None, UNREADABLE)]
 
 
 def _parcel(message: Message) -> Parcel:
