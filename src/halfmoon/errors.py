@@ -10,6 +10,11 @@ class UserError(ValueError):
     """A mistake in what the user gave; its message says what is wrong, where, and what to do."""
 
 
+def one_line(words: object) -> str:
+    """Return words, such as those of a library's exception, on one line."""
+    return " ".join(str(words).split())
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the choice closest to `word`, or the list of choices."""
     known = sorted(choices)

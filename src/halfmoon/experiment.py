@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from halfmoon import rng, tree
+from halfmoon.budget import Cost
 from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples, Tally, tally
 from halfmoon.manifest import Contents
@@ -18,6 +19,8 @@ from halfmoon.record import METRICS, Loaded, RunFolder
 from halfmoon.store import Store
 from halfmoon.tree import Tree
 from halfmoon.types import Federation, Method, Sample, Task
+
+_COUNTS = {each.name for each in fields(Cost)}
 
 Row = dict[str, Any]
 """One round's line of metrics.jsonl."""
@@ -182,16 +185,25 @@ def _start(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, dev
 
 def _check(folder: RunFolder, loaded: Loaded) -> None:
     """Raise UserError where a checkpoint, or a row of metrics before it, lacks what the end of a run needs of it."""
-    if not isinstance(loaded.meta.get("cost"), dict) or not isinstance(loaded.state.get("server"), dict):
+    cost = loaded.meta.get("cost")
+    counted = isinstance(cost, dict) and cost.keys() <= _COUNTS and all(type(each) is int for each in cost.values())
+    if not counted or not isinstance(loaded.state.get("server"), dict):
         raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
-    for number, row in enumerate(folder.rows(), start=1):
-        tested = row.get("test", {"accuracy": 0.0})
-        accuracy = tested.get("accuracy") if isinstance(tested, dict) else None
-        if type(row.get("round")) is not int or not isinstance(row.get("cost"), dict) or type(accuracy) is not float:
-            raise UserError(
-                f"{folder.path / METRICS}, line {number}: it is no round of this run; restore the file, or start the "
-                "run again in another --run-dir."
-            )
+    rows = folder.rows()
+    fine = [_is_round(row, number) for number, row in enumerate(rows, start=1)]
+    if len(rows) != loaded.round or not all(fine):
+        line = fine.index(False) + 1 if False in fine else len(rows)
+        raise UserError(
+            f"{folder.path / METRICS}, line {line}: the rows are not those of rounds 1 to {loaded.round}; restore the "
+            "file, or start the run again in another --run-dir."
+        )
+
+
+def _is_round(row: Row, number: int) -> bool:
+    """Return whether a row of metrics has what the end of a run needs of it."""
+    tested = row.get("test", {"accuracy": 0.0})
+    accuracy = tested.get("accuracy") if isinstance(tested, dict) else None
+    return row.get("round") == number and isinstance(row.get("cost"), dict) and type(accuracy) is float
 
 
 def _save(folder: RunFolder, number: int, server: Tree, runtime: Runtime, cost: dict[str, int]) -> None:

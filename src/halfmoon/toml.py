@@ -43,7 +43,10 @@ def shown(held: Any) -> str:
 def loads(words: str) -> dict[str, Any]:
     """Return what TOML says; raise tomllib.TOMLDecodeError for whatever is none that Python reads."""
     try:
-        return tomllib.loads(words)
+        found = tomllib.loads(words)
+        # In hexadecimal any number can be read, but not be written as Python writes numbers.
+        str(found)
+        return found
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError as error:

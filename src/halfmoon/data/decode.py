@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
-from halfmoon.errors import UserError
+from halfmoon.errors import UserError, one_line
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
@@ -147,7 +147,7 @@ def _open(data: bytes, place: str) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # damaged files make Pillow's readers fail in ways that it does not list
-        raise UserError(f"{place}: not a readable image ({error}); replace or remove it.") from error
+        raise UserError(f"{place}: not a readable image ({one_line(error)}); replace or remove it.") from error
     return image
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.data.images import Images
-from halfmoon.errors import UserError
+from halfmoon.errors import UserError, one_line
 
 FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
 
@@ -38,7 +38,7 @@ def read_mat(path: Path) -> Images:
         held: dict[str, Any] = loadmat(path, variable_names=("X", "y"))
     except Exception as error:  # on damage scipy raises whatever its parser stumbles over
         raise UserError(
-            f"{path}: not a readable MATLAB file ({type(error).__name__}: {error}); download it again."
+            f"{path}: not a readable MATLAB file ({type(error).__name__}: {one_line(error)}); download it again."
         ) from error
     for name in ("X", "y"):
         if not isinstance(held.get(name), np.ndarray):

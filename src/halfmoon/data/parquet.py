@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from halfmoon import disk
 from halfmoon.data.decode import stack
 from halfmoon.data.images import Images
-from halfmoon.errors import UserError
+from halfmoon.errors import UserError, one_line
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
@@ -65,7 +65,7 @@ def _open(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({error}); fetch it again.") from error
+        raise UserError(f"{path}: not a readable parquet file ({one_line(error)}); fetch it again.") from error
 
 
 def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
@@ -79,7 +79,7 @@ def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
     try:
         values = file.read(columns=[name]).column(name)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: column {name} cannot be read ({error}); fetch the file again.") from error
+        raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
     if values.null_count:
         row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
         raise UserError(f"{path}, row {row}: the label is missing; every row of a data set needs one.")
@@ -110,7 +110,7 @@ def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
                 yield value, f"{path}, row {row}"
                 row += 1
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: unreadable after row {row} ({error}); fetch the file again.") from error
+        raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error
 
 
 def _names(file: pq.ParquetFile, label: str) -> tuple[str, ...] | None:

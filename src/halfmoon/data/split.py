@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from halfmoon import disk, toml
 from halfmoon.data.images import Source
-from halfmoon.errors import UserError
+from halfmoon.errors import UserError, one_line
 
 SERVER = -2
 """The holder of rows that the server itself has; they are labeled. (-1 is nobody.)"""
@@ -139,7 +139,7 @@ class Split:
         try:
             table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: not a readable split ({error}); make a new one.") from error
+            raise UserError(f"{path}: not a readable split ({one_line(error)}); make a new one.") from error
         try:
             facts = disk.parsed((table.schema.metadata or {})[b"halfmoon"])
             origin = Origin(facts["scenario"], facts["source"], facts["labels_sha256"])

@@ -1,0 +1,178 @@
+"""Foreign bytes: a few hundred drawn inputs of every reader, and each input that has broken one before.
+
+What holds for all of them is said in `fuzzing.py`: an input works, or is refused with a `UserError`, in bounded time
+and memory, and a refusal leaves the folder as it was. `benchmarks/fuzz.py` plays thousands.
+"""
+
+from __future__ import annotations
+
+import gzip
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+from fuzz_targets import TARGETS, chunk, png
+from fuzzing import Broken, Scene, Target, TooLong, attempt, bounded
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from halfmoon.data import idx
+from halfmoon.data.decode import MOST_PIXELS, fitted, header
+from halfmoon.errors import UserError
+
+CASES = 60
+"""Drawn inputs of each target: with 30 targets, some 1,800 in all."""
+
+CORPUS = Path(__file__).parent / "corpus"
+BY_NAME = {each.name: each for each in TARGETS}
+KEPT = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
+
+
+@cache
+def scene(name: str) -> Scene:
+    """Return the folder of a target, made once."""
+    return BY_NAME[name].scene(Path(mkdtemp(prefix="fuzz-")) / "scene")
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_valid_inputs_work(target: Target) -> None:
+    """What is spoiled was whole: otherwise every case would only be refused for what all have in common."""
+    assert {attempt(target, scene(target.name), seed) for seed in target.seeds()} <= {"worked", "refused"}
+    assert any(attempt(target, scene(target.name), seed) == "worked" for seed in target.seeds())
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_drawn_inputs_work_or_are_refused(target: Target) -> None:
+    """Generated from the structure, or spoiled from what is valid; the same in every run."""
+
+    @settings(
+        max_examples=CASES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(target.inputs())
+    def case(data: bytes) -> None:
+        attempt(target, scene(target.name), data)
+
+    case()
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_what_has_broken_a_reader_before(path: Path) -> None:
+    attempt(BY_NAME[path.parent.name], scene(path.parent.name), path.read_bytes())
+
+
+def test_the_corpus_is_of_known_targets() -> None:
+    assert KEPT
+    assert {path.parent.name for path in KEPT} <= set(BY_NAME)
+    assert max(path.stat().st_size for path in KEPT) < 20_000
+
+
+# Bombs, which are too large to keep, and what they claim
+
+
+def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() -> None:
+    """100,000 x 100,000 RGB is 30 GB; a checksum-true header says so in 57 bytes and more."""
+    for side in (100_000, 2**14):
+        data = png(side, side, 8, 2, chunk(b"IDAT", bytes(8)))
+        with bounded(), pytest.raises(UserError, match="too large to open safely"):
+            fitted(data, "it", 8, 8, 3)
+
+
+def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
+    """Pillow only warns up to twice its limit, and another thread may have silenced warnings meanwhile."""
+    assert MOST_PIXELS < 9_000 * 9_000
+    data = png(9_000, 9_000, 8, 0, chunk(b"IDAT", bytes(8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(UserError, match="9000x9000 pixels, of 67,108,864 at most"):
+            fitted(data, "it", 8, 8, 3)
+
+
+def test_a_small_gzip_file_that_unpacks_to_gigabytes_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound holds for what is unpacked, whatever the header says: one byte over it is refused, it itself is not."""
+    monkeypatch.setattr(idx, "LARGEST", 4 * 2**20)
+    path = tmp_path / "it.gz"
+    side = 4 * 2**20 - 8
+    whole = b"\0\0\x08\x01" + side.to_bytes(4, "big") + bytes(side)
+    path.write_bytes(gzip.compress(whole))
+    assert idx.read_idx(path, 1).shape == (side,)
+    path.write_bytes(gzip.compress(whole + b"\0"))
+    with pytest.raises(UserError, match=r"it unpacks to over 4,194,304 bytes"):
+        idx.read_idx(path, 1)
+
+
+def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
+    """EPS is a program, which Pillow hands to Ghostscript; no reader opens it."""
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n%%EOF\n"
+    path = tmp_path / "it.png"
+    path.write_bytes(eps)
+    assert header(path) is None
+    with pytest.raises(UserError, match="no known format"):
+        fitted(eps, "it", 8, 8, 1)
+
+
+# The judge can judge
+
+
+def made(play: Callable[[Scene], object]) -> tuple[Target, Scene]:
+    """Return a target of one file that does this."""
+    folder = Path(mkdtemp(prefix="fuzz-"))
+    target = Target("made", "", lambda _: Scene(folder, folder / "it"), lambda: [b""], st.binary, play)
+    return target, target.scene(folder)
+
+
+def refuse(scene: Scene) -> None:
+    scene.file.with_name("left").write_bytes(b"")
+    raise UserError("no")
+
+
+def leave(scene: Scene) -> None:
+    scene.file.with_name("x.partial").write_bytes(b"")
+
+
+def fill(scene: Scene) -> None:
+    np.ones(200 * 2**20, np.uint8)
+
+
+def spin(scene: Scene) -> None:
+    while True:
+        pass
+
+
+def raise_key(scene: Scene) -> None:
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("play", "said"),
+    [
+        (refuse, "refused, but changed left"),
+        (leave, "left x.partial"),
+        (raise_key, "KeyError"),
+        (spin, "longer than 1 s"),
+        (fill, "memory grew"),
+    ],
+)
+def test_the_judge_sees_what_must_not_be(
+    play: Callable[[Scene], object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fuzzing.SECONDS", 1 if play is spin else 10)
+    monkeypatch.setattr("fuzzing.MEGABYTES", 100)
+    if play is fill and not Path("/proc/self/clear_refs").exists():
+        pytest.skip("memory is counted on Linux only")
+    with pytest.raises(Broken, match=said):
+        attempt(*made(play), b"it")
+
+
+def test_no_handler_hides_that_a_case_takes_too_long() -> None:
+    assert not issubclass(TooLong, Exception)
