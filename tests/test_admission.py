@@ -287,6 +287,15 @@ def test_what_fails_is_said_once_and_tried_again(door: Door):
     assert list(door.holders()) == ["north"]
 
 
+def test_a_folder_that_vanishes_does_not_end_the_server(door: Door):
+    """Who was in stays in, and the log says why nothing changes."""
+    made = door.open()
+    door.folder.rename(door.folder.with_name("moved"))
+    door.look(made, 4000.0)
+    assert sorted(door.holders()) == ["north", "south"]
+    assert [words for words in door.said if "who may come in stays as it was" in words]
+
+
 def test_a_key_that_this_run_has_put_out_needs_a_new_one(door: Door):
     door.book.gone.add(door.key("north"))
     door.open()

@@ -204,7 +204,11 @@ class Admission:
         if self.now() - self._warned < HOUR:
             return
         self._warned = self.now()
-        for words in self._access.warnings():
+        try:
+            found = self._access.warnings()
+        except (OSError, ValueError):  # of a folder that cannot be read `look` has told
+            return
+        for words in found:
             self._once(words)
 
     def _once(self, words: str) -> None:
