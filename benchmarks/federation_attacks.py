@@ -1,0 +1,200 @@
+"""What attacks on a federation come to: real processes behind a real nginx, an attack a run, and the weights.
+
+    python benchmarks/federation_attacks.py [--only NAME ...] [--out results/federation_attacks]
+
+Three sites with digits and a server play four rounds; in the meantime somebody attacks. Writes a table (.md) and all
+that was measured (.json); with --only the other rows stay as the files have them. The attacks are those of
+`tests/attackers.py`, of which `tests/test_attacks.py` plays most at once. Only Linux, with nginx.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import attackers  # pyright: ignore[reportMissingImports]
+from attackers import (  # pyright: ignore[reportMissingImports]
+    ATTACKS,
+    EXPORT,
+    HALFMOON,
+    MALLORY,
+    NGINX,
+    OPTIONS,
+    RULES,
+    SITES,
+    Attack,
+    Besieged,
+    Stuck,
+)
+from federation_faults import machine
+
+from halfmoon import disk
+from halfmoon.access import make
+from halfmoon.flower.processes import interruptible
+
+UNDISTURBED = "undisturbed"
+RUNS = {UNDISTURBED: Attack("nothing", ()), **ATTACKS}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run: the sentences, each with the log that has it, the rounds, and the digest of the weights."""
+
+    what: str
+    said: list[tuple[str, str]]
+    log: list[str]
+    rounds: int
+    weights: str
+    together: int  # how many attacks the run had
+    seconds: float
+
+
+def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
+    """Play a run with attacks; raise Stuck where it does not finish, or nobody says that they were refused."""
+    attacks = {name: RUNS[name] for name in names}
+    fed.evil = " ".join(attack.evil for attack in attacks.values() if attack.evil)
+    before = set(fed.running)
+    began = time.monotonic()
+    fed.serve(names[0] if len(names) == 1 else "at-once")
+    try:
+        for who in SITES:
+            if who not in fed.running:
+                fed.join(who)
+        fed.until(lambda: "round 1 of" in fed.log("serve.log"), "the first round")
+        for attack in attacks.values():
+            attack.act(fed)
+        said = {
+            name: [(where, fed.says(where, pattern)) for where, pattern in attack.signs]
+            for name, attack in attacks.items()
+        }
+        fed.hold(False)
+        fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
+    finally:
+        for who in set(fed.running) - before - set(SITES):
+            fed.stop(who)
+        if attackers.LAST in names:
+            make.add(fed.access, MALLORY)
+    if attackers.executed(fed):
+        raise Stuck("a pickle was executed")
+    log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.log("serve.log").splitlines()]
+    rounds = len(disk.read_rows(fed.run / "metrics.jsonl"))
+    weights = disk.digest((fed.run / "model.safetensors").read_bytes())
+    seconds = round(time.monotonic() - began, 1)
+    return {
+        name: Outcome(attack.what, said[name], log, rounds, weights, len(names), seconds)
+        for name, attack in attacks.items()
+    }
+
+
+WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's own screen"}
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    """Return the table of all attacks."""
+    lines = ["| attack | refused with (and where that stands) | rounds | weights |", "|---|---|---|---|"]
+    calm = outcomes.get(UNDISTURBED)
+    for name, each in outcomes.items():
+        if name == UNDISTURBED or calm is None:
+            continue
+        words = " / ".join(f"`{words}` ({WHERE.get(where, 'the log of that site')})" for where, words in each.said)
+        same = "equal" if each.weights == calm.weights else "OTHERS"
+        words = words.replace("|", "\\|")
+        lines.append(f"| {each.what} | {words} | {each.rounds} of {OPTIONS['rounds']} | {same} |")
+    return "\n".join(lines)
+
+
+RULED = ", ".join(f"{key} = {value}" for key, value in RULES.items())
+NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT)}`) with a key each,
+`halfmoon serve --access`, and nginx with the configuration of `halfmoon federation init` in front of it; everything on
+one machine, over TLS.
+{OPTIONS["rounds"]} rounds of FedAvg with {RULED}: a round without a usable answer of each site is
+played again. An attack begins when round 1 is over; the run ends by itself.
+
+- "Weights": the SHA-256 of `model.safetensors` beside that of the run that nobody attacks, `WEIGHTS`.
+- "The log of that site": what `halfmoon site join` shows the attacker, and writes into its join.log. Whom Flower turns
+  away because of a key it does not name in serve.log; the run's flower/superlink.log has a line for each.
+- The site whose answers attack is one of the three, with its key; its program is halfmoon's, spoiled by
+  `tests/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be compared.
+- Every pickle would create a file where somebody unpickled it. None was created.
+- The last round waits until the attack has been refused (one of the sites holds its answer back).
+- TOGETHER
+- The sites stay while the server is started anew for each run.
+"""
+
+
+def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+    """Return the page of results."""
+    held = facts["machine"]
+    calm = outcomes.get(UNDISTURBED)
+    most = max((each.together for each in outcomes.values()), default=1)
+    together = "Each attack had a run of its own." if most == 1 else f"{most} attacks were played at once, in one run."
+    return f"""# What attacks on a federation come to
+
+    {facts["command"]}
+
+{table(outcomes)}
+
+{held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
+torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}, {facts["nginx"]}.
+
+{NOTES.replace("WEIGHTS", calm.weights[:16] if calm else "none").replace("TOGETHER", together)}"""
+
+
+def groups(names: list[str], together: bool) -> list[list[str]]:
+    """Return the runs that are played, each with its attacks; what takes a key away comes last."""
+    alone = [[name] for name in names]
+    if not together:
+        return alone
+    attacks = sorted((name for name in names if name != UNDISTURBED), key=lambda name: name == attackers.LAST)
+    return [each for each in ([UNDISTURBED] if UNDISTURBED in names else [], attacks) if each]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attack a federation of real processes in every way there is.")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=" ".join(RUNS))
+    parser.add_argument("--out", type=Path, default=Path("results/federation_attacks"))
+    parser.add_argument("--at-once", action="store_true", help="all attacks in one run; and one that nobody attacks")
+    options = parser.parse_args()
+    file, written = options.out.with_suffix(".json"), options.out.with_suffix(".md")
+    before = disk.read_json(file) or {"attacks": {}}
+    outcomes = {name: Outcome(**row) for name, row in before["attacks"].items() if name in RUNS}
+    version = subprocess.run([str(NGINX), "-v"], capture_output=True, text=True, check=True).stderr.strip()
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="halfmoon-attacks-") as folder, interruptible():
+        exported = Path(folder, "sites")
+        subprocess.run([HALFMOON, *EXPORT, "--out", str(exported)], check=True)
+        attackers.write(exported)
+        fed = Besieged(Path(folder, "fed"), exported)
+        try:
+            fed.prepare()
+            for names in groups(options.only, options.at_once):
+                try:
+                    outcomes |= play(names, fed)
+                except Stuck as error:
+                    failed |= dict.fromkeys(names, str(error).replace(folder, "..."))
+                sys.stderr.write("".join(f"{name}: {failed.get(name) or outcomes[name]}\n" for name in names))
+                outcomes = {each: outcomes[each] for each in RUNS if each in outcomes}
+                command = f"python benchmarks/{Path(__file__).name}" + " --at-once" * options.at_once
+                facts = {"command": command, "machine": machine(), "nginx": version.partition(": ")[2]}
+                rows = {each: asdict(outcome) for each, outcome in outcomes.items()}
+                file.write_text(json.dumps({**facts, "attacks": rows}, indent=1) + "\n")
+                written.write_text(page(facts, outcomes))
+        finally:
+            fed.end()
+    calm = outcomes.get(UNDISTURBED)
+    failed |= {name: "other weights" for name, each in outcomes.items() if calm and each.weights != calm.weights}
+    if failed:
+        sys.exit("\n".join(f"{name}: {reason}" for name, reason in failed.items()))
+
+
+if __name__ == "__main__":
+    main()
