@@ -269,6 +269,14 @@ def leaves() -> str:
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
+def sums() -> str:
+    """Return for which methods a weighted sum of uploads is enough, and what the others need single ones for."""
+    rows: dict[str, list[str]] = {}
+    for entry in (each for each in map(catalog.entry, catalog.names()) if not each.pooled):
+        rows.setdefault(f"no: {entry.singles}" if entry.singles else "yes", []).append(f"`{entry.name}`")
+    return table(["methods", "a sum is enough"], [[", ".join(names), why] for why, names in rows.items()])
+
+
 def _named(words: set[str]) -> str:
     return ", ".join(f"`{word}`" for word in sorted(words))
 
@@ -347,6 +355,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "leaves": leaves,
     "federation": federation,
+    "sums": sums,
     "recipes": recipes,
 }
 
