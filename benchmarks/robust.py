@@ -29,7 +29,7 @@ from halfmoon.errors import UserError
 from halfmoon.guards.attacks import Attack
 
 METHODS = ("feddure", "fedavg-fixmatch")
-SHARES = (0.2, 0.3, 0.1)  # in the order in which they are played
+SHARES = (0.2, 0.3, 0.1)
 RULES = ("mean", "clip", "median", "trimmed", "krum")
 COMMON: dict[str, Any] = {
     "data": "fashion_mnist", "shrink": 2, "data_share": 0.1, "clients": 10, "cohort": 10, "setting": "iid-dir",
@@ -55,13 +55,12 @@ class Cell(NamedTuple):
 
 
 def cells(seeds: list[int]) -> Iterator[Cell]:
-    """Yield all cells, seed by seed; within a seed those without an attack first, then share by share."""
+    """Yield all cells in the order in which they are played: seed by seed, share by share, the fast method first."""
     for seed in seeds:
-        for share in (0.0, *SHARES):
-            for attack in get_args(Attack) if share else ("none",):
-                for method in METHODS:
-                    for rule in RULES:
-                        yield Cell(seed, method, attack, share, rule)
+        for shares in ((0.0, SHARES[0]), *((share,) for share in SHARES[1:])):
+            for method in reversed(METHODS):
+                kinds = [(share, attack) for share in shares for attack in (get_args(Attack) if share else ("none",))]
+                yield from (Cell(seed, method, attack, share, rule) for share, attack in kinds for rule in RULES)
 
 
 def played(cell: Cell, data: Path, cache: Path) -> dict[str, Any]:

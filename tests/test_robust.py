@@ -327,6 +327,8 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
         played.append(play(made, simulation, begin(made, shared), ROUNDS))
     for one, many in zip(*played, strict=True):
         assert furthest(many.server, one.server) < 1e-9
+        assert one.report.guard is not None
+        assert many.report.guard is not None
         assert one.report.guard.keys() == many.report.guard.keys()
         assert one.report.guard.get("chosen") == many.report.guard.get("chosen")
     _, _, plain = scene(name, "both")
