@@ -54,12 +54,9 @@ class Consent:
         """Say whether a federation with this method will do."""
         return not self.methods or method in self.methods
 
-    def ask(self, terms: Offered) -> bool:
-        """Put down what is offered for people to see; return whether it is new. Raises OSError."""
-        if offered(self.home) == terms:
-            return False
+    def ask(self, terms: Offered) -> None:
+        """Put down what is offered for people to see; raises OSError."""
         disk.replace(self.home / OFFERED, json.dumps(asdict(terms)).encode())
-        return True
 
 
 def offered(home: Path) -> Offered | None:

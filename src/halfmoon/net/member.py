@@ -21,7 +21,7 @@ from halfmoon.client import Diverged
 from halfmoon.data import Images
 from halfmoon.errors import UserError
 from halfmoon.net import bounds, masked
-from halfmoon.net.consent import ANY, Consent
+from halfmoon.net.consent import ANY, Consent, offered
 from halfmoon.net.downs import Downs
 from halfmoon.net.journal import Journal, size
 from halfmoon.net.memory import Memory, settle, visit_of
@@ -159,7 +159,8 @@ class Member:
             raise Refused(UNFIT, f"this site accepts the method {' or '.join(consent.methods)}, but not {method}.")
         if consent.given(terms.hash):
             return
-        if consent.ask(terms.offered()):
+        words = terms.offered()
+        if offered(self.home) != words:
             self._say(f"asked to take part in {terms.said()}")
             others = f"--terms {self.terms} is about others; " if self.terms else ""
             how = "" if self.terms else "answer yes where halfmoon site join asks, or "
@@ -167,6 +168,7 @@ class Member:
                 f"this site does not take part before its people agree: {others}{how}start it again with --terms "
                 f"{terms.hash}"
             )
+            consent.ask(words)  # last: what stands in the log is read before the question
         raise _NotAgreed(kind, NOT_AGREED)
 
     def _agreed(self, terms: Terms, site: Site, place: Path) -> Site:
