@@ -472,7 +472,7 @@ def test_terms_are_bounded(name: str):
     more = {"unlabeled_batch": {}, "epochs": {}}.get(name, {})
     if name == "width":
         with pytest.raises(UserError, match=r"the network has .* numbers, of 268,435,456 at most: choose a smaller"):
-            terms(**{name: most})
+            terms(**{name: most})  # type: ignore[arg-type]
     else:
         assert getattr(terms(**{name: most}, **more).config, name) == most
     with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {most:,} at most"):
