@@ -104,6 +104,7 @@ def compare(there: Played) -> None:
         }
         assert (a["pseudo"], a["prior"]) == (None, None)
         assert a["cost"] == b["cost"]
+        assert a.get("guard") == b.get("guard")
 
 
 @pytest.mark.parametrize(("method", "place"), CASES)
@@ -120,6 +121,10 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
         ("fedloke", {"steps": 3, "statistics": "separate", "schedule": "cosine"}),
         ("fedavg", {"budget": "forwards", "reference": "feddure", "optimizer": "sgd", "momentum": 0.9}),
         ("fedrgd", {"norm": "group", "seed": 5}),
+        ("fedavg-fixmatch", {"aggregation": "clip"}),
+        ("feddure", {"aggregation": "median"}),
+        ("feddb", {"aggregation": "trimmed", "byzantine": 0.34, "cohort": 3}),
+        ("fedavg", {"aggregation": "krum", "cohort": 3}),
     ],
 )
 def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], play: Callable[..., Played]) -> None:
