@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -50,6 +51,14 @@ from halfmoon.net.sums import MaskedSum, layout, shown, summed
 from halfmoon.tree import Tree
 
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Do without a disk that survives the machine's fall."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 # ---- Shamir's shares and the primitives around them

@@ -1,0 +1,176 @@
+"""What a masked sum costs beside plain uploads: seconds of the processor and bytes, by sites and by parameters.
+
+    OMP_NUM_THREADS=1 python benchmarks/secure_sums.py [--sites 3 10 30] [--out results/secure_sums]
+
+Sites and server are the library's own (`halfmoon.net.masked.Part`, `halfmoon.net.sums.MaskedSum`), in one process and
+without a network; what they say to each other are the bytes that a federation sends. Nothing is trained: the updates
+are random numbers. Seconds are the processor's, so that other work on the machine does not stretch them; what a disk
+takes to flush a site's notes is beside them. "Plain" is a request and a reply with the same update, read and averaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfmoon import disk, tree
+from halfmoon.methods.averaging import average
+from halfmoon.net import masked
+from halfmoon.net.masked import Part
+from halfmoon.net.message import Reply, Request, read, write
+from halfmoon.net.patterns import pattern_of
+from halfmoon.net.site import NOTHING
+from halfmoon.net.sums import MaskedSum, layout, summed
+from halfmoon.tree import Tree
+
+FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
+
+
+@dataclass
+class Row:
+    """One measurement; seconds of the processor and bytes are those of one site, and of the server, in one round."""
+
+    sites: int
+    parameters: int
+    dropped: int
+    site_seconds: float = 0.0
+    server_seconds: float = 0.0
+    plain_site_seconds: float = 0.0
+    plain_server_seconds: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+    plain_up: float = 0.0
+    plain_down: float = 0.0
+    notes: float = 0.0  # bytes that a site keeps of the round
+
+
+@dataclass
+class Wire:
+    """Carries requests to sites and replies back, and counts bytes and the sites' seconds."""
+
+    folder: Path
+    sites: int
+    up: Tree
+    gone: set[int] = field(default_factory=set)
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0
+
+    def part(self, k: int) -> Part:
+        home = self.folder / f"site-{k}"
+        home.mkdir(parents=True, exist_ok=True)
+        return Part(masked.secret(home), home / RUN, k, self.sites, False)
+
+    def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+        replies = {}
+        for name, request in requests.items():
+            k = int(name.removeprefix("site-"))
+            if request.work and k in self.gone:
+                continue
+            data = write(request)
+            self.sent += len(data)
+            part, began = self.part(k), time.process_time()
+            asked = read(data, Request)
+
+            def do(asked: Request) -> Reply:
+                plain = Reply.of(asked, VERSION, NOTHING)
+                return replace(plain, up=self.up) if asked.work else plain
+
+            answer = write(part.answer(asked, do) if asked.masks else do(asked))
+            self.seconds += time.process_time() - began
+            self.received += len(answer)
+            replies[name] = read(answer, Reply)
+        return replies
+
+
+def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
+    """Play one question under masks, and one without."""
+    g = torch.Generator().manual_seed(0)
+    down: Tree = {"params": {"w": torch.zeros(parameters)}}
+    up = {"params": {"w": torch.randn(parameters, generator=g)}, "weight": torch.tensor(7.0, dtype=torch.float64)}
+    request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", down=down)
+    names = [f"site-{k}" for k in range(sites)]
+    row = Row(sites, parameters, dropped)
+    there = sites - dropped
+
+    plain = Wire(folder, sites, up, set(range(dropped)))
+    began = time.process_time()
+    said = plain.ask(dict.fromkeys(names, request), {}, "")
+    average(tree.stack([reply.up for reply in said.values()]))
+    spent = time.process_time() - began
+    row.plain_site_seconds, row.plain_server_seconds = plain.seconds / there, spent - plain.seconds
+    row.plain_up, row.plain_down = plain.received / there, plain.sent / there
+
+    wire = Wire(folder, sites, up, set(range(dropped)))
+    keys = {}
+    for k, name in enumerate(names):
+        wire.part(k)
+        keys[name] = bytes.fromhex(masked.shown(folder / name, FEDERATION))
+    began = time.process_time()
+    sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
+    sum.total(wire.ask(sum.begin(), summed(layout(pattern_of(up), pattern_of(down))), "it"))
+    spent = time.process_time() - began
+    row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
+    row.up, row.down = wire.received / there, wire.sent / there
+    row.notes = len(next((folder / names[-1] / RUN / "sums").iterdir()).read_bytes())
+    return row
+
+
+def text(rows: list[Row], command: str) -> str:
+    """Return the table."""
+    lines = [
+        "# What a masked sum costs",
+        "",
+        f"    {command}",
+        "",
+        *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(),
+        "",
+        f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread.",
+        "",
+        "| sites | parameters | drop out | a site, s | plain, s | the server, s | plain, s | up, kB | plain, kB "
+        "| down, kB | plain, kB | notes, kB |",
+        "|" + "---|" * 12,
+    ]
+    for each in rows:
+        cells = [
+            f"{each.sites}", f"{each.parameters:,}", f"{each.dropped}", f"{each.site_seconds:.3f}",
+            f"{each.plain_site_seconds:.3f}", f"{each.server_seconds:.3f}", f"{each.plain_server_seconds:.3f}",
+            *(f"{count / 1000:,.1f}" for count in (each.up, each.plain_up, each.down, each.plain_down, each.notes)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sites", type=int, nargs="+", default=[3, 10, 30])
+    parser.add_argument("--parameters", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--out", type=Path, default=Path("results/secure_sums"))
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as warm:  # libraries are loaded with the first use
+        measure(3, 10, 0, Path(warm))
+    rows = []
+    for parameters in words.parameters:
+        for sites in words.sites:
+            for dropped in [0] if sites < 4 else [0, sites // 10]:
+                with tempfile.TemporaryDirectory() as folder:
+                    rows.append(measure(sites, parameters, dropped, Path(folder)))
+                print(rows[-1], flush=True)
+    disk.replace(words.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
+    command = "OMP_NUM_THREADS=1 python benchmarks/secure_sums.py"
+    disk.replace(words.out.with_suffix(".md"), text(rows, command).encode())
+
+
+if __name__ == "__main__":
+    main()
