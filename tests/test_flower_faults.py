@@ -79,7 +79,7 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
 ):
     """What fails is the writing of an open file, of which the system knows no name; the server hears of no folder."""
 
-    def full(self: Member, message: object, received: int) -> NoReturn:
+    def full(self: Member, sealed: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Member, "_answered", full)
