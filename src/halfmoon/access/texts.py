@@ -165,10 +165,11 @@ With halfmoon:
 
     halfmoon site join --server {record.address} --site FOLDER --name {name} --ca ca.crt --key {key}
 
-With Flower alone, where FOLDER is absolute:
+With Flower alone, where FOLDER is absolute, and HASH is that of the terms which the site agrees to (halfmoon site terms
+shows it):
 
     flower-supernode --superlink {record.address} --root-certificates ca.crt --auth-supernode-private-key {key} \
---node-config 'name="{name}" folder="FOLDER"'
+--node-config 'name="{name}" folder="FOLDER" terms="HASH"'
 """
 
 
