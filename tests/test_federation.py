@@ -125,6 +125,9 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
         ("feddure", {"aggregation": "median"}),
         ("feddb", {"aggregation": "trimmed", "byzantine": 0.34, "cohort": 3}),
         ("fedavg", {"aggregation": "krum", "cohort": 3}),
+        ("fedavg", {"secure_aggregation": True, "cohort": 3}),
+        ("feddure", {"secure_aggregation": True, "cohort": 3, "norm": "group"}),
+        ("fedloke", {"secure_aggregation": True, "cohort": 3}),
     ],
 )
 def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], play: Callable[..., Played]) -> None:

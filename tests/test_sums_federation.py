@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,10 +22,12 @@ from rehearsals import Stop, Town, before_each_message, bits, eager, found, quic
 from safetensors.torch import load_file
 from sum_server import put, take
 
-from halfmoon import tree
+from halfmoon import build, tree
+from halfmoon import config as settings
 from halfmoon.flower import client_app
 from halfmoon.flower.link import GridPost
 from halfmoon.guards.masking import Party
+from halfmoon.net.host import Host
 from halfmoon.net.masked import BEGIN, MASK, REVEAL
 from halfmoon.net.member import Member
 from halfmoon.net.message import FAILED, Offer, Refusal, Request, read, write
@@ -183,6 +186,22 @@ def test_a_site_that_has_lost_its_secret_has_no_part_until_the_next_round(town: 
     assert second["guard"]["summed"] >= SITES - 1
 
 
+def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town) -> None:
+    """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""
+    options = {"norm": "group", "dp_clip": 0.3, "dp_noise": 0.5, "dp_delta": 1e-4}
+    file = town.write("fedavg", cohort=SITES, secure_aggregation=True, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "_secret", lambda self: b"seed 0")
+        run = town.play(file)
+    simulated = town.runs / f"{file.stem}-simulated"
+    build.cell(settings.resolve(settings.load(file), {}), simulated)
+    assert bits(run) == bits(simulated)
+    told = [[row["guard"] for row in rows(path)] for path in (run, simulated)]
+    assert told[0] == told[1]
+    assert told[0][0].keys() == {"summed", "epsilon", "delta"}
+    assert (run / "privacy.jsonl").read_bytes() == (simulated / "privacy.jsonl").read_bytes()
+
+
 # ---- a server in a process of its own
 
 
@@ -221,8 +240,19 @@ class Seen:
                 with suppress(OSError, OverflowError):
                     memory.seek(begin)
                     data = memory.read(end - begin)
-                    there |= {name for name, needle in self.needles.items() if needle in data}
+                    there |= {name for name, needle in self.needles.items() if holds(data, needle)}
         return there
+
+
+def holds(data: bytes, needle: bytes) -> bool:
+    """Say whether bytes stand in others, at a multiple of 4: numbers do. Much quicker than `in`, where zeros abound."""
+    words, wanted = np.frombuffer(data, "<u4", len(data) // 4), np.frombuffer(needle, "<u4")
+    rare = int(np.argmax(wanted.view("<i4") % 65_521))  # no zero
+    return any(
+        words[at - rare : at - rare + len(wanted)].tobytes() == needle
+        for at in np.flatnonzero(words == wanted[rare]).tolist()
+        if at >= rare
+    )
 
 
 def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
