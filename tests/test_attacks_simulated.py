@@ -256,6 +256,12 @@ def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, tm
     assert models[0] != models[1]
     rows = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
     assert [row["guard"]["hostile"] for row in rows] == [hostile(5, 0.2, 0)] * 3
+    summaries = [json.loads((tmp_path / each / "summary.json").read_text()) for each in ("whole", "honest")]
+    assert summaries[0]["guards"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
+    assert summaries[1]["guards"] == {"aggregation": "median"}
+    summaries = [json.loads((tmp_path / each / "summary.json").read_text()) for each in ("whole", "honest")]
+    assert summaries[0]["guards"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
+    assert summaries[1]["guards"] == {"aggregation": "median"}
 
 
 def test_pooled_rows_have_no_hostile_client(tmp_path: Path):

@@ -377,6 +377,7 @@ def _summary(config: Config, shared: World, folder: RunFolder, played: Row) -> R
         "classes": list(shared.source.classes),
         "confusion": played["confusion"],
         "seconds": round(seconds, 1),
+        **({"guards": chosen} if (chosen := settings.guarding(config)) else {}),
         **{name: played[name] for name in ("guard", "ended") if played[name] is not None},
         "finished": True,
     }

@@ -48,6 +48,11 @@ GUARDS = (
     *("aggregation", "byzantine", "secure_aggregation", "dp_clip", "dp_noise", "dp_epsilon", "dp_delta"),
     *ATTACKS,
 )
+# What stands between the clients and the method.
+GUARDS = (
+    *("aggregation", "byzantine", "secure_aggregation", "dp_clip", "dp_noise", "dp_epsilon", "dp_delta"),
+    *ATTACKS,
+)
 # What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.
 TABLE = "federation"
 # What a site or a federation can be called: it becomes the name of a folder, and a word of a command line.
@@ -339,6 +344,12 @@ def identity(config: Config, method: str) -> str:
     if config.budget != "none":
         facts["reference"] = config.reference or config.method
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def guarding(config: Config) -> dict[str, Any]:
+    """Return the options of defenses, privacy and attacks that a configuration sets: a run's summary has them."""
+    default = {each.name: each.default for each in fields(Config)}
+    return {name: value for name in GUARDS if (value := getattr(config, name)) != default[name]}
 
 
 def _unsaid(config: Config) -> set[str]:

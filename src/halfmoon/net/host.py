@@ -277,6 +277,7 @@ def _summary(plan: Plan, folder: RunFolder, played: Row) -> Row:
         "classes": list(plan.terms.form.classes),
         "confusion": played["confusion"],
         "seconds": round(seconds, 1),
+        **({"guards": chosen} if (chosen := settings.guarding(config)) else {}),
         **{name: played[name] for name in ("guard", "ended") if played[name] is not None},
         "finished": True,
     }
