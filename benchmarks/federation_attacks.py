@@ -38,7 +38,7 @@ from attackers import (  # pyright: ignore[reportMissingImports]
 from federation_faults import machine
 
 from halfmoon import disk
-from halfmoon.access import make
+from halfmoon.access import Access, make
 from halfmoon.flower.processes import interruptible
 
 UNDISTURBED = "undisturbed"
@@ -81,7 +81,7 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
     finally:
         for who in set(fed.running) - before - set(SITES):
             fed.stop(who)
-        if attackers.LAST in names:
+        if MALLORY not in Access.open(fed.access).sites:
             make.add(fed.access, MALLORY)
     if attackers.executed(fed):
         raise Stuck("a pickle was executed")

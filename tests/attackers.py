@@ -40,7 +40,7 @@ HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
 SITES = ("site-00", "site-01", "site-02")
 EVIL, MALLORY = "site-02", "mallory"
 """A site of the federation that attacks where an attack says so, and a site with a key that is none of it."""
-PATIENCE = 300.0
+PATIENCE = 900.0
 """Seconds until something counts as not happening."""
 
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
