@@ -2,9 +2,9 @@
 
     python .ci/bill.py SBOM REPORT [--write]
 
-SBOM is CycloneDX JSON of an environment, REPORT what `pip install --report` wrote of the same one. Fails for a package
-that was yanked, came without a checksum, is missing on the bill, or has a license that is neither permissive by name
-nor looked at (`REVIEWED`).
+SBOM is CycloneDX JSON of an environment, which is cleared of this machine's folders; REPORT is what pip's --report
+wrote of the same one. Fails for a package that was yanked, came without a checksum, is missing on the bill, or has a
+license that is neither accepted by name nor looked at (`REVIEWED`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def main(words: list[str]) -> int:
     """Print what is wrong, and return 1 where anything is."""
     write = "--write" in words
     bill, report = (json.loads(Path(word).read_text()) for word in words if word != "--write")
+    forget_places(bill["components"])
+    Path(words[0]).write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
     parts = {plain(each["name"]): each for each in bill["components"]}
     faults = [*unfit(parts, report)]
     rows = [(each["name"], each["version"], license(each)) for _, each in sorted(parts.items())]
@@ -55,6 +57,14 @@ def main(words: list[str]) -> int:
         print(fault, file=sys.stderr)
     print(f"{len(rows)} packages on the bill, {len(faults)} to look at")
     return 1 if faults else 0
+
+
+def forget_places(components: list[dict[str, Any]]) -> None:
+    """Take out where files lay on the machine that made the bill."""
+    for each in components:
+        held = [one for one in each.pop("externalReferences", []) if not one["url"].startswith("file:")]
+        if held:
+            each["externalReferences"] = held
 
 
 def unfit(parts: dict[str, Any], report: dict[str, Any]) -> list[str]:
