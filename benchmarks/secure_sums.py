@@ -4,8 +4,9 @@
 
 Sites and server are the library's own (`halfmoon.net.masked.Part`, `halfmoon.net.sums.MaskedSum`), in one process and
 without a network; what they say to each other are the bytes that a federation sends. Nothing is trained: the updates
-are random numbers. Seconds are the processor's, so that other work on the machine does not stretch them; what a disk
-takes to flush a site's notes is beside them. "Plain" is a request and a reply with the same update, read and averaged.
+are random numbers. Seconds are the processor's, so that other work on the machine stretches them less than a clock's;
+what a disk takes to flush a site's notes is not in them. "Plain" is a request and a reply with the same update, read
+and averaged. Bytes are those of one site in one round.
 """
 
 from __future__ import annotations
