@@ -27,14 +27,14 @@ from halfmoon.config import Config
 METHODS = ("feddure", "fedavg")
 CLIP_ALONE = 1e-6
 """Noise that is none: what the clipping and the equal weights do by themselves."""
-NOISES = (None, CLIP_ALONE, 8.0, 4.0, 2.0)
+NOISES = (None, CLIP_ALONE, 4.0, 2.0, 1.0)
 COMMON: dict[str, Any] = {
     "data": "fashion_mnist", "shrink": 2, "clients": 1000, "cohort": 100, "setting": "iid-iid", "labels_per_class": 1.0,
-    "network": "small", "width": 8, "norm": "group", "lr": 5e-3, "labeled_batch": 10, "unlabeled_batch": 10,
-    "labeled_view": "weak", "steps": 5, "rounds": 20, "evaluate_every": 5, "checkpoint_every": 20, "executor": "vmap",
+    "network": "small", "width": 4, "norm": "group", "lr": 5e-3, "labeled_batch": 10, "unlabeled_batch": 10,
+    "labeled_view": "weak", "steps": 5, "rounds": 8, "evaluate_every": 4, "checkpoint_every": 8, "executor": "vmap",
     "device": "cpu", "threads": 1, "dp_delta": 1e-5,
 }  # fmt: skip
-CLIP = 1.0
+CLIP = 0.5
 
 FIELDS = ("method", "noise", "epsilon", "seeds", "last", "last_sd", "best", "best_sd")
 
@@ -50,8 +50,8 @@ class Cell(NamedTuple):
 def cells(seeds: list[int]) -> Iterator[Cell]:
     """Yield all runs, seed by seed."""
     for seed in seeds:
-        for noise in NOISES:
-            for method in METHODS:
+        for method in reversed(METHODS):  # the quick one first
+            for noise in (None, 2.0, 4.0, 1.0, CLIP_ALONE):  # a table that is cut off says the most in this order
                 yield Cell(seed, method, noise)
 
 
