@@ -94,6 +94,15 @@ def agree(private: bytes, other: bytes) -> bytes:
         raise Unreadable("a party's public key is none.") from error
 
 
+def usable(key: bytes) -> bool:
+    """Say whether a public key is one that others can agree with: a hostile one would stop them all."""
+    try:
+        agree(bytes(KEY), key)
+    except Unreadable:
+        return False
+    return True
+
+
 def split(secret: int, threshold: int, at: Sequence[int], draws: Sequence[int], prime: int = PRIME) -> list[int]:
     """Return the shares of a secret at the places `at` (above 0): any `threshold` of them tell it, fewer tell nothing.
 

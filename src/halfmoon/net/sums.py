@@ -29,6 +29,7 @@ from halfmoon.guards.masking import (
     Scene,
     Unreadable,
     unmasked,
+    usable,
 )
 from halfmoon.net.masked import BEGIN, MASK, REVEAL
 from halfmoon.net.message import Joined, Reply, Request
@@ -69,7 +70,8 @@ class MaskedSum:
         pattern: Pattern = {"key": ((KEY,), torch.uint8), "shares": ((len(asked), SEALED), torch.uint8)}
         said = self.ask({site: self._aside(site, begin) for site in asked}, pattern, f"{self.what}, keys")
         self._enough(len(said), "that have dealt shares", cohort.threshold)
-        dealers = [site for site in asked if site in said]
+        dealers = [site for site in asked if site in said and usable(said[site].up["key"].numpy().tobytes())]
+        self._enough(len(dealers), "whose keys are keys", cohort.threshold)
         self._dealt = {site: _bytes(said[site].up["shares"]) for site in dealers}
         keys = tuple(said[site].up["key"].numpy().tobytes() for site in dealers)
         self._masking = masking = Masking(cohort, self._numbers(dealers), keys)
@@ -122,8 +124,9 @@ class MaskedSum:
 
 
 def shown(joined: Mapping[str, Joined]) -> dict[str, bytes]:
-    """Return the keys that sites showed when they joined; one that shows none has no part in a sum."""
-    return {name: bytes.fromhex(said.key) for name, said in joined.items() if re.fullmatch("[0-9a-f]{64}", said.key)}
+    """Return the keys that sites showed when they joined; one that shows none, or no usable one, has no part."""
+    keys = {name: said.key for name, said in joined.items() if re.fullmatch("[0-9a-f]{64}", said.key)}
+    return {name: bytes.fromhex(key) for name, key in keys.items() if usable(bytes.fromhex(key))}
 
 
 def layout(upload: Pattern, down: Pattern) -> dict[str, Tensor]:
