@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from halfmoon import catalog, cli, tree
 from halfmoon import config as settings
@@ -48,6 +49,8 @@ FEDERATED = ("serve", "site join")
 """Commands that take no options of a run."""
 CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20
 """The federation in which methods are measured: clients, those of a round, rounds, and a client's images."""
+MANY = 64
+"""Numbers of a tensor from which on two that are alike are one and the same: smaller ones begin alike, as zeros."""
 _NOWHERE = "nothing: all rows lie in one place"
 
 _GENERATED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
@@ -209,12 +212,29 @@ def measured(name: str) -> Measured:
 
 
 class Overheard(Simulation):
-    """A simulation that listens to what clients send: the names of an upload's parts, and of what it reports."""
+    """A simulation that listens to what clients send: the names of an upload's parts, and of what it reports.
+
+    `passed` gets the parts of what clients are sent in which other clients' uploads are found again, as they were.
+    """
 
     heard: dict[str, tuple[set[str], set[str]]]
+    passed: set[str]
+    known: dict[int, set[int]]  # who sent a tensor, by its bytes' hash
 
     def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
+        sent: dict[int, set[int]] = {}
+        for place, client in enumerate(clients):
+            for path, leaf in tree.flatten({**down, **tree.index(each, place)}).items():
+                marks = [_mark(part) for part in (leaf, *(leaf if leaf.dim() else ()))]
+                sent.setdefault(client, set()).update(marks)
+                if any(self.known.get(mark, {client}) - {client} for mark in marks):
+                    self.passed.add(path.split("/")[0])
         outcomes = super()._visit(errand, clients, down, each)
+        for client, outcome in outcomes.items():
+            for leaf in tree.leaves(outcome.up) if client != SERVER else ():
+                # What a client sends back as it came tells nothing of it.
+                if leaf.numel() > MANY and _mark(leaf) not in sent[client]:
+                    self.known.setdefault(_mark(leaf), set()).add(client)
         name = next(name for name, work in self.works.items() if work is errand.work)
         for client, outcome in outcomes.items():
             if client != SERVER:
@@ -222,6 +242,11 @@ class Overheard(Simulation):
                 parts |= {path.split("/")[0] for path in tree.flatten(outcome.up)}
                 samples |= set(outcome.samples)
         return outcomes
+
+
+def _mark(leaf: Tensor) -> int:
+    """Return what tells a tensor of more than `MANY` numbers from any other; 0 for a smaller one."""
+    return hash(leaf.contiguous().numpy().tobytes()) if leaf.numel() > MANY else 0
 
 
 @cache
@@ -236,7 +261,7 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     shared = Task(SmallCNN(1, 10), Adam(), Normalize((0.5,), (0.5,)), rounds=rounds)
     options: dict[str, Any] = {"views": Views(), "batching": Batching(LABELED, LABELED), "budget": Budget(), "seed": 0}
     runtime = Overheard(method, shared, _holdings(entry, place), cohort=COHORT, **options)
-    runtime.heard = {}
+    runtime.heard, runtime.passed, runtime.known = {}, set(), {}
     model = initial_model(shared, 0, torch.device("cpu"))
     server = method.start(shared, model)
     for number in range(rounds):
@@ -266,6 +291,24 @@ def leaves() -> str:
         sent = "; ".join(f"{work}: {_named(names)}" for work, names in parts.items())
         rows.setdefault((sent, _named(told)), []).append(f"`{entry.name}`")
     header = ["methods", "sent for each work", "reported"]
+    return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
+
+
+def learned() -> str:
+    """Return what the server and other sites learn of a single site, by method: played, with what the catalog says."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for entry in (each for each in map(catalog.entry, catalog.names()) if not each.pooled):
+        runtime, _ = _played(entry.name, entry.places[0])
+        parts = _named(set().union(*(names for names, _ in runtime.heard.values())))
+        hidden = f"cannot be: {entry.singles}" if entry.singles else "the sums of updates and of weights"
+        passed = f"uploads of others, in {_named(runtime.passed)}" if runtime.passed else "nothing but models"
+        rows.setdefault((parts, hidden, passed), []).append(f"`{entry.name}`")
+    header = [
+        "methods",
+        "the server, of each site",
+        "the server, with `secure_aggregation`",
+        "other sites, of each site",
+    ]
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
@@ -354,8 +397,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "method-options": method_options,
     "passes": passes,
     "leaves": leaves,
-    "federation": federation,
+    "learned": learned,
     "sums": sums,
+    "federation": federation,
     "recipes": recipes,
 }
 
