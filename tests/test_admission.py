@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +19,13 @@ pytest.importorskip("flwr")
 from halfmoon import cli
 from halfmoon.access import Access, make
 from halfmoon.errors import UserError
-from halfmoon.flower import admission
+from halfmoon.flower import admission, joining
 from halfmoon.flower.admission import Admission
+from halfmoon.flower.contact import Address
 from halfmoon.flower.launch import Server, project, superlink
 from halfmoon.flower.link import held
+from halfmoon.flower.processes import SUPERNODE, Home
+from halfmoon.net.journal import Tail
 from halfmoon.net.roster import NO_KEY, Answer, Holder, Roster
 
 
@@ -373,3 +378,38 @@ def test_contradictions_are_refused_in_a_sentence(
     assert said in heard
     assert len(heard.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+# A server that is busy
+
+
+def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An answer 500 of the server ends a SuperNode's work, but not its process: without a push the site stays away.
+
+    Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back.
+    """
+    said = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(self: Home, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        code = f"import time; print({said!r}, flush=True); time.sleep(600)" if script == SUPERNODE else "pass"
+        with self.log(script).open("ab") as log:
+            started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
+        return started[-1]
+
+    monkeypatch.setattr(Home, "start", start)
+    monkeypatch.setattr(joining, "CALLING", 0.01)
+    site = joining.Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, 3, 2, tmp_path / "home", terms="any")
+    site.processes.prepare()
+    shown: list[str] = []
+    member = joining._Member(site, Tail(site.home / joining.LOG), shown.append, None)
+    try:
+        began = time.monotonic()
+        member._live()
+        assert time.monotonic() - began < 30
+        assert started[-1].poll() is not None, "it was told to end"
+        assert "the connection ended: the server's Flower failed over a call" in shown[-1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -39,10 +40,14 @@ REASONS = {
     "Exit Code: 302": "--key is no private key (elliptic curve, in OpenSSH's format)",
     "Exit Code: 606": "the server has another version of Flower",
     "address already in use": "its port on this machine is taken",
+    "500 Internal Server Error": "the server's Flower failed over a call, as where its disk is busy or full",
     "Heartbeat failed": "the server does not know this site any more",
     "terminated gracefully": "the server does not accept this site's key any more, or its process was told to end",
 }
 """What a SuperNode's log says where it dies, and what that means."""
+
+BROKEN = re.compile(r"(Client|Server) error '\d{3} ")
+"""What a SuperNode says last that has given up: its process stays, and neither asks for work nor says that it lives."""
 
 
 QUESTION = "Take part? [y/N] "
@@ -224,7 +229,7 @@ class _Member:
             # In the meantime it warms up; without it everything works, slower.
             self.warm = self.home.start(WARM, [self.site.app])
         self.node = self.home.start(SUPERNODE, supernode(self.site))
-        while self.node.poll() is None and (self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)):
+        while self._lives(self.node, words):
             self._show()
             self._consider()
             words = [*words, *self._read(log)][-200:]
@@ -237,6 +242,11 @@ class _Member:
         self._say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
         self._show()
         time.sleep(self.pause)
+
+    def _lives(self, node: subprocess.Popen[bytes], words: list[str]) -> bool:
+        """Say whether a SuperNode that has said these words still works."""
+        executing = self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)
+        return node.poll() is None and executing and not any(BROKEN.search(line) for line in words)
 
     def _read(self, log: Tail) -> list[str]:
         """Return what the SuperNode has said, and say when it loses its server and finds it again."""
