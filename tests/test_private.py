@@ -124,6 +124,16 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
     assert (float(got["weight"]), got["new"].tolist(), int(got["steps"])) == (9.0, [1.0, 1.0, 1.0], 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rounding_never_lengthens_a_clipped_update_beyond_the_bound(dtype: torch.dtype) -> None:
+    """Rounded up as often as down: without room for it, about half of these would be over."""
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        down, up = (torch.randn(50, generator=g).to(dtype) for _ in range(2))
+        sent = clipped({"w": up}, {"w": down}, 0.3)["w"]
+        assert math.sqrt(math.fsum((sent.double() - down.double()).square().tolist())) <= 0.3
+
+
 def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
     """Weights of 1e6 in float32 cannot move by 1e-3: an update that was clipped to that is zero."""
     down = {"w": torch.full((3,), 1e6)}
