@@ -3,10 +3,11 @@
     python benchmarks/fuzz.py --cases 10000 --out results/fuzz
 
 Each target of `tests/fuzz_targets.py` gets generated and mutated inputs from hypothesis (a tenth), and the rest from
-atheris, which looks for inputs that reach code that none has reached before (`pip install atheris`, on Linux; it is no
-dependency of halfmoon). Without atheris the rest are random mutations, and the table says so. What an input may do is said in
-`tests/fuzzing.py`. Every target runs in a process of its own, which a crash or a hang ends; findings are written to
---findings with their inputs, one for each exception and line. `--seconds` ends a target early, and the table says so.
+atheris, which looks for inputs that reach code that none has reached before (`pip install atheris`, on Linux; it is
+no dependency of halfmoon). Without atheris the rest are random mutations, and the table says so. What an input may do
+is said in `tests/fuzzing.py`. Every target runs in a process of its own, which a crash or a hang ends; findings are
+written to --findings with their inputs, one for each exception and line. `--seconds` ends a target early, and the
+table says so.
 """
 
 from __future__ import annotations
