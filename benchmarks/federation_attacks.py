@@ -98,6 +98,13 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
 WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's own screen"}
 
 
+LARGE = """- A site that answers with 300 MB has no row: it was tried once, on two cores with a load of 30. Flower keeps all pieces
+  in its database, of which nginx bounds each and nobody the sum; that was locked for seconds at a time, the SuperLink
+  answered 500 and died, and `halfmoon serve` started it again. The SuperNodes of the other sites gave up without an
+  end; `halfmoon site join` sees that now and starts them again.
+"""
+
+
 def table(outcomes: dict[str, Outcome]) -> str:
     """Return the table of all attacks."""
     lines = ["| attack | refused with (and where that stands) | rounds | weights |", "|---|---|---|---|"]
@@ -120,8 +127,9 @@ one machine, over TLS.
 played again. An attack begins when round 1 is over; the run ends by itself.
 
 - "Weights": the SHA-256 of `model.safetensors` beside that of the run that nobody attacks, `WEIGHTS`.
-- "The log of that site": what `halfmoon site join` shows the attacker, and writes into its join.log. Whom Flower turns
-  away because of a key it does not name in serve.log; the run's flower/superlink.log has a line for each.
+- "The log of that site": what `halfmoon site join` shows the attacker, and writes into its join.log (what begins with
+  `halfmoon:` it only shows). Whom Flower turns away because of a key does not stand in serve.log; the run's
+  flower/superlink.log has a line for each, with the key.
 - The site whose answers attack is one of the three, with its key; its program is halfmoon's, spoiled by
   `tests/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be compared.
 - Every pickle would create a file where somebody unpickled it. None was created.
@@ -146,7 +154,7 @@ def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
 {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
 torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}, {facts["nginx"]}.
 
-{NOTES.replace("WEIGHTS", calm.weights[:16] if calm else "none").replace("TOGETHER", together)}"""
+{NOTES.replace("WEIGHTS", calm.weights[:16] if calm else "none").replace("TOGETHER", together)}{"" if "large" in outcomes else LARGE}"""
 
 
 def groups(names: list[str], together: bool) -> list[list[str]]:
