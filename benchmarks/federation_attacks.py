@@ -98,10 +98,10 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
 WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's own screen"}
 
 
-LARGE = """- A site that answers with 300 MB has no row: it was tried once, on two cores with a load of 30. Flower keeps all
-  pieces in its database, of which nginx bounds each and nobody the sum; that was locked for seconds at a time, the SuperLink
-  answered 500 and died, and `halfmoon serve` started it again. The SuperNodes of the other sites gave up without an
-  end; `halfmoon site join` sees that now and starts them again.
+LARGE = """- A site that answers with 300 MB has no row: it was tried once, on two cores with a load of 30. Flower keeps
+  all pieces in its database, of which nginx bounds each and nobody the sum; that was locked for seconds at a time, the
+  SuperLink answered 500 and died, and `halfmoon serve` started it again. The SuperNodes of the other sites gave up
+  without an end; `halfmoon site join` sees that now and starts them again.
 """
 
 

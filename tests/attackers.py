@@ -236,7 +236,8 @@ class Besieged:
         names = list(self.running)
         for who in names:
             self.stop(who)
-        for folder in (self.run / "flower", *(self.home(who) / "flower" for who in names)):
+        runs = [path.parent for path in self.folder.glob("*/flower/state.db")]
+        for folder in (*runs, *(self.home(who) / "flower" for who in names)):
             Home(folder).kill()
         for access in self.nginx:
             subprocess.run([str(NGINX), "-c", access / "nginx.conf", "-s", "stop"], capture_output=True, check=False)
