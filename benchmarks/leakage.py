@@ -334,7 +334,7 @@ def page(facts: dict[str, Any]) -> str:
     lines = [
         "# What one update tells a curious server", "", "    python benchmarks/leakage.py", "",
         f"The embedded digits; {facts['machine']}, Python {facts['python']}, torch {facts['torch']}, "
-        f"{facts['seconds']} s. The script's first lines say what is measured and how.", "",
+        f"{facts['seconds']} s by the clock. The script's first lines say what is measured and how.", "",
         "## Membership", "",
         f"{CLIENTS} clients of about 72 images, 10 of them labeled; group normalization; the updates of rounds 1, 5",
         f"and 20 ({COHORT} clients each) together, the best of the two scores (loss drop, cosine).", "",
