@@ -159,7 +159,8 @@ class Split:
             raise UserError(f"{path}: a value is missing; make a new split.")
         row, client, labeled, *stage = (part.to_numpy() for part in table.columns)
         if images != len(row) or not np.array_equal(row, np.arange(len(row))):
-            raise UserError(f"{path}: its rows are not 0 to {len(row) - 1} in order; make a new split.")
+            last = (images if type(images) is int else len(row)) - 1
+            raise UserError(f"{path}: its rows are not 0 to {last} in order; make a new split.")
         if not 0 < clients <= MOST:
             raise UserError(f"{path}: it says that there are {toml.shown(clients)} clients; make a new split.")
         return cls(client, labeled, clients, origin, stage[0] if stage else None)
