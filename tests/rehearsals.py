@@ -173,14 +173,22 @@ def eager(method: str) -> dict[str, Any]:
     return {name: value for name, value in EAGER.items() if name in catalog.options(method)}
 
 
+def visit_of(asked: Request) -> tuple[int, int]:
+    """Return the round and the trip of a request."""
+    return asked.round, asked.trip
+
+
 @contextmanager
-def stopping(visit: tuple[int, int], after: bool = False) -> Iterator[None]:
-    """Stop the server at a (round, trip): before it is sent, or `after` the sites have done it."""
+def stopping(
+    visit: tuple[int, int | str],
+    after: bool = False,
+    place: Callable[[Request], tuple[int, int | str]] = visit_of,
+) -> Iterator[None]:
+    """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
     original = GridPost.send
 
     def send(self: GridPost, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Any:
-        asked = [] if asks else [read(data, Request) for data in mail.values()]
-        here = visit in [(each.round, each.trip) for each in asked]
+        here = not asks and visit in [place(read(data, Request)) for data in mail.values()]
         if here and not after:
             raise Stop
         tickets = original(self, mail, seconds, asks)
