@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +49,42 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
     child._hold(lock)
     assert int(lock.read_bytes()) == 7
     assert lock.read_bytes().isdigit()
+
+
+STUCK = """
+import signal, sys, time
+from pathlib import Path
+from halfmoon.flower import child
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "deaf" else signal.SIG_DFL)
+child._hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
+@pytest.mark.parametrize("kind", ["listening", "deaf"])
+def test_a_program_that_waits_for_what_never_comes_makes_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """A SuperNode that hears in mid-message that its run is over forgets the message, not the program it began for it.
+
+    That one waits for the rest for minutes, and with it waited the next message's program, whose site fell silent.
+    """
+    lock = tmp_path / "flwr-clientapp.lock"
+    with subprocess.Popen([sys.executable, "-c", STUCK, lock, kind], stdout=subprocess.PIPE) as stuck:
+        try:
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline() == b"held\n"
+            monkeypatch.setattr(child, "SPARE", 0.2)
+            monkeypatch.setattr(child, "LAST", 0.3)
+            begin = time.monotonic()
+            child._hold(lock, sole=True)
+            assert 0.2 <= time.monotonic() - begin < 20
+            assert int(lock.read_bytes()) == os.getpid()
+            assert stuck.wait(5) == (-15 if kind == "listening" else -9)
+        finally:
+            stuck.kill()
 
 
 class Brief(Street):

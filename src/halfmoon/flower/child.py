@@ -8,24 +8,36 @@ starts next sees by the lock whether it still lives, and by the number whom to e
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from halfmoon import disk
-from halfmoon.flower import warm
+from halfmoon.flower import pace, warm
 
 FOLDER = "HALFMOON_FLOWER"
 """The variable of the environment that names the folder of the locks."""
 
-CLIENT_APP, WARM = "flwr-clientapp", "warm"
+CLIENT_APP, SUPERNODE, WARM = "flwr-clientapp", "flower-supernode", "warm"
+
+LOOP = "flwr.supernode.start_client_internal"
+"""The module of Flower in which a SuperNode asks for work."""
 
 PATIENCE = 60.0
 """Seconds until a process gives up whose predecessor does not end."""
+
+SPARE, LAST = 3.0, 10.0
+"""Seconds until a program of a site asks its predecessor to end, and until it kills it.
+
+A SuperNode has one message at a time. Where it hears in the midst of one that the run is over, it goes on to the next,
+while the program that it began waits for the rest of the first: for minutes, as Flower has it.
+"""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,11 +54,14 @@ def main(words: Sequence[str]) -> None:
     _die_with_parent()
     if script == CLIENT_APP and (code := warm.relay(folder, arguments)) is not None:
         sys.exit(code)
-    _hold(lock_of(folder, script))
+    _hold(lock_of(folder, script), sole=script == CLIENT_APP)
     if script == WARM:
         warm.attend(folder, arguments[0], lambda: _script(CLIENT_APP), lambda: _begin(folder))
+    run = _script(script)
+    if script == SUPERNODE:
+        pace.quicken(importlib.import_module(LOOP))
     sys.argv = [script, *arguments]
-    sys.exit(_script(script)())
+    sys.exit(run())
 
 
 def _script(name: str) -> Callable[[], int | None]:
@@ -58,7 +73,7 @@ def _script(name: str) -> Callable[[], int | None]:
 def _begin(folder: Path) -> None:
     """Do in a fork what every process does first."""
     _die_with_parent()
-    _hold(lock_of(folder, CLIENT_APP))
+    _hold(lock_of(folder, CLIENT_APP), sole=True)
 
 
 def _die_with_parent() -> None:
@@ -67,22 +82,34 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _hold(path: Path) -> None:
-    """Lock a file for the rest of this process' life and write its number into it."""
+def _hold(path: Path, sole: bool = False) -> None:
+    """Lock a file for the rest of this process' life and write its number into it; `sole` ends who does not let go."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    end = time.monotonic() + PATIENCE
+    begin = time.monotonic()
+    orders = [(SPARE, signal.SIGTERM), (LAST, signal.SIGKILL)] if sole else []
     while True:
         try:
             disk.flock(handle)
             break
         except OSError:
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > PATIENCE:
                 sys.exit(f"{path} is still locked by another process")
+            if orders and waited > orders[0][0]:
+                _order(path, orders.pop(0)[1])
             time.sleep(0.02)
     # Always as long, and over the one before: a full disk has no block for a file that was emptied.
     number = f"{os.getpid():010d}".encode()
     os.write(handle, number)
     os.ftruncate(handle, len(number))
+
+
+def _order(path: Path, order: signal.Signals) -> None:
+    """Give an order to the process that holds a lock."""
+    words = disk.read(path) or b""
+    if words.isdigit() and int(words) != os.getpid():
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(int(words), order)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from halfmoon import disk
 from halfmoon.errors import UserError
-from halfmoon.flower.child import CLIENT_APP, FOLDER, WARM, lock_of
+from halfmoon.flower.child import CLIENT_APP, FOLDER, SUPERNODE, WARM, lock_of
 
-SUPERLINK, SUPERNODE, SUPEREXEC = "flower-superlink", "flower-supernode", "flower-superexec"
+SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
 SERVER_APP, FLWR = "flwr-serverapp", "flwr"
 SCRIPTS = (SUPERLINK, SUPERNODE, SUPEREXEC, SERVER_APP, CLIENT_APP, FLWR)
 
