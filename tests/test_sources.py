@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from halfmoon.data import Images, Source, fit, load, names, pad_to, shrink
+from halfmoon.data import Images, Source, fit, load, names, pad_to, shrink, sources
 from halfmoon.data.images import pool, statistics
 from halfmoon.errors import UserError
 
@@ -219,6 +219,15 @@ def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
     np.testing.assert_array_equal(source.test.images, again.test.images)
     with pytest.raises(UserError, match="no part 'validation'"):
         load("digits", test="validation")
+
+
+def test_digits_are_the_same_where_scikit_learn_keeps_them_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function is asked where the file is not where it used to be."""
+    here = load("digits")
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    there = load("digits")
+    np.testing.assert_array_equal(here.train.images, there.train.images)
+    np.testing.assert_array_equal(here.train.labels, there.train.labels)
 
 
 # idx files

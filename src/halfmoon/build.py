@@ -26,7 +26,6 @@ from halfmoon.guards.attacks import Hostile, hostile
 from halfmoon.memory import keep_memory
 from halfmoon.pieces import World, budget, computing, device, executor, guards, method, source, split_of, world
 from halfmoon.record import CONFIG, SUMMARY, TIMINGS, RunFolder, Unwritable
-from halfmoon.report.curves import curves
 from halfmoon.report.reading import Run, ended
 from halfmoon.report.tables import Result, comparison
 from halfmoon.sim import Holdings, Simulation
@@ -190,6 +189,8 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: World | None, watch: Watc
 
 def _show(outcome: Outcome) -> None:
     """Write the picture and the tables of what came out; each is there whole or not at all."""
+    from halfmoon.report.curves import curves  # Matplotlib is slow to import, and workers draw nothing
+
     table = comparison([Result.of(summary) for summary in outcome.summaries])
     draft = outcome.curves.with_name(f".{CURVES}{disk.PARTIAL}")
     try:
