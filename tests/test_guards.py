@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from scenes import begin, furthest, play
+from scenes import begin, furthest, holdings, play, simulate, task
 from test_contract import scene
 
 from halfmoon import catalog, tree
@@ -16,6 +16,7 @@ from halfmoon.config import Config
 from halfmoon.errors import UserError
 from halfmoon.experiment import TooFew
 from halfmoon.guards import Question, changed, sent, update
+from halfmoon.guards.clipping import Clipped
 from halfmoon.pieces import method
 from halfmoon.tree import Tree
 
@@ -123,6 +124,40 @@ def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
     one = play(made, plain, begin(made, shared), ROUNDS)
     two = play(made, summed, begin(made, shared), ROUNDS)
     assert furthest(two[-1].server, one[-1].server) < 1e-9
+
+
+def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
+    """With sbn 'server' a sum is enough, for its mean and to be private; a network without such statistics has none."""
+    made, shared = catalog.make("semifl", {"tau": 0.39, "sbn": "server"}), task(rounds=3)
+    held, recorder = holdings(place="server"), Recorder(mean_for_all)
+    plain, summed = simulate(made, shared, held), simulate(made, shared, held, guards=[recorder])
+    one = play(made, plain, begin(made, shared), ROUNDS)
+    two = play(made, summed, begin(made, shared), ROUNDS)
+    assert furthest(two[-1].server, one[-1].server) < 1e-9
+    assert {asked.work for asked in recorder.seen} == {"train"}
+    config = Config(method="semifl", labels_at="server", secure_aggregation=True, options={"sbn": "server"})
+    assert method(config)
+    assert method(replace(config, options={}, norm="group"))
+    robust = replace(config, secure_aggregation=False, aggregation="median")
+    assert method(robust)
+    with pytest.raises(UserError, match="no rule looks; use norm 'group' or 'none', or sbn 'server'"):
+        method(replace(robust, options={}))
+
+
+def test_the_servers_own_training_is_not_clipped():
+    """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
+    made, shared = catalog.make("semifl", {"tau": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
+    first = begin(made, shared)
+    clipped = simulate(Clipped(made, 1e-12), shared, holdings(place="server"))
+    (played,) = play(Clipped(made, 1e-12), clipped, first, range(1))
+    moved = furthest(played.server["params"], first["params"])
+    alone = simulate(made, shared, holdings(place="server"))
+    alone.open(0)
+    alone.ask_server("census", first)  # each trip of a round has random numbers of its own
+    alone.ask("train", first)
+    tuned = alone.ask_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
+    assert moved > 1e-3
+    assert furthest(played.server["params"], tuned["params"]) < 1e-9
 
 
 def test_the_catalog_says_which_methods_need_single_uploads():

@@ -60,14 +60,25 @@ class Entry:
     @property
     def singles(self) -> str:
         """Return for what the server needs every single upload, nothing where their weighted sum is enough."""
-        return "all rows lie in one place" if self.pooled else _SINGLES.get(type(self.method), "")
+        return self.unsummed("batch")
+
+    def unsummed(self, norm: str) -> str:
+        """Return `singles` with a network of this norm."""
+        if self.pooled:
+            return "all rows lie in one place"
+        kind = type(self.method)
+        return "" if kind is SemiFL and not self._counts(norm) else _SINGLES.get(kind, "")
 
     def unrobust(self, aggregation: str, norm: str) -> str:
         """Return why a robust aggregation cannot stand before the method with such a network, nothing where it can."""
         kind = type(self.method)
-        if kind in _CENSUS and norm == "batch":
-            return "it counts statistics in a question of their own, where no rule looks; use norm 'group' or 'none'"
+        if self._counts(norm):
+            return f"it counts statistics in a question of their own, where no rule looks; use {_census_less(kind)}"
         return _SINGLES[kind] if kind in _LONE and aggregation != "clip" else ""
+
+    def _counts(self, norm: str) -> bool:
+        """Say whether clients are asked to count the statistics of a network with this norm."""
+        return type(self.method) in _CENSUS and norm == "batch" and getattr(self.method, "sbn", "") != "server"
 
     @property
     def labels(self) -> str:
@@ -88,7 +99,8 @@ _SINGLES: dict[type, str] = {
     FedRGD: "it averages in groups, and a group may be one client",
     HeteroFL: "each parameter is averaged over the clients whose width has it and who hold its class",
     SemiFed: "clients are sent the models of single other clients",
-    SemiFL: "the statistics of a model are put together from each client's own",
+    SemiFL: "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
+    "with norm 'group' or 'none')",
 }
 """Methods that secure aggregation and client-level privacy cannot be put around, and why."""
 
@@ -97,6 +109,11 @@ _LONE = {FedMatch, HeteroFL, SemiFed}
 
 _CENSUS = {HeteroFL, SemiFL}
 """Methods of static statistics (`halfmoon.methods.static`)."""
+
+
+def _census_less(kind: type) -> str:
+    """Return the options with which the clients of such a method count no statistics."""
+    return "norm 'group' or 'none', or sbn 'server'" if kind is SemiFL else "norm 'group' or 'none'"
 
 
 @dataclass(frozen=True)

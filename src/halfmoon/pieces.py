@@ -93,8 +93,9 @@ def task(config: Config, form: Form) -> Task:
 
 def method(config: Config) -> Method:
     """Return the method of a configuration with its options; raises `UserError` where what guards it does not fit."""
-    made, entry = catalog.make(config.method, method_options(config, config.method)), catalog.entry(config.method)
-    singles = entry.singles
+    made = catalog.make(config.method, method_options(config, config.method))
+    entry = replace(catalog.entry(config.method), method=made)
+    singles = entry.unsummed(config.norm)
     if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, config.norm)):
         raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
     for option in ("secure_aggregation", "dp_clip"):
@@ -116,7 +117,7 @@ def guards(config: Config, secret: bytes, folder: Path, summed: bool = False) ->
     if config.aggregation != "mean":
         found.append(Robust(config.aggregation, config.byzantine))
     elif config.attack != "none":  # else nothing comes here that is not finite
-        found.append(Finite())
+        found.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
         found.append(Sums(even=config.dp_clip is not None, done=summed))
     if config.dp_clip is not None:

@@ -139,7 +139,7 @@ class Rounds(ABC):
     def ask_server(self, work: str, down: Tree) -> Tree:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
         traffic = self.cost.bytes_down, self.cost.bytes_up
-        outcome = self._ask(self.works[work], [SERVER], down, {})[SERVER]
+        outcome = self._ask(self.works[work].at_server, [SERVER], down, {})[SERVER]
         self.cost.bytes_down, self.cost.bytes_up = traffic
         return outcome.up
 

@@ -159,6 +159,11 @@ class Work:
         """
         return None
 
+    @property
+    def at_server(self) -> Work:
+        """Return the work as the server does it on images of its own: what clients were promised does not bind it."""
+        return self
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """First meeting: return the client's memory; `generator` is the same for every client of a run."""
         return {}

@@ -83,6 +83,11 @@ class ClippedWork(Work):
         """Return how mixing coefficients are drawn."""
         return self.work.mixup
 
+    @property
+    def at_server(self) -> Work:
+        """Return the work without the clip: the server's own images are not a client's."""
+        return self.work
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the client's first memory."""
         return self.work.remember(down, generator)

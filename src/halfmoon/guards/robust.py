@@ -17,7 +17,7 @@ What an upload holds beside an update:
 - FedRGD averages its groups as always; under the rules that make one aggregate, all groups move by the same.
 - FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" can stand before them. SemiFL and HeteroFL
   also count statistics in a question of their own (`methods.static`), which is no update, so that no rule would look at
-  it: none can stand before them where the network has such statistics (`halfmoon.catalog.Entry.unrobust`).
+  it: none can stand before them where clients count such statistics (`halfmoon.catalog.Entry.unrobust`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,13 @@ class Robust:
 
 
 class Finite:
-    """A guard before a plain mean: an upload that is not finite ends the run, in place of all that was learned."""
+    """A guard before a plain mean: an upload that is not finite ends the run, in place of all that was learned.
+
+    `robust` says whether a robust rule could stand here instead: not where masks or noise follow.
+    """
+
+    def __init__(self, robust: bool = True) -> None:
+        self.robust = robust
 
     def uploads(self, question: Question, up: Tree) -> tuple[Sequence[int], Tree]:
         """Return everything as it is; raise UserError where an upload is not finite."""
@@ -110,9 +116,18 @@ class Finite:
         if lost:
             raise UserError(
                 f"the upload of client {lost[0]} in round {question.round + 1} ({question.work}) is not finite, and in "
-                "a mean it would spoil the model: leave it out with --aggregation clip, median, trimmed or krum."
+                f"a mean it would spoil the model: {self._advice}."
             )
         return places, up
+
+    @property
+    def _advice(self) -> str:
+        if self.robust:
+            return "leave it out with --aggregation clip, median, trimmed or krum"
+        return (
+            "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play without the "
+            "attack, or without them"
+        )
 
     def row(self) -> dict[str, Any]:
         """Return nothing: what it has to say ends the run."""
