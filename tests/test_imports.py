@@ -17,7 +17,7 @@ ROOT = Path(halfmoon.__file__).parent
 
 FLOORS = [
     {"errors"},
-    {"tree", "rng", "models", "disk", "toml", "memory", "values", "checks"}
+    {"tree", "transform", "rng", "models", "disk", "toml", "memory", "values", "checks"}
     | {"packing", "manifest", "store", "checkpoint"},
     {"optim", "augment", "types"},
     {"data", "guards", "objectives", "methods", "evaluate"},

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from halfmoon import rng, tree
 from halfmoon.data.draw import Amount, Views, Visit, Wanted, batches, draw, sweep
+from halfmoon.transform import lifted
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Local, Notes, Pseudo, Sample, Work
 
@@ -117,14 +117,14 @@ def visit_many(
     padded = _padded(datas)
     memory = tree.stack(list(memories)) if memories[0] else {}
 
-    def lifted(function: Callable) -> Callable:
-        """Merge the shared and the private part of `down` inside the lifted function."""
-        return lambda private, *rest: function({**downs, **private}, *rest)
+    def merged(function: Callable) -> Callable:
+        """Lift, and merge the shared and the private part of `down` inside the lifted function."""
+        return lifted(lambda private, *rest: function({**downs, **private}, *rest))
 
     carry = (
-        vmap(lifted(work.begin))(each, memory, padded)
+        merged(work.begin)(each, memory, padded)
         if memory
-        else vmap(lambda private, data: work.begin({**downs, **private}, {}, data))(each, padded)
+        else lifted(lambda private, data: work.begin({**downs, **private}, {}, data))(each, padded)
     )
     visits = [
         _drawn(errand, client, data, amount, _kept(work, carry, padded, k))
@@ -132,12 +132,12 @@ def visit_many(
     ]
     device = padded.y.device
     steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
-    step = vmap(lifted(work.step))
+    fewest = min(visit.amount.steps for visit in visits)
+    step = merged(work.step)
     logs = [_Log() for _ in clients]
     for t, batch in enumerate(batches(datas, visits, errand.views, work.task.normalize, errand.rows)):
         new, notes = step(each, carry, batch)
-        live = t < steps
-        carry = vmap(tree.select)(live, new, carry)
+        carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         for k in range(n):
             if t < visits[k].amount.steps:
                 mine = _note(notes, k)
@@ -145,7 +145,7 @@ def visit_many(
                 logs[k].add(mine)
     for log, client in zip(logs, clients, strict=True):
         log.check(errand, client)
-    up, memory = vmap(lifted(work.finish))(each, carry, padded)
+    up, memory = merged(work.finish)(each, carry, padded)
     outcomes: list[Outcome] = []
     for k, client in enumerate(clients):
         mine = tree.index(up, k)

@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.func import grad_and_value
 
 from halfmoon import tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import track
 from halfmoon.objectives import Objective, Supervised
 from halfmoon.objectives.base import follow
+from halfmoon.transform import grad_and_value
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
 
@@ -66,7 +66,7 @@ class LocalTraining(Work):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
         """Take one optimizer step on objective + proximal term."""
-        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry, batch)
+        gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
             gradient = tree.map(
                 lambda g, new, old: torch.add(g, new - old, alpha=self.prox),

@@ -26,19 +26,19 @@ Where the authors' released code departs from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value
 
 from halfmoon import tree
 from halfmoon.methods.averaging import average, momentum_step
 from halfmoon.models import track
 from halfmoon.objectives import FixMatch
 from halfmoon.objectives.base import prior, sweep_logits
+from halfmoon.transform import grad_and_value
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
 
@@ -132,7 +132,7 @@ class Debiased(Work):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
-        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry, batch)
+        gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = carry["stats"]
         for moments in seen.moments:
@@ -198,14 +198,18 @@ def mixture(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.0) -> Tensor
         return weights
     for _ in range(steps):
         if dma == "paper":
-            weights = (weights - lr * grad(distance)(weights, appu)).softmax(0)
+            weights = (weights - lr * _slope(lambda w: distance(w, appu), weights)).softmax(0)
         elif dma == "released":
-            slope = grad(lambda w: distance(w, appu).square() / appu.shape[1])(weights) + 0.9 * weights
+            slope = _slope(lambda w: distance(w, appu).square() / appu.shape[1], weights) + 0.9 * weights
             weights = (weights - 1.9 * lr * slope).softmax(0)
         else:
-            logits = logits - lr * grad(lambda z: distance(z.softmax(0), appu))(logits)
+            logits = logits - lr * _slope(lambda z: distance(z.softmax(0), appu), logits)
             weights = logits.softmax(0)
     return weights
+
+
+def _slope(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    return grad_and_value(lambda point: (function(point["at"]), ()), {"at": at})[0]["at"]
 
 
 def distance(weights: Tensor, appu: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, jvp, vjp
+from torch.func import grad, jvp
 
 from halfmoon import tree
 from halfmoon.methods.averaging import average
@@ -35,6 +35,7 @@ from halfmoon.models import track
 from halfmoon.models.network import linear
 from halfmoon.objectives.base import weak_and_strong, weak_and_strong_passes
 from halfmoon.optim import Optimizer, descend
+from halfmoon.transform import grad_and_value, vjp
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work, sample
 
@@ -147,7 +148,7 @@ class Regulated(Work):
             labeled, strong, weak, moments = weak_and_strong(self.task, params, carry["stats"], batch)
             return (labeled, strong), (weak, moments)
 
-        (labeled, strong), pull, (weak, moments) = cast(Any, vjp(look, carry["params"], has_aux=True))
+        (labeled, strong), pull, (weak, moments) = vjp(look, carry["params"])
         confidence, label = weak.softmax(-1).max(-1)  # Eq. 1
         if self.options.coarse:
             student = self._coarse(carry["coarse"]["params"], batch)
@@ -156,18 +157,18 @@ class Regulated(Work):
         judged = self._judge(carry, batch, student, label, strong, confidence)
         trust = (judged.weights + judged.reward) * down["gate"].to(strong.dtype)
 
-        def loss(labeled: Tensor, strong: Tensor) -> Tensor:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
-            return F.cross_entropy(labeled, batch.y) + (trust * per_image(strong, label)).mean()
+        def loss(z: Tree) -> tuple[Tensor, tuple]:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
+            return F.cross_entropy(z["labeled"], batch.y) + (trust * per_image(z["strong"], label)).mean(), ()
 
-        cotangent = grad(loss, argnums=(0, 1))(labeled, strong)
-        (gradient,) = pull(cotangent, retain_graph=False)
+        cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
+        gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = carry["stats"]
         for each in moments:
             stats = track(stats, each)
         samples = {"m": sample(judged.weights), "d": sample(judged.reward)}
         samples |= {name: sample(norm) for name, norm in judged.norms.items()}
-        notes = Notes(loss(labeled, strong), samples, (Pseudo(label, confidence, trust),))
+        notes = Notes(value, samples, (Pseudo(label, confidence, trust),))
         return {"params": params, "stats": stats, "optimizer": optimizer, **judged.carry}, notes
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
@@ -211,8 +212,7 @@ class Regulated(Work):
             weights = weights / weights.mean().clamp_min(1e-12)
         reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
-            cotangent = grad(lambda z: self._weighted(regulator, z, label))(student.z)
-            gradient = student.pull(cotangent, False)  # Eq. 2
+            gradient = student.pull(self._blamed(regulator, student.z, label), False)  # Eq. 2
             norms["coarse_gradient"] = norm(gradient)
             params, optimizer = self._rate("coarse").step(student.params, gradient, carry["coarse"]["optimizer"])
             new["coarse"] = {"params": params, "optimizer": optimizer}
@@ -227,9 +227,9 @@ class Regulated(Work):
         """Return F-reg after a step on the labeled loss at the virtual parameters (Eq. 4, 5), and its gradient norm."""
         before = carry["regulator"]
         lr = self._lr("virtual")
-        cotangent = grad(lambda z: self._weighted(before["params"], z, label))(student.z)
-        virtual = descend(student.params, student.pull(cotangent, True), lr)  # Eq. 4
-        tangent = student.tangent(grad(self._labeled_loss)(virtual, carry["stats"], batch))
+        virtual = descend(student.params, student.pull(self._blamed(before["params"], student.z, label), True), lr)
+        judged, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry["stats"], batch), ()), virtual)
+        tangent = student.tangent(judged)
 
         def gain(params: Tree) -> Tensor:
             return -lr * jvp(lambda z: self._weighted(params, z, label), (student.z,), (tangent,))[1]
@@ -241,11 +241,11 @@ class Regulated(Work):
     def _coarse(self, params: Tree, batch: Batch) -> Student:
         """Return C-reg on the strong views alone."""
         network, strong = self.task.network, batch.u["strong"]
-        z, pull, tape = cast(Any, vjp(lambda params: network.linearize(params, strong), params, has_aux=True))
+        z, pull, tape = vjp(lambda params: network.linearize(params, strong), params)
         return Student(
             params,
             z,
-            lambda cotangent, again: pull(cotangent, retain_graph=again)[0],
+            pull,
             lambda direction: network.tangent(params, strong, tape, direction),
         )
 
@@ -265,7 +265,7 @@ class Regulated(Work):
         return Student(
             params,
             strong,
-            lambda cotangent, again: pull((nothing, cotangent))[0],  # another pull always follows: the model's own
+            lambda cotangent, again: pull((nothing, cotangent), True),  # another pull always follows: the model's own
             tangent,
         )
 
@@ -282,6 +282,10 @@ class Regulated(Work):
             seen = z.detach() if self.options.through_weights == "detached" else z
             loss = self._weigh(regulator, seen) * loss
         return loss.mean()
+
+    def _blamed(self, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
+        """Return the gradient of `_weighted` in z (b, classes)."""
+        return grad_and_value(lambda at: (self._weighted(regulator, at["z"], label), ()), {"z": z})[0]["z"]
 
     def _labeled_loss(self, params: Tree, stats: Tree, batch: Batch) -> Tensor:
         """Return CE(y, f(x)) of the minibatch, the judge of Eq. 3 and 5."""

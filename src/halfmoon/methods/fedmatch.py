@@ -43,13 +43,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad_and_value
 
 from halfmoon import tree
 from halfmoon.errors import UserError
 from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
 from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
+from halfmoon.transform import grad_and_value
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Sample, Task, Work, sample
 
@@ -220,7 +220,7 @@ class Disjoint(Work):
         if len(batch.x):
             carry, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
         helped = self._ask_helpers(down, carry, batch)
-        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["psi"], carry, batch, *helped)
+        gradient, loss, seen = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
         moments, pseudo, samples = seen
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
         stats = carry["stats"]
@@ -336,7 +336,7 @@ def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch
         logits, moments = task.network.train(composed(sigma, psi), batch.x)
         return weight * supervised(logits, batch.y), moments
 
-    gradient, (value, moments) = grad_and_value(loss, has_aux=True)(carry["sigma"])
+    gradient, value, moments = grad_and_value(loss, carry["sigma"])
     sigma, optimizer = task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])
     return {**carry, "sigma": sigma, "optimizer": optimizer, "stats": track(carry["stats"], moments)}, value
 

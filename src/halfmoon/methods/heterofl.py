@@ -28,13 +28,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad_and_value
 
 from halfmoon import tree
 from halfmoon.errors import UserError
 from halfmoon.methods.averaging import momentum_step
 from halfmoon.methods.static import Census, estimate
 from halfmoon.models import Network
+from halfmoon.transform import grad_and_value
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
 
@@ -122,7 +122,7 @@ class Narrow(Work):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
         """Take one optimizer step on the masked cross-entropy."""
-        gradient, loss = grad_and_value(self._loss)(carry["params"], carry["present"], batch)
+        gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         return {**carry, "params": params, "optimizer": optimizer}, Notes(loss, {}, ())
 
@@ -136,11 +136,11 @@ class Narrow(Work):
         """Count one forward and one backward pass of the labeled images, however narrow the network."""
         return Passes(labeled, labeled)
 
-    def _loss(self, params: Tree, present: Tensor, batch: Batch) -> Tensor:
+    def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple]:
         logits, _ = self.task.network.train(scaled(params, self.rate), batch.x)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)
-        return F.cross_entropy(logits, batch.y)
+        return F.cross_entropy(logits, batch.y), ()
 
 
 def name(rate: float) -> str:

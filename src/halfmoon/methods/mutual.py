@@ -7,13 +7,13 @@ either has moved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, vjp
 
 from halfmoon.models import track
+from halfmoon.transform import grad_and_value, vjp
 from halfmoon.tree import Tree
 from halfmoon.types import Local, Task
 
@@ -31,7 +31,7 @@ class Pass(NamedTuple):
     unlabeled: Tensor  # (b, classes) logits
     guess: Tensor  # (b, classes) detached logits, with which it teaches
     moments: list[Tree]
-    pull: Callable[..., tuple[Tree]]  # cotangents of (labeled, unlabeled) -> gradient in the parameters
+    pull: Callable[[tuple[Tensor, Tensor], bool], Tree]  # as `halfmoon.transform.vjp` returns it
 
 
 def model_of(tree: Tree) -> Tree:
@@ -51,19 +51,20 @@ def kept(model: Tree, *names: str) -> Tree:
 
 def passed(look: Callable[[Tree], Looked], params: Tree) -> Pass:
     """Return what the model of `params` says, where `look` passes the images of a minibatch."""
-    (labeled, unlabeled), pull, (guess, moments) = cast(Any, vjp(look, params, has_aux=True))
+    (labeled, unlabeled), pull, (guess, moments) = vjp(look, params)
     return Pass(labeled, unlabeled, guess, moments, pull)
 
 
 def advance(task: Task, model: Tree, seen: Pass, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tree, Tensor]:
     """Return the learner after one step on loss(labeled, unlabeled) of its logits, and that loss ()."""
-    cotangent = grad(loss, argnums=(0, 1))(seen.labeled, seen.unlabeled)
-    (gradient,) = seen.pull(cotangent, retain_graph=False)
+    logits = {"labeled": seen.labeled, "unlabeled": seen.unlabeled}
+    cotangent, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
+    gradient = seen.pull((cotangent["labeled"], cotangent["unlabeled"]), False)
     params, optimizer = task.optimizer.step(model["params"], gradient, model["optimizer"])
     stats = model["stats"]
     for moments in seen.moments:
         stats = track(stats, moments)
-    return {"params": params, "stats": stats, "optimizer": optimizer}, loss(seen.labeled, seen.unlabeled)
+    return {"params": params, "stats": stats, "optimizer": optimizer}, value
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:

@@ -31,13 +31,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad_and_value
 
 from halfmoon import tree
 from halfmoon.errors import UserError
 from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
 from halfmoon.objectives.base import sweep_logits
+from halfmoon.transform import grad_and_value
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work
 
@@ -165,7 +165,7 @@ class Growing(Work):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
         """Take one optimizer step."""
-        gradient, (loss, seen) = grad_and_value(self._loss, has_aux=True)(carry["params"], carry, batch)
+        gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         moments, pseudo = seen
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = carry["stats"]

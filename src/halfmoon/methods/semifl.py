@@ -34,7 +34,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad_and_value
 
 from halfmoon import tree
 from halfmoon.methods.averaging import average, momentum_step
@@ -43,6 +42,7 @@ from halfmoon.methods.static import Census, Over, estimate
 from halfmoon.models import forward
 from halfmoon.objectives import Supervised
 from halfmoon.objectives.base import chunks, debiased, prior, supervised
+from halfmoon.transform import grad_and_value
 from halfmoon.tree import Tree
 from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Sample, Task, Work, sample
 
@@ -163,7 +163,7 @@ class Mixing(Work):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
         """Take one optimizer step; with labels "step", one that has neither labels nor sure guesses is skipped."""
-        gradient, (loss, pseudo) = grad_and_value(self._loss, has_aux=True)(carry["params"], down, carry, batch)
+        gradient, loss, pseudo = grad_and_value(self._loss, carry["params"], down, carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         new = {**carry, "params": params, "optimizer": optimizer}
         if self.options.labels == "step" and not len(batch.x):
