@@ -148,7 +148,7 @@ def _load(home: Path) -> _Index | None:
         files = value["files"]
         stamps = {each["path"]: (each["bytes"], each["mtime"]) for each in [*files, *value["left_out"]]}
         n, height, width, channels = value["shape"]
-        return _Index(
+        found = _Index(
             home,
             Path(value["images"]).name,
             (n, height, width, channels),
@@ -159,6 +159,10 @@ def _load(home: Path) -> _Index | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+    numbers = [*found.shape, *found.labels.values(), *(number for stamp in stamps.values() for number in stamp)]
+    words = [*found.classes, *stamps, *found.left_out.values()]
+    plain = all(type(each) is int for each in numbers) and all(isinstance(each, str) for each in words)
+    return found if plain and n >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
 
 
 def _labels(site: Site, index: _Index) -> dict[str, int]:
