@@ -31,11 +31,31 @@ import torch
 torch.set_num_threads(1)
 # Started in a shell's background, the tests inherit a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from halfmoon import Config, build, cli
+from halfmoon.report import curves, figures
+
+def plain(width, height):
+    made = Figure(figsize=(width, height))
+    FigureCanvasAgg(made)
+    return made
+
+# Flushing guards against a loss of power, which no test can cause; pictures are compared, but nobody looks at them.
+os.fsync = lambda handle: None
+figures.DOTS, curves.figure = 40, plain
 # What is imported, compiled and tuned on first use takes seconds: here, not in every fork.
 build.start(Config(rounds=1, clients=4, cohort=1, steps=1, width=4, device="cpu", beside=("fedavg-fixmatch",)))
-for line in sys.stdin:
-    words, said = json.loads(line)
+
+def die_at(name):
+    take = os.replace
+    def replace(old, new):
+        if str(new).endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        take(old, new)
+    os.replace = replace
+
+def run(words, said, doom):
     pid = os.fork()
     if not pid:
         os.setsid()
@@ -43,6 +63,8 @@ for line in sys.stdin:
         os.dup2(file, 1)
         os.dup2(file, 2)
         try:
+            if doom:
+                die_at(doom)
             code = cli.main(words)
             sys.stdout.flush()
         except BaseException:
@@ -51,11 +73,16 @@ for line in sys.stdin:
             code = 99
         os._exit(code)
     print(pid, flush=True)
-    sys.stdin.readline()  # until then an ended child keeps its number, so that no signal can meet a stranger
+    # Until an empty line an ended child keeps its number, so that no signal can meet a stranger.
+    while (line := sys.stdin.readline()).strip():
+        run(*json.loads(line))
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+while line := sys.stdin.readline():
+    run(*json.loads(line))
 """
 
-SMALL = "--rounds 5 --clients 4 --cohort 2 --steps 2 --width 4 --threads 1"
+SMALL = "--rounds 5 --clients 4 --cohort 2 --steps 1 --width 4 --threads 1"
 RUN = f"run --method feddure --beside fedavg-fixmatch fedavg {SMALL}"
 COMPARE = f"compare --methods feddure fedavg-fixmatch {SMALL}"
 
@@ -71,22 +98,28 @@ class Shell:
     """Runs the command line in forks of a process that has everything imported."""
 
     def __init__(self, folder: Path) -> None:
-        self.said = folder / "said"
+        self.folder, self.running = folder, 0
         self.parent = subprocess.Popen(
             [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
 
-    def __call__(self, words: str, disturb: Callable[[int], None] = lambda pid: None) -> Done:
-        """Run a command; `disturb` gets its process while it runs."""
+    def __call__(self, words: str, disturb: Callable[[int], None] = lambda pid: None, doom: str = "") -> Done:
+        """Run a command; `disturb` gets its process while it runs, and may run others meanwhile.
+
+        It kills itself when it is about to replace a file whose name ends like `doom`.
+        """
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
-        print(json.dumps([words.split(), str(self.said)]), file=self.parent.stdin, flush=True)
+        said = self.folder / f"said-{self.running}"
+        self.running += 1
+        print(json.dumps([words.split(), str(said), doom]), file=self.parent.stdin, flush=True)
         try:
             disturb(int(self.parent.stdout.readline()))
         finally:
             print(file=self.parent.stdin, flush=True)
             code = int(self.parent.stdout.readline())
-        return Done(code, self.said.read_text())
+            self.running -= 1
+        return Done(code, said.read_text())
 
     def close(self) -> None:
         """End the process that waits."""
@@ -208,27 +241,13 @@ def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path
     assert_same(tmp_path / "run", straight)
 
 
-KILLED_AT_A_SPLIT = """
-import os, signal, sys
-from halfmoon import cli
-take = os.replace
-def replace(old, new):
-    if str(new).endswith(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    take(old, new)
-os.replace = replace
-cli.main(sys.argv[2:])
-"""
-
-
 @pytest.mark.parametrize(("file", "before"), [("split.json", []), ("split.parquet", ["split.json"])])
 def test_a_kill_while_a_split_is_written_leaves_nothing(
     shell: Shell, straight: Path, tmp_path: Path, file: str, before: list[str]
 ) -> None:
     """The file that was not renamed any more is taken over, not left beside the run; the rows come last."""
     root = tmp_path / "run"
-    command = [sys.executable, "-c", KILLED_AT_A_SPLIT, file, *f"{RUN} --run-dir {root}".split()]
-    assert subprocess.run(command, capture_output=True, cwd=tmp_path).returncode == -signal.SIGKILL
+    assert shell(f"{RUN} --run-dir {root}", doom=file).code == -signal.SIGKILL
     assert sorted(path.name for path in root.iterdir() if "split" in path.name) == [f".{file}.partial", *before]
     assert shell(f"resume {root}").code == 0
     assert_same(root, straight)
@@ -427,7 +446,7 @@ def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(
 
 def test_a_loss_that_is_no_number_names_its_place(shell: Shell, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    done = shell(f"{RUN} --lr 1e30 --run-dir {root}")
+    done = shell(f"{RUN} --steps 2 --lr 1e30 --run-dir {root}")
     assert done.code == 1
     assert "Traceback" not in done.said
     (said,) = [line for line in done.said.splitlines() if "loss" in line]
@@ -457,13 +476,11 @@ def test_control_c_says_how_to_go_on(shell: Shell, straight: Path, tmp_path: Pat
 
 def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    command = [sys.executable, "-c", "import sys; from halfmoon.cli import main; sys.exit(main())"]
     seen: list[Done] = []
 
     def second(pid: int) -> None:
         once((root / "checkpoint-000001.json").exists, signal.SIGSTOP)(pid)
-        done = subprocess.run([*command, "resume", str(root)], capture_output=True, text=True, check=False)
-        seen.append(Done(done.returncode, done.stderr))
+        seen.append(shell(f"resume {root}"))
         os.kill(pid, signal.SIGCONT)
 
     first = shell(f"{RUN} --run-dir {root}", second)
