@@ -83,12 +83,21 @@ def header(path: Path) -> tuple[int, int, bool] | None:
                     return turned.height, turned.width, gray
                 # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
                 tagged = image.format != "PNG" or "exif" in image.info
-                lying = tagged and image.getexif().get(_ORIENTATION, 1) >= 5
-                return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
+                return (
+                    (image.width, image.height, gray) if tagged and _lies(image) else (image.height, image.width, gray)
+                )
     except MemoryError:
         raise
     except Exception:  # as in `_open`; whoever decodes it says what is wrong
         return None
+
+
+def _lies(image: Image.Image) -> bool:
+    """Say whether an image's EXIF tag swaps its sides; what is no EXIF data swaps nothing, as in `_turned`."""
+    try:
+        return image.getexif().get(_ORIENTATION, 1) >= 5
+    except Exception:
+        return False
 
 
 def converted(image: Image.Image, place: str, channels: int) -> Image.Image:
