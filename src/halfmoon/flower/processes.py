@@ -32,9 +32,9 @@ ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # A second by default, between a message's arrival and the start of the app that answers it.
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""What every process of Flower is told: to report nothing to anybody, and to look for work ten times a second."""
+"""What every process of Flower is told: to report nothing to anybody, and to look for work five times a second."""
 
 GRACE = 5.0
 """Seconds that a process has to end by itself once it is asked to."""

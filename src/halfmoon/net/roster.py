@@ -15,8 +15,12 @@ from halfmoon.errors import UserError
 from halfmoon.net.message import UNKNOWN, Joined, Malformed, Offer, Refusal, read, write
 from halfmoon.net.terms import Terms
 
-PAUSE = 0.1
-"""Seconds between two looks for replies."""
+PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.05
+"""Seconds between two looks for replies, at least and at most, and the share of the time waited that lies between.
+
+A look asks for every reply alone: a server with many sites would be busy with being asked. What takes a minute may be
+seen half a second later.
+"""
 
 LOOK, HASTE = 2.0, 0.5
 """Seconds between two looks for new sites, and where some are missing."""
@@ -151,7 +155,7 @@ class Roster:
             if now - said > AGAIN and here < wanted:
                 self.say(f"waiting for sites: {here} of {len(self.terms.sites)} are there, {wanted} needed")
                 said = now
-            self.clock.sleep(PAUSE)
+            self._pause(began, now)
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, Answer]:
         """Send each named site its request, and return what each answered, or why it did not; `what` is said of it.
@@ -180,8 +184,16 @@ class Roster:
                 else:
                     answers[name] = answer
             if len(answers) < len(requests):
-                self.clock.sleep(PAUSE)
+                self._pause(began, now)
         return {name: answers[name] for name in requests}
+
+    def _pause(self, began: float, looked: float) -> None:
+        """Sleep until the next look, where the last one began at `looked` and the waiting at `began`.
+
+        As long as that look took, for it was work for who answers, too.
+        """
+        now = self.clock.now()
+        self.clock.sleep(max(PAUSE, min(LONGEST, max(SHARE * (now - began), now - looked))))
 
     def _come_back(self, waiting: dict[str, float], sent: dict[str, _Sent], now: float) -> None:
         """Let sites that have started again since they were asked be asked again: what they had got is lost.
