@@ -6,6 +6,7 @@ Cores are used by running tests side by side instead (pytest-xdist).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,17 @@ torch.set_num_threads(1)
 # How long an example takes, or is looked for, says more about who else computes than about halfmoon.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _flush_nothing() -> Iterator[None]:
+    """Leave out what guards against a loss of power: no test can cause one, and each flush waits for a busy disk.
+
+    That files are flushed, and when, is seen by tests that put something else in its place.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

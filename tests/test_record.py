@@ -30,15 +30,6 @@ from halfmoon.tree import Tree, flatten
 ONE, OTHER = "a1" * 32, "b2" * 32
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flush nothing: it guards against a loss of power, which no test can cause, and a slow disk costs a minute.
-
-    That it is called, and when, is a test of its own.
-    """
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
     with RunFolder.create(tmp_path / "run", "rounds = 3\n", ONE) as made:

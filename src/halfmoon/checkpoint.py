@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,16 @@ def _unseal(data: bytes) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions that write a checkpoint now."""
+    return {"halfmoon": _own(), "torch": torch.__version__}
+
+
+@cache
+def _own() -> str:
+    # Looked up once: finding and parsing a package's metadata takes as long as all the rest of a small checkpoint.
     try:
-        own = version("halfmoon")
+        return version("halfmoon")
     except PackageNotFoundError:  # run from its source
-        own = "unknown"
-    return {"halfmoon": own, "torch": torch.__version__}
+        return "unknown"
 
 
 def name(round: int) -> str:

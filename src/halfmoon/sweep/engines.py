@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -122,8 +123,7 @@ class Processes:
     def _until_broken(self, tasks: Sequence[Task], tries: dict[Task, int], note: Note) -> list[Task]:
         """Return the tasks that were not over when a process died; none where all are over."""
         waiting, running = list(tasks), dict[Future[Done], Task]()
-        # Not forked: a copy of a process with threads of PyTorch's may hang.
-        with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(self.jobs, mp_context=_context()) as pool:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
@@ -143,3 +143,16 @@ class Processes:
                     process.terminate()
                 raise
         return []
+
+
+def _context() -> BaseContext:
+    """Return how processes are begun.
+
+    They are not forked from this one: a copy of a process with threads of PyTorch's may hang. Where it can be had, they
+    are forked from one that has imported all that they need and computes nothing: importing takes seconds, once.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
