@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,9 +16,12 @@ from halfmoon.data.draw import Batching
 from halfmoon.record import RunFolder
 from halfmoon.sim import Simulation
 from halfmoon.store import Store
-from halfmoon.types import Method, Task
+from halfmoon.tree import Tree
+from halfmoon.types import Method, Task, Work
 
 ROUNDS = 3
+SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
+"""(labeled, unlabeled) rows of each client: no more than what makes their steps differ under both batch rules."""
 BATCHINGS = {"both": Batching(4, 4), "rest": Batching(2, "rest")}
 STATISTICS = {"both": {}, "rest": {"statistics": "separate", "labeling": "running"}}
 # An untrained network of four classes is sure of nothing; three rounds see the foot of a ramp, and no tenth round.
@@ -43,7 +46,7 @@ def scene(
     """
     method, shared = method_of(name), task(rounds=ROUNDS, **STATISTICS[rule])
     entry = catalog.entry(name)
-    held = holdings(all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.places[0])
+    held = holdings(SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.places[0])
     return method, shared, simulate(method, shared, held, batching=BATCHINGS[rule], executor=executor, **options)
 
 
@@ -52,6 +55,28 @@ def straight(name: str, rule: str, executor: str = "loop") -> list[Played]:
     """Return the rounds of a run, shared by the tests below."""
     method, shared, simulation = scene(name, rule, executor)
     return play(method, simulation, begin(method, shared), range(ROUNDS))
+
+
+class Again(NamedTuple):
+    """A second run, and what it was given, with copies made before."""
+
+    played: list[Played]
+    simulation: Simulation
+    works: dict[str, Work]
+    given: tuple[Tree, Tree]  # the model, and the server's tree of the first round
+    copies: tuple[Tree, Tree]
+
+
+@cache
+def again(name: str, rule: str) -> Again:
+    """Return a run that equals `straight`, watched for what it does to what it is given."""
+    method, shared, simulation = scene(name, rule)
+    works = dict(method.works(shared.at(ROUNDS - 1)))  # what the last round is played with
+    model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
+    copy = tree.map(torch.clone, model)
+    server = method.start(shared, model)
+    kept = tree.map(torch.clone, server)
+    return Again(play(method, simulation, server, range(ROUNDS)), simulation, works, (model, server), (copy, kept))
 
 
 def numbers(row: Any) -> list[float]:
@@ -63,7 +88,7 @@ def numbers(row: Any) -> list[float]:
     return [-1e300 if row is None else float(row)]
 
 
-EVERY = pytest.mark.parametrize("name", catalog.names())
+EVERY = pytest.mark.parametrize("name", catalog.names(), scope="module")  # all tests of a method stand together
 BOTH = pytest.mark.parametrize("rule", BATCHINGS)
 
 
@@ -96,7 +121,7 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
     played = []
     for executor in ("loop", "vmap"):
         method, shared, simulation = scene(name, "both", executor, place, silent=0.4)
-        played.append(play(method, simulation, begin(method, shared), range(ROUNDS)))
+        played.append(play(method, simulation, begin(method, shared), range(2)))
     for one, many in zip(*played, strict=True):
         assert furthest(many.server, one.server) < 1e-9
         assert furthest(many.state, one.state) < 1e-9
@@ -115,7 +140,7 @@ def test_guesses_that_are_never_confident_do_no_harm(name, place):
     if not never:
         return
     method = catalog.make(name, never)
-    _, shared, simulation = scene(name, "both", place=place)
+    _, shared, simulation = scene(name, "both", place=place, cohort=2)
     simulation.method = method
     for one in play(method, simulation, begin(method, shared), range(2)):
         assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server) if leaf.is_floating_point())
@@ -157,9 +182,7 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
 @BOTH
 def test_a_run_repeats_itself(name, rule):
     """Two runs of one seed are equal in every bit."""
-    method, shared, simulation = scene(name, rule)
-    again = play(method, simulation, begin(method, shared), range(ROUNDS))
-    for one, two in zip(straight(name, rule), again, strict=True):
+    for one, two in zip(straight(name, rule), again(name, rule).played, strict=True):
         assert same(one.server, two.server)
         assert same(one.state, two.state)
         assert numbers(one.report) == numbers(two.report)
@@ -204,10 +227,8 @@ def test_a_method_is_its_hyper_parameters(name):
 @EVERY
 def test_a_method_and_its_work_keep_no_state(name):
     """After a run, method and works are what they were: all state is in the trees."""
-    method, shared, simulation = scene(name, "both")
-    works = dict(method.works(shared))
-    play(method, simulation, begin(method, shared), range(1))
-    assert method == method_of(name)
+    _, simulation, works, _, _ = again(name, "both")
+    assert simulation.method == method_of(name)
     assert dict(simulation.works) == works
     for work in simulation.works.values():
         assert set(vars(work)) == {field.name for field in dataclasses.fields(work)}
@@ -232,14 +253,9 @@ def test_the_server_holds_tensors_and_yields_a_model(name):
 @EVERY
 def test_what_a_method_is_given_is_not_changed(name):
     """Neither the initial model nor a round's server tree is written into: they can be kept and compared."""
-    method, shared, simulation = scene(name, "both")
-    model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
-    copy = tree.map(torch.clone, model)
-    server = method.start(shared, model)
-    kept = tree.map(torch.clone, server)
-    play(method, simulation, server, range(2))
-    assert same(model, copy)
-    assert same(server, kept)
+    _, _, _, given, copies = again(name, "both")
+    for tree_given, copy in zip(given, copies, strict=True):
+        assert same(tree_given, copy)
 
 
 @EVERY

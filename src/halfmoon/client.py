@@ -189,6 +189,9 @@ class _Log:
 
 def _check_upload(errand: Errand, client: int, up: Tree, steps: int) -> None:
     """Refuse an upload that the last step has spoiled: its loss was still finite."""
+    fine = [leaf.isfinite().all() for leaf in tree.leaves(up)]
+    if not fine or bool(torch.stack(fine).all()):  # asked of the device once
+        return
     for name, leaf in tree.flatten(up).items():
         if not bool(leaf.isfinite().all()):
             worst = float(leaf[~leaf.isfinite()].flatten()[0])

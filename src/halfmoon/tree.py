@@ -14,11 +14,20 @@ Tree = dict[str, Any]
 
 def map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
     """Apply `function` to the leaves of trees of one shape."""
+    # One and two trees are spelled out: every step of every client comes through here several times.
+    if not others:
+        return {key: map(function, one) if isinstance(one, dict) else function(one) for key, one in tree.items()}
+    if len(others) == 1:
+        two = others[0]
+        return {
+            key: map(function, one, two[key]) if isinstance(one, dict) else function(one, two[key])
+            for key, one in tree.items()
+        }
     return {
-        key: map(function, value, *(other[key] for other in others))
-        if isinstance(value, dict)
-        else function(value, *(other[key] for other in others))
-        for key, value in tree.items()
+        key: map(function, one, *[other[key] for other in others])
+        if isinstance(one, dict)
+        else function(one, *[other[key] for other in others])
+        for key, one in tree.items()
     }
 
 
