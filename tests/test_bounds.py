@@ -14,7 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -639,3 +639,39 @@ def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
 
     assert [(p.ticket, p.data, p.problem) for p in GridPost(Broken()).collect(["a", "b"])] == [("a", None, UNREADABLE)]  # type: ignore[arg-type]
     assert asked == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("pieces", [20, 30])
+def test_an_answer_of_too_many_pieces_is_not_fetched(pieces: int):
+    """Of a bound of 50 MB: 150 MB are refused before the first byte, and who sent them is, not only the answer."""
+    pytest.importorskip("flwr")
+    from flwr.proto import message_pb2
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+    from flwr.supercore.run import Run
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    from halfmoon.flower.link import OVERSIZED, GridPost
+
+    class Fetched(Exception):
+        pass
+
+    class Client:
+        def PullMessages(self, request: object) -> PullAppMessagesResponse:
+            leaves = [message_pb2.ObjectTree(object_id=str(each)) for each in range(pieces)]
+            tree = message_pb2.ObjectTree(object_id="m", children=[message_pb2.ObjectTree(children=leaves)])
+            return PullAppMessagesResponse(messages_list=[message_pb2.Message()], message_object_trees=[tree])
+
+        def PullObject(self, *request: object) -> NoReturn:
+            raise Fetched
+
+    grid = HttpGrid(token="t")
+    grid.set_run(Run.create_empty(1))
+    grid._client = Client()  # type: ignore[assignment]
+    post = GridPost(grid, most=50_000_000)
+    for _ in range(2):
+        if pieces == 20:
+            with pytest.raises(Fetched):
+                post.collect(["a"])
+        else:
+            (parcel,) = post.collect(["a"])
+            assert parcel == ("a", b"", OVERSIZED)

@@ -243,6 +243,7 @@ def other(data: bytes, **changes: Any) -> Answer:
     [
         (lambda data: Answer(None, "it was away"), "has no part in round 1: it was away"),
         (lambda data: Answer(data[:50]), "refused in round 1: the answer of site-.: a message"),
+        (lambda data: Answer(data, "it is too large"), "refused in round 1: the answer of site-.: it is too large"),
         (lambda data: other(data, round=5), "it answers round 6, trip 1 .train."),
         (lambda data: other(data, attempt=1), "it answers round 1, trip 1 .train."),
         (

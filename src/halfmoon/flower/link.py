@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
 from halfmoon import disk
 from halfmoon.net.roster import Holder, Parcel
@@ -17,6 +20,14 @@ NAME, HEAD, BODY = "message", "head", "body"
 """Of the record, and of the arrays in it. Flower stores equal arrays once: a model that goes to all sites is one."""
 
 UNREADABLE = "what it sent is no message"
+
+OVERSIZED = "it is larger than any answer in this federation"
+
+PIECE = 5 * 2**20
+"""Bytes into which Flower cuts an array at least; behind `halfmoon.access` nginx lets none through of over 6 MiB."""
+
+PARTS = 16
+"""Objects that a message of ours is made of, beside its pieces, and some to spare."""
 
 PROBLEMS = {
     1: "its program cannot be loaded",
@@ -55,12 +66,20 @@ def held(path: Path) -> dict[int, Holder]:
     return {int(number): Holder(said["name"], said["since"]) for number, said in nodes.items()}
 
 
-class GridPost:
-    """Carries bytes over a Grid; `keys` is the file that says whose key each node has, where sites have keys."""
+class Oversized(ValueError):
+    """A message of more pieces than any may have; nothing of it was fetched."""
 
-    def __init__(self, grid: Grid, keys: Path | None = None) -> None:
+
+class GridPost:
+    """Carries bytes over a Grid; `keys` is the file that says whose key each node has, where sites have keys.
+
+    An answer that may have more than `most` bytes, by the number of its pieces, is not fetched.
+    """
+
+    def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
         """Carry over `grid`."""
-        self.grid, self.keys = grid, keys
+        self.grid, self.keys, self.most = grid, keys, most
+        self._watched: object = None
 
     def nodes(self) -> Sequence[int]:
         """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
@@ -92,9 +111,31 @@ class GridPost:
         """
         try:
             with _connecting():
+                self._watch()
                 return [_parcel(message) for message in self.grid.pull_messages([ticket])]
+        except Oversized:
+            return [Parcel(ticket, b"", OVERSIZED)]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
             return [Parcel(ticket, None, UNREADABLE)]
+
+    def _watch(self) -> None:
+        """Have the Grid look at how many pieces a message has before it asks for the first of them.
+
+        Flower tells no size before, and offers no place for this: where it is not found, what comes is judged later.
+        """
+        client = getattr(self.grid, "_runtime_client", None)
+        if self.most is None or client is None or client is self._watched:
+            return
+        self._watched, pull, most = client, client.PullMessages, PARTS + self.most // PIECE
+
+        def bounded(request: object) -> Any:
+            said = pull(request)
+            for each in said.message_object_trees:
+                if sum(1 for _ in islice(iterate_object_tree(each), most + 1)) > most:
+                    raise Oversized
+            return said
+
+        client.PullMessages = bounded
 
 
 def _parcel(message: Message) -> Parcel:

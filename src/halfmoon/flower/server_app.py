@@ -28,7 +28,7 @@ def main(grid: Grid, context: Context) -> None:
     keys = context.run_config.get("keys")
     try:
         host.serve(
-            GridPost(grid, None if keys is None else Path(str(keys))),
+            GridPost(grid, None if keys is None else Path(str(keys)), host.most),
             float(context.run_config.get("patience", math.inf)),
         )
     except UserError as error:

@@ -21,6 +21,7 @@ from halfmoon.errors import UserError
 from halfmoon.evaluate import Examples, Tally
 from halfmoon.experiment import Experiment, Row, play
 from halfmoon.ground import Ground, Holdings
+from halfmoon.net import bounds
 from halfmoon.net.journal import Journal
 from halfmoon.net.member import labeled_images
 from halfmoon.net.patterns import Patterns
@@ -49,6 +50,11 @@ class Host:
     def journal(self) -> Journal:
         """Where the server writes down what happens."""
         return Journal(self.path / LOG)
+
+    @property
+    def most(self) -> int:
+        """The bytes that no answer of a site may have, whatever it is asked."""
+        return bounds.unsure(task(self.plan.config, self.plan.terms.form).network)
 
     def make(self) -> None:
         """Make the run's folder, or look into the one that is there.

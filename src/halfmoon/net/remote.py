@@ -372,6 +372,8 @@ class Remote(Rounds):
         if answer.data is None:
             self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
             return None
+        if answer.reason:
+            return self._refuse(site, answer.reason)
         try:
             said = read(answer.data, Reply, Refusal, limit=most)
         except Malformed as error:

@@ -39,7 +39,10 @@ RESENDS = 3
 
 
 class Parcel(NamedTuple):
-    """What came for a ticket: the answer, or None and why there will be none."""
+    """What came for a ticket: the answer, or None and why there will be none.
+
+    An answer with a problem is one that must not count: who sends such ones is set aside.
+    """
 
     ticket: str
     data: bytes | None
@@ -85,7 +88,7 @@ class Clock:
 
 
 class Answer(NamedTuple):
-    """What a site answered to a request: its bytes, or None and why there are none."""
+    """What a site answered to a request: its bytes, or None and why there are none. Bytes with a reason count not."""
 
     data: bytes | None
     reason: str = ""
