@@ -253,11 +253,17 @@ def _mark(leaf: Tensor) -> int:
 def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     """Play a method for a few rounds with labels at `place`; return its runtime and its first model.
 
-    One that sends something every `interval` rounds plays that long, and the next one.
+    One that sends something every `interval` rounds plays that long, and the next one; in a place where it is not
+    measured, but only listened to, it does so every round.
     """
     entry, rounds = catalog.entry(name), _rounds(name)
-    # SemiFL trains on rows alone that it is sure of, which random images would not have.
-    method = catalog.make(name, {"tau": 0.0}) if place == "clients" and entry.places[0] == "server" else entry.method
+    changed: dict[str, Any] = {}
+    if place == "clients" and entry.places[0] == "server":
+        changed["tau"] = 0.0  # SemiFL trains on rows alone that it is sure of, which random images would not have
+    if place != entry.places[0] and "interval" in catalog.options(name):
+        changed["interval"], rounds = 1, ROUNDS
+    changed = {key: value for key, value in changed.items() if key in catalog.options(name)}
+    method = catalog.make(name, changed) if changed else entry.method
     shared = Task(SmallCNN(1, 10), Adam(), Normalize((0.5,), (0.5,)), rounds=rounds)
     options: dict[str, Any] = {"views": Views(), "batching": Batching(LABELED, LABELED), "budget": Budget(), "seed": 0}
     runtime = Overheard(method, shared, _holdings(entry, place), cohort=COHORT, **options)
