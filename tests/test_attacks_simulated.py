@@ -235,31 +235,37 @@ def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+HONEST: dict[str, Any] = {"method": "fedavg", "aggregation": "median", **SMALL, "labels_per_class": 2.0}
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run that no client attacks."""
+    folder = tmp_path_factory.mktemp("honest") / "run"
+    build.start(Config(run_dir=folder, **HONEST))
+    return folder
+
+
 @EVERY
-def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, tmp_path: Path, monkeypatch):
+def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, honest: Path, tmp_path, monkeypatch):
     """Killed after its second round and resumed, the run has the bytes of a straight one, noise and rows as well.
 
     Without the attack it has others: the option reaches the clients.
     """
-    options: dict[str, Any] = {"method": "fedavg", "aggregation": "median", **SMALL}
-    run = {**options, "attack": attack, "attackers": 0.2, "labels_per_class": 2.0}
+    run = {**HONEST, "attack": attack, "attackers": 0.2}
     build.start(Config(run_dir=tmp_path / "whole", **run))
     monkeypatch.setattr(build, "play", stopping(build.play, 2))
     with pytest.raises(KeyboardInterrupt):
         build.start(Config(run_dir=tmp_path / "cut", **run))
     monkeypatch.undo()
     build.resume(tmp_path / "cut")
-    build.start(Config(run_dir=tmp_path / "honest", **options, labels_per_class=2.0))
     for name in ("model.safetensors", METRICS):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    models = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("whole", "honest")]
+    models = [(each / "model.safetensors").read_bytes() for each in (tmp_path / "whole", honest)]
     assert models[0] != models[1]
     rows = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
     assert [row["guard"]["hostile"] for row in rows] == [hostile(5, 0.2, 0)] * 3
-    summaries = [json.loads((tmp_path / each / "summary.json").read_text()) for each in ("whole", "honest")]
-    assert summaries[0]["guards"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
-    assert summaries[1]["guards"] == {"aggregation": "median"}
-    summaries = [json.loads((tmp_path / each / "summary.json").read_text()) for each in ("whole", "honest")]
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (tmp_path / "whole", honest)]
     assert summaries[0]["guards"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
     assert summaries[1]["guards"] == {"aggregation": "median"}
 

@@ -173,10 +173,10 @@ def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("rule", [{}, {"statistics": "separate", "labeling": "running"}])
 @pytest.mark.parametrize("options", [{}, {"labels": "step"}, {"debias": False}, {"mean": "all"}], ids=str)
 def test_by_rows_and_without_accumulation_it_is_fedavg_bit_by_bit(keep, rule, options):
-    """Three rounds: FedDB(dma="size") and FedAvg(FixMatch(labels="round", debias=True, mean="used"))."""
+    """Two rounds: FedDB(dma="size") and FedAvg(FixMatch(labels="round", debias=True, mean="used"))."""
     shared = task(**rule)
     runs = [
-        play(method, simulate(method, shared), begin(method, shared), range(3))[-1]
+        play(method, simulate(method, shared), begin(method, shared), range(2))[-1]
         for method in average_by_rows(keep=keep, **options)
     ]
     assert same(runs[0].server, runs[1].server)
