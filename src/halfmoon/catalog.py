@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from halfmoon.errors import UserError, nearest
@@ -386,7 +387,7 @@ def make(name: str, chosen: dict[str, Any] | None = None) -> Method:
 
 def _options(node: Any) -> dict[str, Option]:
     found: dict[str, Option] = {}
-    types = typing.get_type_hints(type(node))
+    types = _types(type(node))
     for field in fields(node):
         value = node.__dict__[field.name]
         if is_dataclass(value):
@@ -394,6 +395,12 @@ def _options(node: Any) -> dict[str, Option]:
         else:
             found[field.name] = Option(types[field.name], value)
     return found
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    # Python evaluates the words of every annotation anew each time, and every cell of a sweep asks.
+    return typing.get_type_hints(kind)
 
 
 def _with(node: Any, chosen: dict[str, Any]) -> Any:

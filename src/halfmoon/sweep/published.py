@@ -21,11 +21,20 @@ class Published(NamedTuple):
 
 def lookup(where: Mapping[str, str]) -> Published | None:
     """Return the one published number whose columns are all as in `where`; None where there is none, or several."""
-    found = [row for row in _rows() if all(row[column] == value for column, value in where.items())]
+    found = _by(tuple(where)).get(tuple(where.values()), [])
     if len(found) != 1 or not found[0]["mean"]:
         return None
     (row,) = found
     return Published(float(row["mean"]), float(row["std"]) if row["std"] else None, row["note"])
+
+
+@cache
+def _by(columns: tuple[str, ...]) -> Mapping[tuple[str, ...], list[Mapping[str, str]]]:
+    """Return the rows by what stands in some columns: a sweep looks up thousands of cells."""
+    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for row in _rows():
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return found
 
 
 @cache
