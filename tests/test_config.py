@@ -84,7 +84,8 @@ def configs(draw: st.DrawFn) -> Config:
     private = chosen["aggregation"] == "mean" and chosen["norm"] != "batch" and draw(st.booleans())
     for name in ("dp_clip", "dp_noise", "dp_epsilon"):
         chosen[name] = draw(positive) if private else None
-    chosen["secure_aggregation"] = chosen["aggregation"] == "mean" and draw(st.booleans())
+    many = chosen["aggregation"] == "mean" and chosen["cohort"] >= 3  # fewer hide nothing
+    chosen["secure_aggregation"] = many and draw(st.booleans())
     chosen["silent"] = draw(st.floats(0, 1, exclude_max=True))
     for name in ("clip_norm", "clip_value"):
         chosen[name] = draw(st.none() | positive)
