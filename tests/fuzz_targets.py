@@ -428,7 +428,7 @@ def parquet_files(draw: Draw) -> bytes:
     except pa.ArrowException:
         labels = pa.array(numbers, pa.int64())
     facts = draw(st.one_of(st.none(), JUNK, changed({"info": {"features": {"label": {"names": ["a", "b"]}}}})))
-    meta = None if facts is None else {"huggingface": json.dumps(facts)}
+    meta = None if facts is None else {"huggingface": rendered(facts)}
     names = draw(st.sampled_from([("image", "label"), ("img", "labels"), ("picture", "label"), ("image", "class")]))
     return parquet_bytes(dict(zip(names, (images, labels), strict=True)), meta)
 
@@ -481,7 +481,7 @@ SPLIT_FACTS = {"scenario": {"seed": 0}, "source": "digits", "labels_sha256": "",
 
 def split_bytes(facts: Any, columns: Mapping[str, Any]) -> bytes:
     """Return the file of a split that says these facts."""
-    return parquet_bytes(columns, {"halfmoon": json.dumps(facts)})
+    return parquet_bytes(columns, {"halfmoon": rendered(facts)})
 
 
 ROWS: dict[str, Any] = {"row": [0, 1, 2, 3], "client": [0, 1, -1, 0], "labeled": [True, False, False, False]}

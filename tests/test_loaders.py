@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from scipy.io import savemat
+from scipy.io import loadmat, savemat
 
-from halfmoon.data import load
+from halfmoon.data import load, mat
 from halfmoon.data.images import statistics
 from halfmoon.data.sources import KNOWN
 from halfmoon.errors import UserError
@@ -283,6 +284,42 @@ def test_a_damaged_mat_file_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match=r"test_32x32.mat is missing; svhn is train_32x32.mat and test_32x32.mat"):
         load("svhn", tmp_path)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_arrays_of_matlab_are_those_that_scipy_reads(packed: bool) -> None:
+    """Every type of real numbers, names from one letter on, shapes with and without values; other things are left."""
+    kinds = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8")
+    held: dict[str, Any] = {f"a{kind}": np.arange(24).reshape(2, 3, 4).astype(kind) for kind in kinds}
+    held |= {"X": np.zeros((0, 3)), "y": np.array([[7]], np.uint8), "text": "words", "z": np.ones((2, 2)) * 1j}
+    held["cells"] = np.array([1, "a"], object)
+    file = io.BytesIO()
+    savemat(file, held, do_compression=packed)
+    read = mat.arrays(file.getvalue(), tuple(held))
+    known = loadmat(io.BytesIO(file.getvalue()))
+    assert read.keys() == held.keys() - {"text", "z", "cells"}
+    for name, array in read.items():
+        assert array.dtype == known[name].dtype, name
+        np.testing.assert_array_equal(array, known[name])
+    assert mat.arrays(file.getvalue(), ["y"]).keys() == {"y"}
+
+
+def test_an_array_of_matlab_on_a_machine_of_the_other_order() -> None:
+    """By hand from the format's description: flags, sides, name and values, most significant bytes first."""
+    parts = [struct.pack(">IIII", 6, 8, 10, 0), struct.pack(">IIii", 5, 8, 1, 2), struct.pack(">HH4s", 1, 1, b"y")]
+    body = b"".join(parts) + struct.pack(">IIHH4x", 3, 4, 513, 2)
+    head = b"by hand".ljust(124) + b"\1\0MI"
+    assert mat.arrays(head + struct.pack(">II", 14, len(body)) + body, "y")["y"].tolist() == [[513, 2]]
+
+
+def test_a_packed_array_of_matlab_is_not_unpacked_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    savemat(file, {"X": np.zeros((1000, 1000), np.uint8)}, do_compression=True)
+    monkeypatch.setattr(mat, "LARGEST", 1_000_000)
+    with pytest.raises(ValueError, match="over 1,000,000 bytes"):
+        mat.arrays(file.getvalue(), ["X"])
+    monkeypatch.setattr(mat, "LARGEST", 1_000_100)
+    assert mat.arrays(file.getvalue(), ["X"])["X"].shape == (1000, 1000)
 
 
 # CINIC-10

@@ -70,7 +70,8 @@ class Evaluation(NamedTuple):
 def evaluations(entry: Entry, run: Run | None) -> list[Evaluation]:
     """Return what is known of a finished run in the order of its rounds: without its folder, its end alone."""
     rows = run.rows if run else []
-    found = [Evaluation(row["cost"]["labeled_steps"], row["test"]["accuracy"]) for row in rows if row.get("test")]
+    told = [((row.get("cost") or {}).get("labeled_steps"), (row.get("test") or {}).get("accuracy")) for row in rows]
+    found = [Evaluation(used, share) for used, share in told if used is not None and share is not None]
     steps = (entry.cost or {}).get("labeled_steps")
     if not found and entry.accuracy and steps is not None:
         return [Evaluation(steps, entry.accuracy.last)]
