@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scenes import SIZES, begin, furthest, play
+from scenes import begin, furthest, play
 from scipy.stats import chi2, chisquare
 from sympy import isprime
-from test_contract import scene
+from test_contract import SIZES, scene
 
 from halfmoon.config import Config
 from halfmoon.errors import UserError

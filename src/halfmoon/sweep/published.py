@@ -21,7 +21,8 @@ class Published(NamedTuple):
 
 def lookup(where: Mapping[str, str]) -> Published | None:
     """Return the one published number whose columns are all as in `where`; None where there is none, or several."""
-    found = _by(tuple(where)).get(tuple(where.values()), [])
+    values = tuple(where.values())
+    found = _by(tuple(where)).get(values, []) if all(isinstance(each, str) for each in values) else []
     if len(found) != 1 or not found[0]["mean"]:
         return None
     (row,) = found
