@@ -15,7 +15,7 @@ from halfmoon.errors import UserError
 from halfmoon.net.message import UNKNOWN, Joined, Malformed, Offer, Refusal, read, write
 from halfmoon.net.terms import Terms
 
-PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.05
+PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.1
 """Seconds between two looks for replies, at least and at most, and the share of the time waited that lies between.
 
 A look asks for every reply alone: a server with many sites would be busy with being asked. What takes a minute may be
