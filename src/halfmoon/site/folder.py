@@ -154,24 +154,31 @@ def _walk(folder: Path) -> _Files:
     def refused(error: OSError) -> None:
         closed.append(_shown(_relative(Path(error.filename), folder)))
 
+    # A folder may have a million files, and is walked at every start: paths are plain words here, not Path objects.
     for place, inside, names in os.walk(folder, onerror=refused):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
+        above = _relative(Path(place), folder)
+        start = "" if above == "." else f"{above}/"
         # os.walk does not follow links to folders: they can lead in circles or out of the site.
-        others += [_shown(_relative(Path(place, name), folder)) for name in inside if Path(place, name).is_symlink()]
+        others += [_shown(start + name) for name in inside if os.path.islink(os.path.join(place, name))]
         for name in names:
-            path = _relative(Path(place, name), folder)
+            path = start + name
             if name.startswith(".") or path in (LABELS, CLASSES):
                 continue
-            if _is_image(Path(place, name)) and _shown(path) == path:
+            if _is_image(place, name) and _shown(path) == path:
                 images.append(path)
             else:  # a name that is not UTF-8 could not stand in a table
                 others.append(_shown(path))
     return _Files(sorted(images), sorted(others), sorted(closed))
 
 
-def _is_image(path: Path) -> bool:
+def _is_image(place: str, name: str) -> bool:
     """Say whether a file is an image by its suffix; a pipe, which would be waited for, and a dead link are none."""
-    return path.suffix.lower() in SUFFIXES and path.is_file()
+    if os.path.splitext(name)[1].lower() not in SUFFIXES:
+        return False
+    whole = os.path.join(place, name)
+    # Path tells a file that cannot be looked at, which is an error, from one that is none.
+    return os.path.isfile(whole) or Path(whole).is_file()
 
 
 def _shown(name: str) -> str:

@@ -199,15 +199,15 @@ def _stamps(site: Site) -> dict[str, Stamp]:
     """Return bytes and time of change of every image."""
     stamps = {}
     for path in site.paths:
-        facts = _stat(site.folder / path)
+        facts = _stat(os.path.join(site.folder, path))
         # A file that has just gone has no stamp; it is among those that cannot be read.
         stamps[path] = (-1, -1) if facts is None else (facts.st_size, facts.st_mtime_ns)
     return stamps
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _stat(path: str) -> os.stat_result | None:
     try:
-        return path.stat()
+        return os.stat(path)
     except OSError:
         return None
 
