@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
@@ -79,7 +80,7 @@ class GridPost:
     def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
         """Carry over `grid`."""
         self.grid, self.keys, self.most = grid, keys, most
-        self._watched: object = None
+        self._desk: _Desk | None = None
 
     def nodes(self) -> Sequence[int]:
         """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
@@ -102,40 +103,64 @@ class GridPost:
 
     def collect(self, tickets: Sequence[str]) -> Sequence[Parcel]:
         """Return what has come for these tickets; raises ConnectionError."""
-        return [parcel for ticket in tickets for parcel in self._collect(ticket)]
+        with _connecting():
+            client = getattr(self.grid, "_runtime_client", None)
+            if self._desk is None or self._desk.client is not client:
+                self._desk = _Desk(client, self.most)
+            ready = self._desk.look(tickets)
+        return [parcel for ticket in ready for parcel in self._collect(ticket)]
 
     def _collect(self, ticket: str) -> list[Parcel]:
         """Return what has come for a ticket, and that it cannot be read where Flower fails over it.
 
-        Each is asked for alone: what comes together with an answer that Flower cannot put together is lost with it.
+        Each is fetched alone: what comes together with an answer that Flower cannot put together is lost with it.
         """
         try:
             with _connecting():
-                self._watch()
                 return [_parcel(message) for message in self.grid.pull_messages([ticket])]
         except Oversized:
             return [Parcel(ticket, b"", OVERSIZED)]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
             return [Parcel(ticket, None, UNREADABLE)]
 
-    def _watch(self) -> None:
-        """Have the Grid look at how many pieces a message has before it asks for the first of them.
 
-        Flower tells no size before, and offers no place for this: where it is not found, what comes is judged later.
-        """
-        client = getattr(self.grid, "_runtime_client", None)
-        if self.most is None or client is None or client is self._watched:
-            return
-        self._watched, pull, most = client, client.PullMessages, PARTS + self.most // PIECE
+class _Desk:
+    """What stands between a Grid and the client by which it asks the SuperLink: one question for all that has come.
 
-        def bounded(request: object) -> Any:
-            said = pull(request)
-            for each in said.message_object_trees:
-                if sum(1 for _ in islice(iterate_object_tree(each), most + 1)) > most:
-                    raise Oversized
-            return said
+    A Grid asks which messages there are and fetches them at once. Here the list is asked for once for all tickets, a
+    hundredth of a second each time, and handed to the Grid ticket by ticket; and a message of too many pieces is seen
+    before the first of them is fetched. Flower offers no place for either: a Grid without such a client is asked for
+    each ticket, and what comes is judged when it is there.
+    """
 
-        client.PullMessages = bounded
+    def __init__(self, client: Any, most: int | None) -> None:
+        """Stand before a Grid's client, None where it has none."""
+        self.client = client
+        self._most = None if most is None else PARTS + most // PIECE
+        self._listed: dict[str, tuple[Any, Any]] = {}
+        if client is not None:
+            self._ask = client.PullMessages
+            client.PullMessages = self._hand
+
+    def look(self, tickets: Sequence[str]) -> Sequence[str]:
+        """Return the tickets for which something has come; all of them where nobody can say."""
+        if self.client is None or not tickets:
+            return tickets
+        said = self._ask(PullAppMessagesRequest(message_ids=tickets))
+        found = zip(said.messages_list, said.message_object_trees, strict=True)
+        listed = {each.metadata.reply_to_message_id: (each, tree) for each, tree in found}
+        self._listed |= {ticket: listed[ticket] for ticket in tickets if ticket in listed}
+        return [ticket for ticket in tickets if ticket in self._listed]
+
+    def _hand(self, request: Any) -> PullAppMessagesResponse:
+        """Answer in place of the SuperLink."""
+        found = [self._listed.pop(ticket) for ticket in request.message_ids if ticket in self._listed]
+        for _, tree in found:
+            if self._most is not None and next(islice(iterate_object_tree(tree), self._most, None), None) is not None:
+                raise Oversized
+        return PullAppMessagesResponse(
+            messages_list=[each for each, _ in found], message_object_trees=[tree for _, tree in found]
+        )
 
 
 def _parcel(message: Message) -> Parcel:

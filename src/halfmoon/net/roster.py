@@ -18,8 +18,8 @@ from halfmoon.net.terms import Terms
 PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.1
 """Seconds between two looks for replies, at least and at most, and the share of the time waited that lies between.
 
-A look asks for every reply alone: a server with many sites would be busy with being asked. What takes a minute may be
-seen half a second later.
+A look is a hundredth of a second's work for Flower, and for the processes that share the machine with it. What takes a
+minute may be seen half a second later.
 """
 
 LOOK, HASTE = 2.0, 0.5
