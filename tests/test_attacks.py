@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from attackers import ATTACKS, EVIL, EXPORT, FILE, HALFMOON, LAST, NGINX, Besieged, executed, write
+from attackers import ATTACKS, EVIL, EXPORT, FILE, LAST, NGINX, Besieged, executed, write
 from safetensors.numpy import load_file
+
+from halfmoon.cli import main
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux"),
@@ -27,10 +28,11 @@ SWIFT = {name: attack for name, attack in ATTACKS.items() if name not in SLOW}
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folders of three sites, with the file of a federation."""
+    """Return the folders of three sites, with the file of a federation; beside them is its simulation."""
     folder = tmp_path_factory.mktemp("attacked") / "sites"
-    subprocess.run([HALFMOON, *EXPORT, "--out", folder], check=True, capture_output=True)
+    assert main([*EXPORT, "--out", str(folder)]) == 0
     write(folder)
+    assert main(["run", "--config", str(folder / FILE), "--run-dir", str(folder.parent / "simulated")]) == 0
     return folder
 
 
@@ -48,7 +50,6 @@ def fed(tmp_path: Path, exported: Path) -> Iterator[Besieged]:
 def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
     """Each attack leaves its sentence where its name says; no pickle is executed; the weights are the simulator's."""
     fed.begin()
-    fed.start("simulated", "run", "--config", str(exported / FILE), "--run-dir", str(fed.folder / "simulated"))
     fed.until(lambda: "is there" in fed.log("serve.log"), "the first site")
     for name, attack in SWIFT.items():
         if name != LAST:
@@ -61,8 +62,7 @@ def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
     fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
     assert not executed(fed), "somebody has unpickled something"
     served = load_file(fed.run / "model.safetensors")
-    assert fed.running["simulated"].wait(100) == 0, fed.log("simulated")
-    simulated = load_file(fed.folder / "simulated" / "model.safetensors")
+    simulated = load_file(exported.parent / "simulated" / "model.safetensors")
     assert served.keys() == simulated.keys()
     for name, leaf in served.items():
         assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
