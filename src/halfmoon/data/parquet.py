@@ -63,8 +63,10 @@ def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
 
 def _open(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+        file = pq.ParquetFile(path)
+        _ = file.schema_arrow.names  # which may be no text
+        return file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable parquet file ({one_line(error)}); fetch it again.") from error
 
 
