@@ -40,7 +40,7 @@ from halfmoon.net.message import (
     look,
     write,
 )
-from halfmoon.net.site import Refused, Site, check_version
+from halfmoon.net.site import Refused, Site, agreed, check_version
 from halfmoon.net.terms import Terms
 from halfmoon.pieces import computing, examples
 from halfmoon.site import Prepared, prepare
@@ -176,7 +176,7 @@ class Member:
         try:
             known = Downs.parse(json.loads(disk.read(place / DOWNS) or b""), len(terms.sites))
         except (ValueError, LookupError, TypeError, AttributeError):
-            known = site.agreed(terms)
+            known = agreed(terms.text)
             disk.replace(place / DOWNS, json.dumps(known.facts()).encode())
         return replace(site, downs=known)
 

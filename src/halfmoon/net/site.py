@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,18 @@ class Refused(UserError):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
+
+
+@lru_cache(maxsize=4)
+def agreed(text: str) -> Downs:
+    """Return what a server of the terms with this `text` sends; that takes seconds for a large network.
+
+    It is the same for every site: those that share a process, as in a rehearsal, find it out once.
+    """
+    terms = Terms.parse(text)
+    config, form = terms.config, terms.form
+    shared = task(config, form)
+    return Downs.of(method(config), shared, views(config, form), form.image, config.seed, len(terms.sites))
 
 
 @dataclass
@@ -90,12 +103,6 @@ class Site:
             holdings, views(config, terms.form), *rules, measure, config.seed, "loop", memories,
         )  # fmt: skip
         return cls(number, made, shared, ground, terms.hash, version)
-
-    def agreed(self, terms: Terms) -> Downs:
-        """Return what a server of these terms sends; that takes seconds for a large network."""
-        return Downs.of(
-            self.method, self.task, self.ground.views, terms.form.image, self.ground.seed, len(terms.sites)
-        )  # fmt: skip
 
     def look(self, request: Request, sealed: Sealed[Any]) -> None:
         """Raise `Refused` for a request that this site does not do; of its trees the header alone was read."""
