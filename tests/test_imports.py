@@ -208,6 +208,7 @@ def executing(parsed: ast.Module) -> list[str]:
         if isinstance(node, ast.Call):
             plain = {each.arg: each.value for each in node.keywords}
             pickles = plain.get("allow_pickle")
+            allowed = isinstance(pickles, ast.Constant) and bool(pickles.value)
             if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec", "compile", "__import__"):
                 found.append(f"{node.func.id}, line {node.lineno}")
             if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
@@ -218,9 +219,7 @@ def executing(parsed: ast.Module) -> list[str]:
                 if name in (("os", "system"), ("os", "popen")):
                     found.append(f"{'.'.join(name)}, line {node.lineno}")
             # A shell reads a program too.
-            if "shell" in plain or (
-                isinstance(plain.get("allow_pickle"), ast.Constant) and plain["allow_pickle"].value
-            ):
+            if "shell" in plain or allowed:
                 found.append(f"shell or allow_pickle, line {node.lineno}")
     return found
 
@@ -278,10 +277,13 @@ def test_only_the_command_line_prints():
     ] == []
 
 
-def publics(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def publics(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Named]]:
     """Yield the public functions, classes and methods of a module by name."""
     for child in node.body:
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
+        if isinstance(child, Named) and not child.name.startswith("_"):
             yield f"{prefix}{child.name}", child
             if isinstance(child, ast.ClassDef):
                 yield from publics(child, f"{child.name}.")
