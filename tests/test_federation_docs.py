@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from halfmoon import cli
 from halfmoon.net.plan import Rules, load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,11 +91,6 @@ class Terminals:
             )
         return self.started[line]
 
-    def run(self, line: str) -> str:
-        """Run a command to its end, and return what it printed."""
-        assert self.start(line).wait(PATIENCE) == 0, self.said(line)
-        return self.said(line)
-
     def output(self, line: str) -> Path:
         return self.folder / f"{re.sub('[^a-z0-9]+', '-', line)[:120]}.txt"
 
@@ -140,20 +136,35 @@ def adapted(port: int) -> tuple[list[str], str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
-def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(terminals: Terminals):
-    """Every command of the page does what is said there, the model is the simulator's to the bit, nothing stays."""
+def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
+    terminals: Terminals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Every command of the page does what is said there, the model is the simulator's to the bit, nothing stays.
+
+    What has a terminal of its own on the page are processes; a command that only has to come to its end is called here.
+    """
     pytest.importorskip("flwr")
     from halfmoon.flower.processes import free_port
 
     folder = terminals.folder
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def here(line: str) -> str:
+        """Run a command to its end, and return what it printed."""
+        code = cli.main(shlex.split(line)[1:])
+        said = capsys.readouterr()
+        assert code == 0, said
+        return said.out + said.err
+
     lines, top = adapted(free_port())
     joins = [line for line in lines if "site join" in line]
     (serve,) = (line for line in lines if "halfmoon serve" in line)
     first, check = lines[:2]
     predict, evaluate, simulate = lines[-3:]
     assert lines == [first, check, serve, *joins, predict, evaluate, simulate]
-    terminals.run(first)
-    terminals.run(check)
+    here(first)
+    here(check)
     file = folder / "rehearsal" / "federation.toml"
     file.write_text(top + file.read_text())
     try:
@@ -174,13 +185,13 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
         said = {form(each) for each in terminals.said(line).splitlines()}
         # Another federation may have other terms, and decodes its images in another time.
         assert {form(each) for each in log.splitlines() if not re.search(r"; classes|finished|^\.\.\.$", each)} <= said
-    terminals.run(predict)
+    here(predict)
     rows = list(csv.DictReader((folder / "found.csv").open()))
     images = sorted(path.relative_to(folder / "rehearsal" / "test") for path in folder.glob("rehearsal/test/**/*.png"))
     assert [row["path"] for row in rows] == [path.as_posix() for path in images]
     assert len(rows) in (360, 624)
-    assert f"images: {len(rows)}\n" in terminals.run(evaluate)
-    terminals.run(simulate)
+    assert f"images: {len(rows)}\n" in here(evaluate)
+    here(simulate)
     served, simulated = (load_file(folder / run / "model.safetensors") for run in ("first", "simulated"))
     assert served.keys() == simulated.keys()
     for name, leaf in served.items():
