@@ -138,7 +138,8 @@ class Split:
         """Return the split that `save` wrote; raise UserError for a missing, damaged or foreign file."""
         try:
             table = pq.read_table(path)
-        except (pa.ArrowException, OSError) as error:
+            _ = table.schema.names  # which may be no text
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a readable split ({one_line(error)}); make a new one.") from error
         try:
             facts = disk.parsed((table.schema.metadata or {})[b"halfmoon"])
