@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Letter:
         return read(unwrapped(self.reply.content), Joined, Reply, Refusal)
 
 
-@dataclass
+@dataclass(eq=False)
 class Town:
     """Three sites, and a folder for the test images and one for the server's own, below `folder`."""
 
@@ -83,7 +84,7 @@ class Town:
     runs: Path
     _count: list[int] = field(default_factory=list)
 
-    @property
+    @cached_property
     def form(self) -> Form:
         """Return what the images are like."""
         return load(self.folder / "federation.toml").terms.form

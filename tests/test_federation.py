@@ -228,7 +228,8 @@ def heads(told: bytes) -> set[str]:
     return set(json.loads(json.loads(text(told))["__metadata__"]["halfmoon"])) - {"message"}
 
 
-def private(town: Town, name: str, most: int = 50) -> set[bytes]:
+@cache  # no test of this file changes an image or a label
+def private(town: Town, name: str, most: int = 50) -> frozenset[bytes]:
     """Return what must not leave a folder: rows of pixels of its first images, and their labels in a row."""
     images, labels = (each[:most] for each in town.images(name))
     secrets = pixels(images, town.form.mean[0], town.form.std[0])
@@ -236,7 +237,7 @@ def private(town: Town, name: str, most: int = 50) -> set[bytes]:
         if len(set(each.tolist())) > 3:
             secrets |= {each.astype(kind).tobytes() for kind in ("i8", "i4", "i2", "i1", "f4", "f8")}
             secrets |= {str(each.tolist()).encode(), ",".join(map(str, each.tolist())).encode()}
-    return secrets
+    return frozenset(secrets)
 
 
 def told(message: Message) -> bytes:

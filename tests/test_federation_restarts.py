@@ -72,7 +72,7 @@ def straight(towns: Callable[[str], Town]) -> Callable[[str], Straight]:
     @cache
     def played(method: str) -> Straight:
         town = towns(METHODS[method])
-        return Straight(town, town.write(method, rounds=ROUNDS, checkpoint_every=2, options=eager(method)))
+        return Straight(town, town.write(method, rounds=ROUNDS, steps=2, checkpoint_every=2, options=eager(method)))
 
     return played
 

@@ -292,8 +292,13 @@ class Member:
 def labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
     """Return a folder's labeled images in the terms' form, decoded into `out`; raise UserError where there are none."""
     channels, height, width = terms.form.image
-    bounds.check_images(out, len(read(folder)), terms.form.image)
-    found = prepare(folder, (height, width), channels, out).site
+    try:
+        found = open_site(folder, out)
+    except UserError:
+        found = None
+    if found is None or found.images is None or found.images.shape[1:] != (height, width, channels):
+        bounds.check_images(out, len(read(folder)), terms.form.image)
+        found = prepare(folder, (height, width), channels, out).site
     assert found.images is not None, "it was just prepared"
     rows = np.flatnonzero(found.labels >= 0)
     if not len(rows):
