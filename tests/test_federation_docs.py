@@ -97,10 +97,11 @@ class Terminals:
     def said(self, line: str) -> str:
         return self.output(line).read_text()
 
-    def end(self, line: str) -> int:
-        """Press Ctrl-C, and return the exit code."""
-        self.started[line].send_signal(signal.SIGINT)
-        return self.started[line].wait(30)
+    def end(self, lines: list[str]) -> list[int]:
+        """Press Ctrl-C in each terminal, and return the exit codes."""
+        for line in lines:
+            self.started[line].send_signal(signal.SIGINT)
+        return [self.started[line].wait(30) for line in lines]
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
             terminals.start(line)
         assert terminals.started[serve].wait(PATIENCE) == 0, terminals.said(serve) + terminals.said(joins[0])
     finally:
-        codes = [terminals.end(line) for line in joins]
+        codes = terminals.end(joins)
     assert codes == [130, 130, 130]
     until = time.monotonic() + 10
     while (left := processes(folder)) and time.monotonic() < until:
