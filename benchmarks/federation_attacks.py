@@ -98,13 +98,6 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
 WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's own screen"}
 
 
-LARGE = """- A site that answers with 300 MB has no row: it was tried once, on two cores with a load of 30. Flower keeps
-  all pieces in its database, of which nginx bounds each and nobody the sum; that was locked for seconds at a time, the
-  SuperLink answered 500 and died, and `halfmoon serve` started it again. The SuperNodes of the other sites gave up
-  without an end; `halfmoon site join` sees that now and starts them again.
-"""
-
-
 def table(outcomes: dict[str, Outcome]) -> str:
     """Return the table of all attacks."""
     lines = ["| attack | refused with (and where that stands) | rounds | weights |", "|---|---|---|---|"]
@@ -144,7 +137,6 @@ def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
     held = facts["machine"]
     calm = outcomes.get(UNDISTURBED)
     most = max((each.together for each in outcomes.values()), default=1)
-    large = "" if "large" in outcomes else LARGE
     together = "Each attack had a run of its own." if most == 1 else f"{most} attacks were played at once, in one run."
     return f"""# What attacks on a federation come to
 
@@ -155,7 +147,7 @@ def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
 {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
 torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}, {facts["nginx"]}.
 
-{NOTES.replace("WEIGHTS", calm.weights[:16] if calm else "none").replace("TOGETHER", together)}{large}"""
+{NOTES.replace("WEIGHTS", calm.weights[:16] if calm else "none").replace("TOGETHER", together)}"""
 
 
 def groups(names: list[str], together: bool) -> list[list[str]]:

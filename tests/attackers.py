@@ -277,7 +277,7 @@ def wrong_authority(fed: Besieged) -> None:
 
 def expired(fed: Besieged) -> None:
     """Let a site call a server whose certificate has run out."""
-    old, listen = fed.folder / "expired", free_port()
+    old, listen = fed.folder / "run-out", free_port()
     make.init(
         old, [], ["localhost"], days=365, port=fed.port, listen=listen, now=datetime.now(UTC) - timedelta(days=400)
     )
