@@ -7,7 +7,7 @@ atheris, which looks for inputs that reach code that none has reached before (`p
 no dependency of halfmoon). Without atheris the rest are random mutations, and the table says so. What an input may do
 is said in `tests/fuzzing.py`. Every target runs in a process of its own, which a crash or a hang ends; findings are
 written to --findings with their inputs, one for each exception and line. `--seconds` ends a target early, and the
-table says so.
+table says so. With `--only` the other rows stay as the files have them.
 """
 
 from __future__ import annotations
@@ -238,9 +238,15 @@ def one(given: argparse.Namespace, name: str, place: Path) -> Tally | None:
 
 
 def write(given: argparse.Namespace, tallies: list[Tally]) -> None:
-    """Write the table, and the same as JSON."""
+    """Write the table, and the same as JSON; rows of other targets stay as the files have them."""
+    from fuzz_targets import TARGETS
+
     versions = {name: metadata.version(name) for name in ("halfmoon", "torch", "pillow", "pyarrow", "safetensors")}
     versions |= {name: metadata.version(name) for name in ("hypothesis", *(["atheris"] if GUIDED else []))}
+    path = given.out.with_suffix(".json")
+    before = json.loads(path.read_text())["targets"] if path.exists() else []
+    known = {each["target"]: Tally(**each) for each in before} | {each.target: each for each in tallies}
+    tallies = [known[each.name] for each in TARGETS if each.name in known]
     facts: dict[str, Any] = {
         "command": f"python benchmarks/fuzz.py --cases {given.cases} --seconds {given.seconds:g} --seed {given.seed}",
         "machine": f"{os.cpu_count()} processors ({platform.machine()}), shared with other work",
@@ -250,20 +256,24 @@ def write(given: argparse.Namespace, tallies: list[Tally]) -> None:
         "targets": [asdict(tally) for tally in tallies],
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    path.write_text(json.dumps(facts, indent=1) + "\n")
     given.out.with_suffix(".md").write_text(page(facts, tallies))
 
 
 def page(facts: dict[str, Any], tallies: list[Tally]) -> str:
     """Return the table in Markdown."""
+    from fuzz_targets import TARGETS
+
     how = "coverage-guided" if facts["coverage_guided"] else "random mutations"
     rows = [
         f"| `{t.target}` | {t.reads} | {t.drawn:,} | {t.searched:,} | {t.worked:,} | {t.refused:,} | {t.seconds:,.0f} "
         f"| {'; '.join(f'{words} ({count})' for words, count in t.findings.items()) or 'nothing'} |"
         for t in tallies
     ]
-    early = [f"`{t.target}`" for t in tallies if t.ended == "time"]
-    said = f"Ended by time before all cases were played: {', '.join(early)}." if early else "All cases were played."
+    early = [f"`{t.target}`" for t in tallies if t.ended]
+    said = f"Ended before all cases were played: {', '.join(early)}." if early else "All cases were played."
+    missing = [f"`{each.name}`" for each in TARGETS if each.name not in {t.target for t in tallies}]
+    said += f" Not played: {', '.join(missing)}." if missing else ""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return f"""# What foreign inputs do to halfmoon
 
@@ -272,7 +282,8 @@ def page(facts: dict[str, Any], tallies: list[Tally]) -> str:
 Every file and message that somebody else may have written, with inputs that are generated from the structure of valid
 ones or mutated from them (hypothesis), and inputs that are searched for ({how}, from valid ones). An
 input has to work or to be refused with one sentence, within 10 s of processor time and 1 GiB of memory; a refusal has
-to leave the folder as it was. "Found" is what did something else, and how often. {said}
+to leave the folder as it was. "Found" is what did something else, and how often, when it was found: it is repaired, and
+its smallest input is a test (`tests/corpus`). Targets were played one by one, on the version of that moment. {said}
 
 | target | what reads it | drawn | searched | worked | refused | seconds | found |
 |---|---|---:|---:|---:|---:|---:|---|
