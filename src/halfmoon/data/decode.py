@@ -83,9 +83,8 @@ def header(path: Path) -> tuple[int, int, bool] | None:
                     return turned.height, turned.width, gray
                 # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
                 tagged = image.format != "PNG" or "exif" in image.info
-                return (
-                    (image.width, image.height, gray) if tagged and _lies(image) else (image.height, image.width, gray)
-                )
+                lying = tagged and _lies(image)
+                return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
     except MemoryError:
         raise
     except Exception:  # as in `_open`; whoever decodes it says what is wrong
