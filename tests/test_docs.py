@@ -20,11 +20,16 @@ from packaging.requirements import Requirement
 from PIL import Image
 
 import halfmoon
-from halfmoon import build, catalog, cli
+from halfmoon.cli import main as cli
+from halfmoon.methods import registry
 from halfmoon.report import tables
+from halfmoon.runs import runner
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -71,7 +76,7 @@ def test_generated_tables_are_those_of_the_code(page: Path) -> None:
 
 
 def test_a_stale_table_is_seen() -> None:
-    others = "".join(f"| `{name}` | | | b |\n" for name in catalog.options("fedprox-sl") if name != "prox")
+    others = "".join(f"| `{name}` | | | b |\n" for name in registry.options("fedprox-sl") if name != "prox")
 
     def defaults(method: str, row: str) -> str:
         return generate.renew(f"<!-- defaults: {method} -->\n{row}\n{others}<!-- /defaults -->")
@@ -88,7 +93,7 @@ def test_a_stale_table_is_seen() -> None:
         with pytest.raises(ValueError, match=why):
             defaults(method, row)
     table = "<!-- generated: methods -->\n| nothing |\n<!-- /generated -->"
-    assert all(f"| `{name}` |" in generate.renew(table) for name in catalog.names())
+    assert all(f"| `{name}` |" in generate.renew(table) for name in registry.names())
 
 
 def test_passes_are_written_as_sums() -> None:
@@ -135,8 +140,8 @@ def test_what_travels_is_taken_from_the_docstring(monkeypatch: pytest.MonkeyPatc
 
 def test_every_method_says_where_it_departs() -> None:
     """In a paragraph after "server:" in its file's docstring, for custom begun with "Departures:"."""
-    for name in catalog.names():
-        assert len(generate._readings(type(catalog.entry(name).method))) > 60, name
+    for name in registry.names():
+        assert len(generate._readings(type(registry.entry(name).method))) > 60, name
     page = read("docs/methods.md")
     for heading in ("FedLoKe", "SemiFL", "FedAvg", "MixMatch"):
         assert f"### Departures of {heading}\n" in page
@@ -157,12 +162,12 @@ def test_every_flag_of_a_command_is_on_the_page(command: str) -> None:
 
 def test_the_main_job_is_described() -> None:
     section = read("docs/cli.md").split("## halfmoon run\n")[1].split("\n## ")[0]
-    assert all(f"`{name}`" in section for name in cli.MAIN_JOB)
+    assert all(f"`{name}`" in section for name in cli.MAIN_JOB["baselines"])
 
 
 def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
     """Every file, and every key of a row, of a real run stands on a page."""
-    outcome = halfmoon.run(halfmoon.Config(rounds=1, beside=("fedavg",), threads=1, run_dir=tmp_path / "run"))
+    outcome = halfmoon.run(halfmoon.Config(rounds=1, baselines=("fedavg",), threads=1, run_dir=tmp_path / "run"))
     page = read("docs/runs.md")
     for path in outcome.folder.iterdir():
         name = re.sub(r"checkpoint-\d{6}\.json", ".json", re.sub(r"\d{6}\.s", "NNNNNN.s", path.name))
@@ -191,7 +196,7 @@ def test_the_form_of_a_text_keeps_its_words() -> None:
     assert form("a: 1") != form("b: 1")
 
 
-PYTHON = [ROOT / "docs" / "quickstart.md", ROOT / "docs" / "trackers.md", ROOT / "README.md"]
+PYTHON = [ROOT / name for name in ("docs/quickstart.md", "docs/trackers.md", "README.md", "CONTRIBUTING.md")]
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
@@ -272,14 +277,14 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(
             continue
         with monkeypatch.context() as patch:
             for place in ("start", "compare", "resume"):
-                patch.setattr(build, place, stop)
+                patch.setattr(runner, place, stop)
             patch.setattr("halfmoon.data.load", stop)
-            patch.setattr("halfmoon.pieces.load_source", stop)
+            patch.setattr("halfmoon.runs.factory.load_source", stop)
             patch.setattr("halfmoon.sweep.play.sweep", stop)
-            patch.setattr("halfmoon.sweep.rays.Rays", stop)
-            patch.setattr("halfmoon.report.files.write_report", stop)
-            patch.setattr("halfmoon.report.board.board", stop)
-            patch.setattr("halfmoon.report.board.add", stop)
+            patch.setattr("halfmoon.sweep.ray_engine.Rays", stop)
+            patch.setattr("halfmoon.report.writer.write_report", stop)
+            patch.setattr("halfmoon.report.leaderboard.board", stop)
+            patch.setattr("halfmoon.report.leaderboard.add", stop)
             with pytest.raises(Understood):
                 cli.main(each.words)
         heading = re.match(r"method .*", each.printed)

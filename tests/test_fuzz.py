@@ -20,9 +20,9 @@ from fuzzing import Broken, Scene, Target, TooLong, attempt, bounded
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from halfmoon.data import idx
-from halfmoon.data.decode import MOST_PIXELS, fitted, header
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
+from halfmoon.data.readers import idx
+from halfmoon.data.readers.decode import MOST_PIXELS, fitted, header
 
 CASES = 40
 """Drawn inputs of each target: with 30 targets, some 1,800 in all."""

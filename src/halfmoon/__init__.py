@@ -10,50 +10,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfmoon.build import Outcome, compare, resume
-    from halfmoon.build import start as run
-    from halfmoon.client import Diverged
-    from halfmoon.config import Config
+    from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, StepMetrics, Task
+    from halfmoon.config.schema import Config
+    from halfmoon.core.errors import UserError
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.data import load as load_data
-    from halfmoon.deploy import Model, load_model
-    from halfmoon.errors import UserError
-    from halfmoon.pieces import World, world
-    from halfmoon.types import Batch, Federation, Local, Method, Notes, Task, Work
-    from halfmoon.watch import Running, Silence, Watch, Watches
+    from halfmoon.engine.client_update import Diverged
+    from halfmoon.inference import Model, load_model
+    from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
+    from halfmoon.runs.factory import Problem, problem
+    from halfmoon.runs.runner import RunResult, compare, resume
+    from halfmoon.runs.runner import start as run
 
 _PLACES = {
-    "run": ("halfmoon.build", "start"),
-    "compare": ("halfmoon.build", "compare"),
-    "resume": ("halfmoon.build", "resume"),
-    "world": ("halfmoon.pieces", "world"),
-    "World": ("halfmoon.pieces", "World"),
-    "Model": ("halfmoon.deploy", "Model"),
-    "load_model": ("halfmoon.deploy", "load_model"),
-    "Outcome": ("halfmoon.build", "Outcome"),
-    "Running": ("halfmoon.watch", "Running"),
-    "Watch": ("halfmoon.watch", "Watch"),
-    "Watches": ("halfmoon.watch", "Watches"),
-    "Silence": ("halfmoon.watch", "Silence"),
-    "Config": ("halfmoon.config", "Config"),
-    "Diverged": ("halfmoon.client", "Diverged"),
-    "UserError": ("halfmoon.errors", "UserError"),
+    "run": ("halfmoon.runs.runner", "start"),
+    "compare": ("halfmoon.runs.runner", "compare"),
+    "resume": ("halfmoon.runs.runner", "resume"),
+    "problem": ("halfmoon.runs.factory", "problem"),
+    "Problem": ("halfmoon.runs.factory", "Problem"),
+    "Model": ("halfmoon.inference", "Model"),
+    "load_model": ("halfmoon.inference", "load_model"),
+    "RunResult": ("halfmoon.runs.runner", "RunResult"),
+    "RunInfo": ("halfmoon.runs.callbacks", "RunInfo"),
+    "Callback": ("halfmoon.runs.callbacks", "Callback"),
+    "Callbacks": ("halfmoon.runs.callbacks", "Callbacks"),
+    "NullCallback": ("halfmoon.runs.callbacks", "NullCallback"),
+    "Config": ("halfmoon.config.schema", "Config"),
+    "Diverged": ("halfmoon.engine.client_update", "Diverged"),
+    "UserError": ("halfmoon.core.errors", "UserError"),
     "Images": ("halfmoon.data", "Images"),
     "Source": ("halfmoon.data", "Source"),
     "Scenario": ("halfmoon.data", "Scenario"),
     "Split": ("halfmoon.data", "Split"),
     "load_data": ("halfmoon.data", "load"),
-    "Batch": ("halfmoon.types", "Batch"),
-    "Federation": ("halfmoon.types", "Federation"),
-    "Local": ("halfmoon.types", "Local"),
-    "Method": ("halfmoon.types", "Method"),
-    "Notes": ("halfmoon.types", "Notes"),
-    "Task": ("halfmoon.types", "Task"),
-    "Work": ("halfmoon.types", "Work"),
+    "Batch": ("halfmoon.api.types", "Batch"),
+    "Federation": ("halfmoon.api.types", "Federation"),
+    "Local": ("halfmoon.api.types", "Local"),
+    "Method": ("halfmoon.api.types", "Method"),
+    "StepMetrics": ("halfmoon.api.types", "StepMetrics"),
+    "Task": ("halfmoon.api.types", "Task"),
+    "ClientUpdate": ("halfmoon.api.types", "ClientUpdate"),
 }
 
 __all__ = [
     "Batch",
+    "Callback",
+    "Callbacks",
+    "ClientUpdate",
     "Config",
     "Diverged",
     "Federation",
@@ -61,25 +64,22 @@ __all__ = [
     "Local",
     "Method",
     "Model",
-    "Notes",
-    "Outcome",
-    "Running",
+    "NullCallback",
+    "Problem",
+    "RunInfo",
+    "RunResult",
     "Scenario",
-    "Silence",
     "Source",
     "Split",
+    "StepMetrics",
     "Task",
     "UserError",
-    "Watch",
-    "Watches",
-    "Work",
-    "World",
     "compare",
     "load_data",
     "load_model",
+    "problem",
     "resume",
     "run",
-    "world",
 ]
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
 
 
 @dataclass(frozen=True)

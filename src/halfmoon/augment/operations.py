@@ -28,7 +28,7 @@ from halfmoon.augment.pools import (
     TRANSLATE_X,
     Pool,
 )
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
 
 
 def operate(

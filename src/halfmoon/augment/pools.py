@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
 
 # The numbers keep the members of one family together: a comparison finds them.
 NAMES = (

@@ -18,7 +18,7 @@ from halfmoon.augment.normalize import Normalize
 from halfmoon.augment.operations import operate
 from halfmoon.augment.pixelmaps import box, crop_map, gray_box_, move
 from halfmoon.augment.pools import FEDDURE, IDENTITY, NAMES, SEMIFL, Pool, fedloke
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
 
 Drawn = dict[str, Tensor]
 Shape = tuple[int, int, int]

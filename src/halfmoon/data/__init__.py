@@ -1,10 +1,10 @@
 """Data: sources of images, scenarios of who holds them, and what a split is like."""
 
-from halfmoon.data.images import Images, Source, fit, pad_to, shrink, subset
-from halfmoon.data.measure import summary
-from halfmoon.data.scenario import Scenario
+from halfmoon.data.images import Images, Source, fit, hold_out, pad_to, shrink, subset
+from halfmoon.data.partition.heterogeneity import summary
+from halfmoon.data.partition.scenario import Scenario
+from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.data.sources import load, names
-from halfmoon.data.split import SERVER, Split
 
 __all__ = [
     "SERVER",
@@ -13,6 +13,7 @@ __all__ = [
     "Source",
     "Split",
     "fit",
+    "hold_out",
     "load",
     "names",
     "pad_to",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfmoon.data.partition import stream
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
+from halfmoon.data.partition.primitives import stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,6 +18,7 @@ class Images:
 
     images: np.ndarray
     labels: np.ndarray
+    spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `statistics` of the images, where known
 
     def __post_init__(self) -> None:
         shape, dtype = self.images.shape, self.images.dtype
@@ -36,7 +39,8 @@ class Source:
     """Hold a data set: `train` and `test`, class names, and what its pixels and classes are like.
 
     `mirror` says whether a mirrored image is still of its class (False for digits); `mean` and `std` are one
-    number a channel, of the training pixels in 0..1. Raise UserError where train, test and classes disagree.
+    number a channel, of the training pixels in 0..1. `validation` are training images that were set aside:
+    nobody trains on them. Raise UserError where the parts and the classes disagree.
     """
 
     name: str
@@ -46,9 +50,16 @@ class Source:
     mirror: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    validation: Images | None = None
+
+    @property
+    def parts(self) -> dict[str, Images]:
+        """Return the images by the name of their field."""
+        found = {"train": self.train, "test": self.test, "validation": self.validation}
+        return {name: part for name, part in found.items() if part is not None}
 
     def __post_init__(self) -> None:
-        for word, part in (("train", self.train), ("test", self.test)):
+        for word, part in self.parts.items():
             if not len(part):
                 raise UserError(f"{self.name}: the {word} part has no images.")
             low, high = int(part.labels.min()), int(part.labels.max())
@@ -72,12 +83,34 @@ def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]
     """
     values = np.arange(256) / 255.0
     means, deviations = [], []
+    counts = np.zeros((images.shape[3], 256), np.int64)
+    for part in _parts(images):
+        for channel in range(images.shape[3]):
+            counts[channel] += np.bincount(part[..., channel].reshape(-1), minlength=256)
     for channel in range(images.shape[3]):
-        weight = np.bincount(images[..., channel].reshape(-1), minlength=256) / images[..., channel].size
+        weight = counts[channel] / counts[channel].sum()
         mean = float(weight @ values)
         means.append(mean)
         deviations.append(float(np.sqrt(weight @ (values - mean) ** 2)))
     return tuple(means), tuple(deviations)
+
+
+def _parts(images: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield images a few at a time, as counting makes eight bytes of each; mapped ones are read past the map.
+
+    A map's pages count as this process' memory for as long as the system leaves them there.
+    """
+    step = max(1, 2**24 // max(1, images[0].size)) if len(images) else 1
+    whole = isinstance(images, np.memmap) and images.filename is not None and images.flags.c_contiguous
+    with open(images.filename, "rb") if whole else nullcontext() as file:  # type: ignore[union-attr]
+        if file is not None:
+            file.seek(images.offset)  # type: ignore[union-attr]
+        for first in range(0, len(images), step):
+            shape = (min(step, len(images) - first), *images.shape[1:])
+            if file is None:
+                yield images[first : first + step]
+            else:
+                yield np.frombuffer(file.read(int(np.prod(shape))), np.uint8).reshape(shape)
 
 
 def pad_to(images: np.ndarray, size: int) -> np.ndarray:
@@ -95,11 +128,8 @@ def pad_to(images: np.ndarray, size: int) -> np.ndarray:
 
 def fit(source: Source, size: int) -> Source:
     """Return the source with images padded by `pad_to`; mean and std stay those of the unpadded pixels."""
-    return replace(
-        source,
-        train=Images(pad_to(source.train.images, size), source.train.labels),
-        test=Images(pad_to(source.test.images, size), source.test.labels),
-    )
+    parts = {name: Images(pad_to(part.images, size), part.labels) for name, part in source.parts.items()}
+    return replace(source, **parts)
 
 
 def pool(images: np.ndarray, factor: int) -> np.ndarray:
@@ -119,12 +149,36 @@ def subset(source: Source, share: float) -> Source:
     """
     if share == 1:
         return source
+    kept = _chosen(source, share, "share")
+    return replace(source, train=Images(source.train.images[kept], source.train.labels[kept]))
+
+
+def hold_out(source: Source, share: float) -> Source:
+    """Return the source with a share of the training images of every class, at least one, set aside for validation.
+
+    The rows are the same for every run. Raise UserError where a class would keep no training image.
+    """
+    if not share:
+        return source
+    held, train = _chosen(source, share, "validation"), source.train
+    lost = np.setdiff1d(train.labels[held], train.labels[~held])
+    if len(lost):
+        raise UserError(
+            f"{source.name}: validation_share {share:g} leaves no training image of class {source.classes[lost[0]]!r}; "
+            "choose a smaller share."
+        )
+    parts = {"train": ~held, "validation": held}
+    return replace(source, **{name: Images(train.images[rows], train.labels[rows]) for name, rows in parts.items()})
+
+
+def _chosen(source: Source, share: float, word: str) -> np.ndarray:
+    """Return which training images, bool (N,), are the share of every class, at least one, that `word` draws."""
     kept = np.zeros(len(source.train), bool)
     for label in np.unique(source.train.labels):
         rows = np.flatnonzero(source.train.labels == label)
-        chosen = stream(0, "share", source.name, str(label)).permutation(rows)
+        chosen = stream(0, word, source.name, str(label)).permutation(rows)
         kept[chosen[: max(1, round(share * len(rows)))]] = True
-    return replace(source, train=Images(source.train.images[kept], source.train.labels[kept]))
+    return kept
 
 
 def shrink(source: Source, factor: int) -> Source:
@@ -139,15 +193,9 @@ def shrink(source: Source, factor: int) -> Source:
         )
     if factor == 1:
         return source
-    train = pool(source.train.images, factor)
-    mean, std = statistics(train)
-    return replace(
-        source,
-        train=Images(train, source.train.labels),
-        test=Images(pool(source.test.images, factor), source.test.labels),
-        mean=mean,
-        std=std,
-    )
+    parts = {name: Images(pool(part.images, factor), part.labels) for name, part in source.parts.items()}
+    mean, std = statistics(parts["train"].images)
+    return replace(source, **parts, mean=mean, std=std)
 
 
 def _size(part: Images) -> str:

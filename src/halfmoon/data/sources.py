@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
 import re
-from importlib.util import find_spec
+from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from halfmoon.data import binary, folders, hub, idx, mat, parquet, tinyimagenet
-from halfmoon.data import cache as store
+from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.images import Images, Source, statistics
 from halfmoon.data.known import KNOWN, Known
-from halfmoon.data.partition import apportion, stream
-from halfmoon.errors import UserError, nearest
+from halfmoon.data.partition.primitives import apportion, stream
+from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.readers import binary, class_folders, hub, idx, mat, parquet, tinyimagenet
+from halfmoon.data.readers import cache as store
 
 __all__ = ["DIGITS", "KNOWN", "Known", "load", "names"]
 
-DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI digits inside scikit-learn); always there, the default"
+DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, embedded); always there, the default"
 
 
 def names() -> dict[str, str]:
@@ -33,6 +34,7 @@ def load(
     cache: Path | None = None,
     test: str = "test",
     mirror: bool | None = None,
+    how: Preparation = AS_THEY_ARE,
 ) -> Source:
     """Return a data set by name (`names()`), by path of a folder, or by its Hugging Face name `owner/name`.
 
@@ -41,35 +43,49 @@ def load(
     files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), SVHN (.mat) or Tiny ImageNet.
     `test` names the part that evaluates (`validation` where a set has it). `cache` is a folder that keeps decoded
     images; without it nothing is written. `mirror` says whether a mirrored image is still of its class; None means
-    False for digits and svhn and True for the rest. Mean and std of a known name are the published ones, of every
-    other set those of its training pixels. Raise UserError where the name is unknown or a file cannot be read; the
-    message names file and row.
+    False for digits and svhn and True for the rest. `how` brings images to one size and one mode while they are
+    decoded. Mean and std of a known name are the published ones where its images stay as they are, of every other set
+    those of its training pixels. Raise UserError where the name is unknown or a file cannot be read; the message names
+    file and row.
     """
     if name == "digits":
         if test != "test":
             raise UserError(f"digits has no part {test!r}, only train and test.")
-        return _digits(bool(mirror))
+        return _prepared(_digits(bool(mirror)), how)
     known = KNOWN.get(name)
     folder = _folder(name, data_dir, known)
     mirrors = known is None or known.mirror
     if folder is not None:
         official = _official(folder, name)
         mirrors = mirrors and (official is None or KNOWN[official].mirror)
-        train, held, classes = _read(folder, name, official, test, cache)
+        train, held, classes = _read(folder, name, official, test, cache, how)
     elif known is not None:
         part = known.held if test == "test" else test
-        train, held, classes = hub.read(known.hub, part, known.config, known.gray)
+        train, held, classes = hub.read(known.hub, part, known.config, known.gray, how)
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        train, held, classes = hub.read(name, test)
+        train, held, classes = hub.read(name, test, how=how)
     else:
         raise UserError(f"no data set or folder is called {name!r}; {nearest(name, names())}")
     if classes is None:
         classes = known.classes if known else _numbered(name, train.labels)
     if known:
-        _check_known(folder or name, name, train, classes)
-    mean, std = (known.mean, known.std) if known else statistics(train.images)
+        _check_known(folder or name, name, train, classes, how)
     title = name if known else Path(name).name if folder else name
-    return Source(title, train, held, classes, mirrors if mirror is None else mirror, mean, std)
+    mirrored = mirrors if mirror is None else mirror
+    if known and not how.converts:
+        return Source(title, train, held, classes, mirrored, known.mean, known.std)
+    train, held = (replace(each, images=how.applied(each.images)) for each in (train, held))
+    mean, std = train.spread or statistics(train.images)
+    return Source(title, train, held, classes, mirrored, mean, std)
+
+
+def _prepared(source: Source, how: Preparation) -> Source:
+    """Return a source whose images, decoded long ago, are brought to a form."""
+    if not how.converts:
+        return source
+    train, test = (replace(each, images=how.applied(each.images)) for each in (source.train, source.test))
+    mean, std = statistics(train.images)
+    return replace(source, train=train, test=test, mean=mean, std=std)
 
 
 def _folder(name: str, data_dir: Path | None, known: Known | None) -> Path | None:
@@ -99,7 +115,7 @@ def _official(folder: Path, name: str) -> str | None:
 
 
 def _read(
-    folder: Path, name: str, official: str | None, test: str, cache: Path | None
+    folder: Path, name: str, official: str | None, test: str, cache: Path | None, how: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     known = KNOWN.get(name)
     rgb = known is not None and known.gray
@@ -107,7 +123,7 @@ def _read(
         _only_test(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
     if files := parquet.shards(folder, "train"):
-        return _read_parquet(folder, files, known, test, cache)
+        return _read_parquet(folder, files, known, test, cache, how)
     if official in binary.LAYOUTS:
         _only_test(folder, f"the binary version of {official}", test)
         return binary.read(folder, official)
@@ -115,9 +131,9 @@ def _read(
         _only_test(folder, "svhn", test)
         return *mat.read(folder), KNOWN["svhn"].classes
     if official == "tiny_imagenet":
-        return tinyimagenet.read(folder, test, cache)
+        return tinyimagenet.read(folder, test, cache, how)
     if (folder / "train").is_dir():
-        return folders.read_folders(folder, test, cache, rgb)
+        return class_folders.read_folders(folder, test, cache, rgb, how)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or known is None])
     if known:
         raise UserError(
@@ -130,18 +146,18 @@ def _read(
 
 
 def _read_parquet(
-    folder: Path, files: list[Path], known: Known | None, test: str, cache: Path | None
+    folder: Path, files: list[Path], known: Known | None, test: str, cache: Path | None, how: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     rgb = known is not None and known.gray
-    form = "rgb" if rgb else ""
+    form = f"{'rgb' if rgb else ''}{how.form}"
     # A known set may call its test part otherwise, but a file that is called test is meant to be it.
     held = parquet.shards(folder, test)
     if not held and known and test == "test":
         held = parquet.shards(folder, known.held)
     if not held:
         raise UserError(f"{folder}: there is no {test}*.parquet beside train*.parquet.")
-    train, classes = store.keep(cache, files, lambda: parquet.read_parquet(files, rgb), form)
-    return train, store.keep(cache, held, lambda: parquet.read_parquet(held, rgb), form)[0], classes
+    train, classes = store.keep(cache, files, lambda into: parquet.read_parquet(files, rgb, how, into), form)
+    return train, store.keep(cache, held, lambda into: parquet.read_parquet(held, rgb, how, into), form)[0], classes
 
 
 def _only_test(folder: Path, what: str, test: str) -> None:
@@ -149,10 +165,10 @@ def _only_test(folder: Path, what: str, test: str) -> None:
         raise UserError(f"{folder}: {what} has no part {test!r}, only train and test.")
 
 
-def _check_known(place: object, name: str, train: Images, classes: tuple[str, ...]) -> None:
+def _check_known(place: object, name: str, train: Images, classes: tuple[str, ...], how: Preparation) -> None:
     """Raise UserError where channels or classes tell that this is another set than the one that is asked for."""
     known, channels = KNOWN[name], train.images.shape[3]
-    if channels != len(known.mean):
+    if channels != len(known.mean) and how.channels is None:
         raise UserError(
             f"{place}: images of {name} have {len(known.mean)} channel(s), but these have {channels}; check the folder."
         )
@@ -174,14 +190,15 @@ def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
 
 
 def _digits(mirror: bool) -> Source:
-    """Return scikit-learn's 1,797 digits, 0..16 scaled to 0..255, with 360 rows for the test.
+    """Return the embedded 1,797 digits, 0..16 scaled to 0..255, with 360 rows for the test.
 
     The test rows are drawn once and for all: each class gives its share of 360 (largest remainders), the
     first rows of a permutation inside the class with seed 0.
     """
-    table = _digits_table()
-    images = np.rint(table[:, :-1] * 255 / 16).astype(np.uint8).reshape(-1, 8, 8, 1)
-    labels = table[:, -1].astype(np.int64)
+    embedded = resources.files("halfmoon.data") / "digits.npz"
+    with embedded.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        images = np.rint(arrays["images"].astype(np.float64) * 255 / 16).astype(np.uint8)[..., None]
+        labels = arrays["labels"].astype(np.int64)
     draw = stream(0, "digits", "test")
     quota = apportion(np.bincount(labels), 360)
     held = np.zeros(len(labels), bool)
@@ -191,20 +208,3 @@ def _digits(mirror: bool) -> Source:
     mean, std = statistics(train.images)
     classes = tuple(str(digit) for digit in range(10))
     return Source("digits", train, Images(images[held], labels[held]), classes, mirror, mean, std)
-
-
-def _digits_table() -> np.ndarray:
-    """Return scikit-learn's digits, an image a row: its 64 pixels, then its label.
-
-    The file is read as scikit-learn reads it, but without importing that, which costs two seconds.
-    """
-    found = find_spec("sklearn")
-    for folder in (found.submodule_search_locations if found else None) or ():
-        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
-        if path.is_file():
-            with gzip.open(path, "rt", encoding="ascii") as file:
-                return np.loadtxt(file, delimiter=",")
-    from sklearn.datasets import load_digits  # a version that has it elsewhere
-
-    pixels, target = load_digits(return_X_y=True)
-    return np.column_stack([np.asarray(pixels), np.asarray(target)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from halfmoon import tree
-from halfmoon.tree import Tree
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
 
 
 def average(up: Tree, server: Tree | None = None) -> Tree:
@@ -29,3 +29,15 @@ def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tupl
     """
     momentum = tree.map(lambda v, old, new: keep * v + (old - new), momentum, params, mean)
     return tree.map(torch.sub, params, momentum), momentum
+
+
+def combine(params: Tree, up: Tree, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
+    """Return (params, momentum) after a step with momentum to share * params + (1 - share) * mean of the uploads.
+
+    Where nobody trained (all weights are zero) both stay.
+    """
+    if not bool(up["weight"].sum() > 0):
+        return params, momentum
+    mean = average({"params": up["params"], "weight": up["weight"]})["params"]
+    target = tree.map(lambda new, old: torch.lerp(new, old, share), mean, params) if share else mean
+    return momentum_step(params, target, momentum, keep)

@@ -5,10 +5,13 @@ weights |labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||
 loss.
 
 What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and
-is averaged with it. A client that has nothing to train on (no labels, and an objective that wants them) weighs nothing.
+is averaged with it. An averaged teacher's batch statistics are counted at the end of a client update over all local
+rows, un-augmented and without a step (`batchnorm_stats.counted`). A client that has nothing to train on (no labels, and
+an objective that wants them) weighs nothing.
 
 server: params, stats and what the objective keeps beside.  down: the same.  memory: with `keep_optimizer`, the
-optimizer's state.  up: what came down, trained, and weight.
+optimizer's state; with thresholds that adapt, running means or the rows' labels.  up: what came down, trained, and
+weight.
 
 Departures: FedProx (Algorithm 2) draws clients in proportion to their rows and averages them alike; here, as in FedAvg,
 they are drawn alike and averaged by rows, so that the term is all that differs. A row counts whether it is labeled or
@@ -22,18 +25,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from halfmoon import tree
+from halfmoon.api.requirements import SUM, Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.batchnorm_stats import counted
 from halfmoon.models import track
 from halfmoon.objectives import Objective, Supervised
 from halfmoon.objectives.base import follow
-from halfmoon.transform import grad_and_value
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
 
 
 @dataclass(frozen=True)
-class LocalTraining(Work):
+class LocalTraining(ClientUpdate):
     """Train the received model with an objective, and send it back."""
 
     objective: Objective = field(default_factory=Supervised)
@@ -42,8 +47,18 @@ class LocalTraining(Work):
 
     @property
     def sweep(self) -> tuple[str, ...]:
-        """Return what the objective looks at when a visit begins."""
+        """Return what the objective looks at when a client update begins."""
         return self.objective.sweep
+
+    @property
+    def counts(self) -> bool:
+        """Return whether a client update ends with a count of the averaged teacher's statistics."""
+        return self.objective.decay is not None and self.task.network.norm == "batch"
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together: where the objective does, or they are counted."""
+        return self.objective.whole or self.counts
 
     @property
     def labeled_views(self) -> tuple[str, ...]:
@@ -56,15 +71,18 @@ class LocalTraining(Work):
         return self.objective.mixup
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.keep_optimizer else {}
+        """Return a fresh optimizer where it is kept, and what the objective remembers."""
+        optimizer = {"optimizer": self.task.optimizer.init(down["params"])} if self.keep_optimizer else {}
+        return {**optimizer, **self.objective.remember(self.task, down)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from the server's model, with a fresh optimizer or the one that was kept."""
         optimizer = memory["optimizer"] if self.keep_optimizer else self.task.optimizer.init(down["params"])
-        return {**down, "optimizer": optimizer, "ready": self.objective.prepare(self.task, down, data)}
+        ready = self.objective.prepare(self.task, down, data)
+        own = self.objective.begin(self.task, memory, data, ready)
+        return {**down, **own, "optimizer": optimizer, "ready": ready}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on objective + proximal term."""
         gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
@@ -76,24 +94,33 @@ class LocalTraining(Work):
             )
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = carry["stats"]
-        for moments in seen.moments:
-            stats = track(stats, moments)
+        for each in seen.moments:
+            stats = track(stats, each)
         new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
         if self.objective.decay is not None:
             new |= follow(carry, params, self.objective.decay)
-        return new, Notes(loss, {}, seen.pseudo)
+        return new, StepMetrics(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the model with its weight |labeled| + |unlabeled|."""
         weight = (data.labeled + data.unlabeled).double()
         if not self.views:
             weight = weight * (data.labeled > 0)
-        memory = {"optimizer": carry["optimizer"]} if self.keep_optimizer else {}
-        return {**{name: carry[name] for name in down}, "weight": weight}, memory
+        kept = [*(["optimizer"] if self.keep_optimizer else ()), *self.objective.remember(self.task, down)]
+        new = {**carry, **self.objective.finish(self.task, carry)}
+        rows = len(data.x) + len(data.u)
+        if self.counts and rows:
+            new["teacher_stats"] = tree.map(lambda leaf: leaf / rows, counted(self.task, carry["teacher"], data))
+        return {**{name: new[name] for name in down}, "weight": weight}, {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the objective's images."""
         return self.objective.passes(self.task, labeled, unlabeled)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count what the objective looks at when a client update begins, and all rows where the teacher's are
+        counted."""
+        return super().swept(labeled, unlabeled) + (labeled + unlabeled if self.counts else 0)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch):
         return self.objective(self.task, params, carry["stats"], batch, carry, carry["ready"])
@@ -110,7 +137,11 @@ class FedAvg:
     prox: float = 0.0
     keep_optimizer: bool = False
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return SUM
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
         return {"train": LocalTraining(task, self.objective.views, self.objective, self.prox, self.keep_optimizer)}
 

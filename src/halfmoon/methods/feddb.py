@@ -5,7 +5,8 @@ Eq. 14) divides every prediction by it before it is judged. Debiased model avera
 chooses the clients' weights so that the mean of their APP-U is near the uniform distribution.
 
 server: params, stats, and with `server_momentum` its momentum.  down: params, stats.  memory: with `keep_optimizer`,
-the optimizer's state.  up: params, stats, appu (`classes` floats more than FedAvg), weight.
+the optimizer's state; with thresholds that adapt, theirs.  up: params, stats, appu (`classes` floats more than FedAvg),
+weight.
 
 Where the authors' released code departs from the paper:
 * Algorithm 2 takes the norm over classes (Eq. 16 sums over clients: a slip). The code minimizes a mean of squares
@@ -33,14 +34,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon import tree
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.tensors import euclidean
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average, momentum_step
 from halfmoon.models import track
 from halfmoon.objectives import FixMatch
-from halfmoon.objectives.base import prior, sweep_logits
-from halfmoon.transform import grad_and_value
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
+from halfmoon.objectives.base import Teacher, prior, sweep_logits
+from halfmoon.objectives.thresholding import Rule
 
 DMA = Literal["paper", "released", "logits", "uniform", "size"]
 """How the server weighs the clients: by their APP-U in one of three ways, all alike, or by their rows."""
@@ -50,13 +54,13 @@ DMA = Literal["paper", "released", "logits", "uniform", "size"]
 class FedDB:
     """FedDB, Algorithms 1 to 3.
 
-    `tau`, `unlabeled_weight`, `mean`, `labels` and `debias` are FixMatch's: the paper guesses once a round, with the
-    received model, and judges the debiased guess. `accumulate`: whether APP-U follows the model while it trains, p <-
-    gamma p + (1 - gamma) p_e for every epoch, with p_e from the weak views of each "step" (one more forward pass of the
-    minibatch), from one more sweep when all steps are taken ("finish"), or not at all ("none").
-    `accumulate_over` "used" counts in p_e only images whose pseudo-label is used (of a "step"). Pseudo-labels always
-    come from the APP-U of the round's start; what is accumulated goes to the server.
-    `dma_steps` and `dma_lr` are the iterations of Algorithm 2 and their rate.
+    `tau`, `unlabeled_weight`, `mean`, `labels`, `debias`, `teacher` and the thresholds are FixMatch's: the paper
+    guesses once a round, with the received model, and judges the debiased guess. `accumulate`: whether APP-U follows
+    the model while it trains, p <- gamma p + (1 - gamma) p_e for every epoch, with p_e from the weak views of each
+    "step" (one more forward pass of the minibatch), from one more sweep when all steps are taken ("finish"), or not at
+    all ("none"). `accumulate_over` "used" counts in p_e only images whose pseudo-label is used (of a "step").
+    Pseudo-labels always come from the APP-U of the round's start; what is accumulated goes to the server. `dma_steps`
+    and `dma_lr` are the iterations of Algorithm 2 and their rate.
     """
 
     tau: float = 0.95
@@ -72,13 +76,23 @@ class FedDB:
     dma_lr: float = 1.0
     server_momentum: float = 0.0
     keep_optimizer: bool = True
+    teacher: Teacher = "local"
+    thresholding: Rule = "fixed"
+    threshold_decay: float = 0.999
 
     @property
     def objective(self) -> FixMatch:
         """Return the clients' loss."""
-        return FixMatch(self.tau, self.unlabeled_weight, self.mean, labels=self.labels, debias=self.debias)
+        return FixMatch(
+            self.tau, self.unlabeled_weight, self.mean, labels=self.labels, debias=self.debias, teacher=self.teacher,
+            thresholding=self.thresholding, threshold_decay=self.threshold_decay,
+        )  # fmt: skip
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return Requirements(reason="the weights of its average are computed from each client's mean prediction")
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
         views = self.objective.views
         if self.accumulate == "step":
@@ -106,7 +120,7 @@ class FedDB:
 
 
 @dataclass(frozen=True)
-class Debiased(Work):
+class Debiased(ClientUpdate):
     """The client of FedDB: FixMatch on debiased guesses, and an average prediction that follows the model."""
 
     options: FedDB = FedDB()
@@ -117,31 +131,33 @@ class Debiased(Work):
         return ("weak",)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        """Return a fresh optimizer where it is kept, and the first state of the thresholds."""
+        optimizer = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        return {**optimizer, **self.options.objective.remember(self.task, down)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Take the APP-U of the received model, and with `labels` "round" all guesses (Algorithm 3, lines 5 to 10)."""
         kept = self.options.keep_optimizer
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"])
-        appu = prior(guess)
-        ready = {"guess": guess, "prior": appu}
-        seen = torch.zeros_like(appu[0])
-        return {**down, "optimizer": optimizer, "ready": ready, "appu": appu, "seen": seen, "rows": data.unlabeled}
+        ready = self.options.objective.prepared(down, data, guess)
+        own = self.options.objective.begin(self.task, memory, data, ready)
+        appu = ready["prior"]
+        new = {"appu": appu, "seen": torch.zeros_like(appu[0]), "rows": data.unlabeled}
+        return {**down, **own, **new, "optimizer": optimizer, "ready": ready}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
         gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = carry["stats"]
         for moments in seen.moments:
             stats = track(stats, moments)
-        new = {**carry, "params": params, "stats": stats, "optimizer": optimizer}
+        new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
         new["seen"] = carry["seen"] + len(batch.u_rows)
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
-        return new, Notes(loss, {}, seen.pseudo)
+        return new, StepMetrics(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the model, its APP-U, and its weight |labeled| + |unlabeled|."""
@@ -152,8 +168,9 @@ class Debiased(Work):
                 sweep_logits(self.task, carry["params"], carry["stats"], data.views["weak"])
             )
         up = {"params": carry["params"], "stats": carry["stats"], "appu": appu}
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        return {**up, "weight": (data.labeled + data.unlabeled).double()}, memory
+        kept = ["optimizer"] if self.options.keep_optimizer else []
+        kept += self.options.objective.remember(self.task, down)
+        return {**up, "weight": (data.labeled + data.unlabeled).double()}, {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count FixMatch's images, and the weak views of one that accumulates at every step."""
@@ -165,7 +182,7 @@ class Debiased(Work):
         return (2 if self.options.accumulate == "finish" else 1) * unlabeled
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch):
-        return self.options.objective(self.task, params, carry["stats"], batch, {}, carry["ready"])
+        return self.options.objective(self.task, params, carry["stats"], batch, carry, carry["ready"])
 
     def _keep(self, carry: Tree, images: Tensor | int) -> Tensor:
         """Return gamma to the number of epochs that so many images are."""
@@ -214,4 +231,4 @@ def _slope(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 def distance(weights: Tensor, appu: Tensor) -> Tensor:
     """Return the Euclidean distance () of the weighted mean of APP-U (K, classes) from uniform (Eq. 16)."""
-    return torch.linalg.vector_norm(weights @ appu - 1 / appu.shape[1])
+    return euclidean(weights @ appu - 1 / appu.shape[1])

@@ -8,73 +8,125 @@ dL/dw = - virtual_lr * d/dw D_v [mean_i H(w; z_i) CE(label_i, z_i)], where z are
 their tangent along v only, which `Network.tangent` takes from the activations of Eq. 4's forward pass. What is left
 to differentiate in w is the MLP.
 
-server: params, stats, round.  down: params, stats, gate.  memory: regulator (its parameters and optimizer state).
-up: params, stats, weight.
+server: params, stats, round.  down: params, stats, gate.  memory: regulator (its parameters and optimizer state) or,
+without F-reg, the state of thresholds that run; with `reward_baseline` the mean of past rewards.  up: params, stats,
+weight.
 
 Departures: where the authors' released code departs from the paper, this file follows the paper, which is what others
 compare with. That code has no trained F-reg, the opposite sign of d (`sign`), soft pseudo-labels above a threshold of
 0.6, a ramped weight of the unlabeled loss, C-reg on weak views, a learning rate that warms up anew, and labeled-only
-steps at the start of every visit. What the paper leaves open is an option; `regulator_bias`, `regulator_lr` and
-`through_weights` have the values that did best in our trials.
+steps at the start of every client update (`labeled_first`). What the paper leaves open is an option. The defaults
+depart from the paper in `regulator_input`, `regulator_bias`, `regulator_lr`, `regulator_start` and `through_weights`;
+`preset = "paper"` sets these to what the paper says. Adam in Eq. 2, which the paper prints as a plain step, is our
+reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` "plain" is the other one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
 
-from halfmoon import tree
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value, vjp
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD, Optimizer, descend
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.regulators import (
+    Student,
+    coarse_student,
+    followed,
+    local_student,
+    log_shares,
+    norm,
+)
 from halfmoon.models import track
 from halfmoon.models.network import linear
-from halfmoon.objectives.base import weak_and_strong, weak_and_strong_passes
-from halfmoon.optim import Optimizer, descend
-from halfmoon.transform import grad_and_value, vjp
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work, sample
+from halfmoon.objectives.base import PseudoLabeling, per_image
+from halfmoon.objectives.thresholding import Rule
 
 
 @dataclass(frozen=True)
 class FedDure:
-    """FedDure, Algorithm 1; the defaults are the paper's reading wherever it fixes one.
-
-    Where it leaves a choice, the default did best in trials, which results/feddure_trials.md logs with their limits.
+    """FedDure, Algorithm 1; where the defaults are not the paper's, `PAPER` holds what is.
 
     `coarse` and `fine` switch the regulators (Table 2): without C-reg, f_l takes the place of f_d in Eq. 4 and 5 and
-    the term of Eq. 8 is dropped; without F-reg, the weights are 1[max p >= threshold] and Eq. 2 is unweighted.
+    the term of Eq. 8 is dropped; without F-reg, the weights are 1[max p >= threshold], or those of another
+    `thresholding` (`threshold_decay`: of its running means), and Eq. 2 is unweighted.
+    `regulator_input`: F-reg sees an image's logits, their softmax, or the logits minus their mean over the classes
+    ("centered"): cross-entropy does not see a number that is added to all logits, and Adam lets it drift, so raw logits
+    move F-reg's answers without anything having been learned.
+    `regulator_bias` is added to F-reg's last bias at the start: with 0 all weights begin near one half, with -4 near
+    0.02. `regulator_start`: F-reg's first parameters are the same at all "clients" or drawn for each "client".
     `through_weights`: whether the gradients of Eq. 2 and 4 also pass through H's input ("product") or not ("detached").
-    `regulator_bias` is added to F-reg's last bias at the start: with -4 it trusts almost nothing (0.02) until it has
-    learned to; with 0 it starts by trusting all pseudo-labels by half, and follows the wrong ones.
-    `virtual_lr`, `coarse_lr` and `regulator_lr` (None: the optimizer's) are the step sizes of Eq. 4, 2 and 5. The paper
-    sets all to 5e-4; at that rate F-reg came to trust every pseudo-label within some 60 rounds, hence 5e-5 for Eq. 5.
+    `virtual_lr`, `coarse_lr` and `regulator_lr` (None: the optimizer's) are the step sizes of Eq. 4, 2 and 5.
+    `coarse_step`: Eq. 2 by the shared "optimizer" or as printed ("plain").
+    `judge_prior`: Eq. 3 and 5 take the labeled loss of logits plus the log share of each class among the client's
+    labels (Menon et al. 2021): agreeing with the client's class mix alone earns nothing then.
+    `reward_baseline`: d counts from the mean of the client's earlier ones, which keeps this share of itself at a step
+    (less in the first ones, where it is their plain mean); `reward_bound` then clips it to +- this.
+    `warmup` rounds learn from labels alone, while the regulators train; so do the `labeled_first` steps at the start
+    of every client update, in which the regulators stand still.
+    `labels`: Eq. 1 asks the model of the moment at each "step", or the received model once a "round".
     """
 
     coarse: bool = True
     fine: bool = True
     threshold: float = 0.95
+    thresholding: Rule = "fixed"
+    threshold_decay: float = 0.999
     hidden: int = 128
     regulator_bias: float = -4.0
-    regulator_input: Literal["logits", "softmax"] = "logits"
+    regulator_input: Literal["centered", "logits", "softmax"] = "centered"
+    regulator_start: Literal["clients", "client"] = "clients"
     through_weights: Literal["product", "detached"] = "detached"
     virtual_lr: float | None = None
     coarse_lr: float | None = None
     regulator_lr: float | None = 5e-5
+    coarse_step: Literal["optimizer", "plain"] = "optimizer"
     sign: Literal["old-new", "new-old"] = "old-new"
+    reward_baseline: float | None = None
+    reward_bound: float | None = None
     judging: Literal["batch", "running"] = "batch"
+    judge_prior: bool = False
     normalize_weights: bool = False
     keep_regulator: bool = True
     keep_regulator_optimizer: bool = True
     warmup: int = 0
+    labels: Literal["step", "round"] = "step"
+    labeled_first: int = 0
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def __post_init__(self) -> None:
+        if self.reward_baseline is not None and not 0 <= self.reward_baseline < 1:
+            raise UserError(f"reward_baseline is {self.reward_baseline:g}: it must be from 0 to below 1.")
+        if self.reward_bound is not None and not self.reward_bound > 0:
+            raise UserError(f"reward_bound is {self.reward_bound:g}: it must be above 0.")
+        if self.labeled_first < 0:
+            raise UserError(f"labeled_first is {self.labeled_first}: it must be at least 0.")
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return Requirements("sum", "", ("clients",))
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Regulated(task, ("weak", "strong"), self)}
+        return {"train": Regulated(task, self.guessing.views, self)}
+
+    @property
+    def guessing(self) -> PseudoLabeling:
+        """Return where the pseudo-labels of Eq. 1 come from, and which count where no F-reg weighs them."""
+        if self.fine:
+            return PseudoLabeling(labels=self.labels)
+        rule: dict[str, Any] = {"thresholding": self.thresholding, "threshold_decay": self.threshold_decay}
+        return PseudoLabeling(labels=self.labels, tau=self.threshold, **rule)
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model and the number of rounds played."""
@@ -91,73 +143,135 @@ class FedDure:
         return {"params": server["params"], "stats": server["stats"]}
 
 
+PAPER: dict[str, bool | int | float | str | None] = {
+    "hidden": 128,
+    "regulator_bias": 0.0,
+    "regulator_input": "logits",
+    "regulator_start": "client",
+    "through_weights": "product",
+    "virtual_lr": None,
+    "coarse_lr": None,
+    "regulator_lr": None,
+    "sign": "old-new",
+    "normalize_weights": False,
+    "keep_regulator": True,
+    "warmup": 0,
+    "labeled_first": 0,
+}
+"""The options that the paper fixes, by its text (hidden, the three rates), its equations or Algorithm 1."""
+
+PAPER_RUN: dict[str, int | float | str] = {
+    "clients": 100,
+    "cohort": 5,
+    "dirichlet_alpha": 0.5,
+    "labels_per_class": 5.0,
+    "labeled_batch": 10,
+    "epochs": 1,
+    "network": "resnet9",
+    "optimizer": "adam",
+    "lr": 5e-4,
+    "schedule": "constant",
+}
+"""What the paper fixes of a run beside the method (Section 4.1)."""
+
+
 class Judged(NamedTuple):
     """What the regulators say of one minibatch."""
 
     weights: Tensor  # (b,) m_i of Eq. 6
-    reward: Tensor  # () d of Eq. 3, zero without C-reg
+    d: Tensor  # () of Eq. 3, zero without C-reg
+    reward: Tensor  # () what is made of d: it weighs the term of Eq. 8
     carry: Tree  # the regulators' new parts of the carry
     norms: dict[str, Tensor]  # gradient norms of Theorems 1 and 2
 
 
-class Student(NamedTuple):
-    """The network that the regulators train on: f_d, or f_l without C-reg."""
-
-    params: Tree
-    z: Tensor  # (b, classes) its logits of the strong views
-    pull: Callable[[Tensor, bool], Tree]  # cotangent of z, whether another pull follows -> gradient in the parameters
-    tangent: Callable[[Tree], Tensor]  # direction of the parameters -> tangent of z
-
-
 @dataclass(frozen=True)
-class Regulated(Work):
+class Regulated(ClientUpdate):
     """The client of FedDure: F-reg and C-reg take a step each, then the local model does."""
 
     options: FedDure = FedDure()
 
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views that the received model labels when a client update begins."""
+        return self.options.guessing.sweep
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together, or something is remembered of each."""
+        return self.options.guessing.whole
+
+    @property
+    def own_memory(self) -> bool:
+        """Return whether F-reg is drawn for each client."""
+        return self.options.regulator_start == "client"
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return F-reg (Algorithm 1, line 2: one for each client), the same at the start for all."""
-        if not self.options.fine:
-            return {}
+        """Return F-reg (Algorithm 1, line 2: one for each client) and an empty mean of rewards."""
         like = next(tree.leaves(down["params"]))
-        classes, hidden = self.task.network.classes, self.options.hidden
-        params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
-        params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
-        params = tree.to(params, like.device, like.dtype)
-        return {"regulator": {"params": params, "optimizer": self._rate("regulator").init(params)}}
+        memory: Tree = {} if self.options.fine else dict(self.options.guessing.remember(self.task, down))
+        if self.options.fine:
+            classes, hidden = self.task.network.classes, self.options.hidden
+            params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
+            params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
+            params = tree.to(params, like.device, like.dtype)
+            memory["regulator"] = {
+                "params": params,
+                "optimizer": optimizer_of(self.options, self.task, "regulator").init(params),
+            }
+        if self.options.reward_baseline is not None:
+            memory["baseline"] = {"mean": like.new_zeros(()), "count": like.new_zeros((), dtype=torch.float64)}
+        return memory
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start the local model and C-reg as copies of the server's model, F-reg as it was left."""
         optimizer = self.task.optimizer.init(down["params"])
-        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer}
+        ready = self.options.guessing.prepare(self.task, down, data)
+        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, "ready": ready}
+        carry |= self.options.guessing.begin(self.task, memory, data, ready)
         if self.options.coarse:
             carry["coarse"] = {
                 "params": down["params"],
-                "optimizer": self._rate("coarse").init(down["params"]),
+                "optimizer": optimizer_of(self.options, self.task, "coarse").init(down["params"]),
             }
         if self.options.fine:
             carry["regulator"] = dict(memory["regulator"])
             if not self.options.keep_regulator_optimizer:
-                carry["regulator"]["optimizer"] = self._rate("regulator").init(carry["regulator"]["params"])
+                carry["regulator"]["optimizer"] = optimizer_of(self.options, self.task, "regulator").init(
+                    carry["regulator"]["params"]
+                )
+        if self.options.reward_baseline is not None:
+            carry["baseline"] = memory["baseline"]
+        if self.options.judge_prior:
+            like = next(tree.leaves(down["params"]))
+            carry["judge"] = log_shares(data, self.task.network.classes).to(like.dtype)
+        if self.options.labeled_first:
+            carry["steps"] = torch.zeros((), dtype=torch.int64, device=data.y.device)
         return carry
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of Algorithm 1, lines 8 to 17 (Eq. 1 to 10)."""
+        guess = self.options.guessing.look
 
         def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]:
-            labeled, strong, weak, moments = weak_and_strong(self.task, params, carry["stats"], batch)
+            labeled, strong, weak, moments = guess(self.task, params, carry["stats"], batch, carry["ready"])
             return (labeled, strong), (weak, moments)
 
         (labeled, strong), pull, (weak, moments) = vjp(look, carry["params"])
-        confidence, label = weak.softmax(-1).max(-1)  # Eq. 1
+        (label, confidence, counted), own = self.options.guessing.judge(weak, batch, carry)  # Eq. 1
         if self.options.coarse:
-            student = self._coarse(carry["coarse"]["params"], batch)
+            student = coarse_student(self.task, carry["coarse"]["params"], batch)
         else:
-            student = self._local(carry["params"], batch, strong, pull, torch.zeros_like(labeled))
-        judged = self._judge(carry, batch, student, label, strong, confidence)
-        trust = (judged.weights + judged.reward) * down["gate"].to(strong.dtype)
+            student = local_student(self.task, carry["params"], batch, (labeled, strong), pull, bool(self.sweep))
+        judged = self._judge(carry, batch, student, label, strong, counted)
+        gate, regulators = down["gate"].to(strong.dtype), judged.carry
+        if self.options.labeled_first:
+            joint = carry["steps"] >= self.options.labeled_first
+            gate, before = gate * joint.to(gate.dtype), {name: carry[name] for name in regulators}
+            regulators = {**tree.select(joint, regulators, before), "steps": carry["steps"] + 1}
+        trust = (judged.weights + judged.reward) * gate
 
-        def loss(z: Tree) -> tuple[Tensor, tuple]:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
+        def loss(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
             return F.cross_entropy(z["labeled"], batch.y) + (trust * per_image(z["strong"], label)).mean(), ()
 
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
@@ -166,17 +280,18 @@ class Regulated(Work):
         stats = carry["stats"]
         for each in moments:
             stats = track(stats, each)
-        samples = {"m": sample(judged.weights), "d": sample(judged.reward)}
+        samples = {"m": sample(judged.weights), "d": sample(judged.d), "mean_logit": sample(strong.mean(-1))}
         samples |= {name: sample(norm) for name, norm in judged.norms.items()}
-        notes = Notes(value, samples, (Pseudo(label, confidence, trust),))
-        return {"params": params, "stats": stats, "optimizer": optimizer, **judged.carry}, notes
+        notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
+        return {**carry, **own, "params": params, "stats": stats, "optimizer": optimizer, **regulators}, notes
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the local model with its weight |labeled| + |unlabeled|; F-reg stays."""
         weight = (data.labeled + data.unlabeled).double()
         up = {"params": carry["params"], "stats": carry["stats"], "weight": weight}
-        keeps = self.options.fine and self.options.keep_regulator
-        return up, ({"regulator": carry["regulator"]} if keeps else {})
+        running = () if self.options.fine else self.options.guessing.remember(self.task, down)
+        keeps = {"regulator": self.options.fine and self.options.keep_regulator, "baseline": "baseline" in carry}
+        return up, {name: carry[name] for name in (*(name for name in keeps if keeps[name]), *running)}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one step: local model, C-reg, tangent, virtual and judging passes.
@@ -184,7 +299,7 @@ class Regulated(Work):
         C-reg's tangent works from activations that are there: it counts as one forward pass, though it takes two
         convolutions a layer. Without C-reg the local model passes once more: two.
         """
-        forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
+        forward, backward = self.options.guessing.passes(self.task, labeled, unlabeled)
         shared = self.task.statistics == "joint"
         whole, whole_back = (backward, backward) if shared else (unlabeled, labeled + unlabeled)
         tangent = 2 * whole
@@ -196,7 +311,7 @@ class Regulated(Work):
         return Passes(forward, backward)
 
     def _judge(
-        self, carry: Tree, batch: Batch, student: Student, label: Tensor, strong: Tensor, confidence: Tensor
+        self, carry: Tree, batch: Batch, student: Student, label: Tensor, strong: Tensor, counted: Tensor
     ) -> Judged:
         """Let F-reg, then C-reg, take their step, and return their verdicts."""
         new: Tree = {}
@@ -205,110 +320,91 @@ class Regulated(Work):
         if self.options.fine:
             new["regulator"], norms["regulator_gradient"] = self._teach_fine(carry, batch, student, label)
             regulator = new["regulator"]["params"]
-            weights = self._weigh(regulator, strong)  # Eq. 6
+            weights = weigh(self.options, regulator, strong)  # Eq. 6
         else:
-            weights = (confidence >= self.options.threshold).to(strong.dtype)
+            weights = counted
         if self.options.normalize_weights:
             weights = weights / weights.mean().clamp_min(1e-12)
-        reward = torch.zeros_like(weights.mean())
+        d = reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
-            gradient = student.pull(self._blamed(regulator, student.z, label), False)  # Eq. 2
+            gradient = student.pull(blamed(self.options, regulator, student.z, label), False)  # Eq. 2
             norms["coarse_gradient"] = norm(gradient)
-            params, optimizer = self._rate("coarse").step(student.params, gradient, carry["coarse"]["optimizer"])
+            params, optimizer = optimizer_of(self.options, self.task, "coarse").step(
+                student.params, gradient, carry["coarse"]["optimizer"]
+            )
             new["coarse"] = {"params": params, "optimizer": optimizer}
             with torch.no_grad():  # Eq. 3
-                before = self._labeled_loss(student.params, carry["stats"], batch)
-                reward = before - self._labeled_loss(params, carry["stats"], batch)
-            if self.options.sign == "new-old":
-                reward = -reward
-        return Judged(weights, reward, new, norms)
+                d = self._labeled_loss(student.params, carry, batch) - self._labeled_loss(params, carry, batch)
+            d = -d if self.options.sign == "new-old" else d
+            reward = d
+            if self.options.reward_baseline is not None:
+                reward = d - carry["baseline"]["mean"]
+                new["baseline"] = followed(carry["baseline"], d, self.options.reward_baseline)
+            if self.options.reward_bound is not None:
+                reward = reward.clamp(-self.options.reward_bound, self.options.reward_bound)
+        return Judged(weights, d, reward, new, norms)
 
     def _teach_fine(self, carry: Tree, batch: Batch, student: Student, label: Tensor) -> tuple[Tree, Tensor]:
         """Return F-reg after a step on the labeled loss at the virtual parameters (Eq. 4, 5), and its gradient norm."""
         before = carry["regulator"]
-        lr = self._lr("virtual")
-        virtual = descend(student.params, student.pull(self._blamed(before["params"], student.z, label), True), lr)
-        judged, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry["stats"], batch), ()), virtual)
+        lr = rate(self.options, self.task, "virtual")
+        blame = blamed(self.options, before["params"], student.z, label)
+        virtual = descend(student.params, student.pull(blame, True), lr)
+        judged, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
         tangent = student.tangent(judged)
 
         def gain(params: Tree) -> Tensor:
-            return -lr * jvp(lambda z: self._weighted(params, z, label), (student.z,), (tangent,))[1]
+            def loss(z: Tensor) -> Tensor:
+                return weighted(self.options, params, z, label)
+
+            return -lr * jvp(loss, (student.z,), (tangent,))[1]
 
         gradient = grad(gain)(before["params"])  # Eq. 5
-        params, optimizer = self._rate("regulator").step(before["params"], gradient, before["optimizer"])
+        params, optimizer = optimizer_of(self.options, self.task, "regulator").step(
+            before["params"], gradient, before["optimizer"]
+        )
         return {"params": params, "optimizer": optimizer}, norm(gradient)
 
-    def _coarse(self, params: Tree, batch: Batch) -> Student:
-        """Return C-reg on the strong views alone."""
-        network, strong = self.task.network, batch.u["strong"]
-        z, pull, tape = vjp(lambda params: network.linearize(params, strong), params)
-        return Student(
-            params,
-            z,
-            pull,
-            lambda direction: network.tangent(params, strong, tape, direction),
-        )
-
-    def _local(self, params: Tree, batch: Batch, strong: Tensor, pull: Callable, nothing: Tensor) -> Student:
-        """Return the local model in C-reg's place: the pass that it has made already."""
-
-        network, views, before = self.task.network, (batch.u["strong"],), 0
-        if self.task.statistics == "joint":  # the images of the pass that it has made, in its order
-            before = len(batch.x)
-            views = (batch.x, *views) if self.task.labeling == "running" else (batch.x, *views, batch.u["weak"])
-        images = torch.cat(views)
-
-        def tangent(direction: Tree) -> Tensor:
-            moved = network.tangent(params, images, network.linearize(params, images)[1], direction)
-            return moved[before : before + len(strong)]
-
-        return Student(
-            params,
-            strong,
-            lambda cotangent, again: pull((nothing, cotangent), True),  # another pull always follows: the model's own
-            tangent,
-        )
-
-    def _weigh(self, regulator: Tree, z: Tensor) -> Tensor:
-        """Return H (b,) in (0, 1) for logits z (b, classes)."""
-        z = z.softmax(-1) if self.options.regulator_input == "softmax" else z
-        hidden = F.relu(F.linear(z, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
-        return F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"]).squeeze(-1).sigmoid()
-
-    def _weighted(self, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
-        """Return mean_i H(w; z_i) CE(label_i, z_i), the loss inside Eq. 2 and 4; H is 1 without F-reg."""
-        loss = per_image(z, label)
-        if self.options.fine:
-            seen = z.detach() if self.options.through_weights == "detached" else z
-            loss = self._weigh(regulator, seen) * loss
-        return loss.mean()
-
-    def _blamed(self, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
-        """Return the gradient of `_weighted` in z (b, classes)."""
-        return grad_and_value(lambda at: (self._weighted(regulator, at["z"], label), ()), {"z": z})[0]["z"]
-
-    def _labeled_loss(self, params: Tree, stats: Tree, batch: Batch) -> Tensor:
+    def _labeled_loss(self, params: Tree, carry: Tree, batch: Batch) -> Tensor:
         """Return CE(y, f(x)) of the minibatch, the judge of Eq. 3 and 5."""
         if self.options.judging == "running":
-            return F.cross_entropy(self.task.network.predict(params, stats, batch.x), batch.y)
-        return F.cross_entropy(self.task.network.train(params, batch.x)[0], batch.y)
-
-    def _lr(self, which: Literal["virtual", "coarse", "regulator"]) -> float:
-        """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
-        o = self.options
-        chosen = {"virtual": o.virtual_lr, "coarse": o.coarse_lr, "regulator": o.regulator_lr}[which]
-        return self.task.optimizer.lr if chosen is None else chosen * self.task.rate
-
-    def _rate(self, which: Literal["coarse", "regulator"]) -> Optimizer:
-        """Return the shared optimizer with this regulator's learning rate."""
-        return self.task.optimizer.with_lr(self._lr(which))
+            logits = self.task.network.predict(params, carry["stats"], batch.x)
+        else:
+            logits = self.task.network.train(params, batch.x)[0]
+        return F.cross_entropy(logits + carry["judge"] if self.options.judge_prior else logits, batch.y)
 
 
-def per_image(logits: Tensor, label: Tensor) -> Tensor:
-    """Return the cross-entropy (b,) of each image."""
-    return F.cross_entropy(logits, label, reduction="none")
+def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regulator"]) -> float:
+    """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
+    chosen = {"virtual": options.virtual_lr, "coarse": options.coarse_lr, "regulator": options.regulator_lr}[which]
+    return task.optimizer.lr if chosen is None else chosen * task.rate
 
 
-def norm(gradient: Tree) -> Tensor:
-    """Return the Euclidean norm of a tree, reading each leaf once."""
-    return torch.stack([torch.linalg.vector_norm(leaf) for leaf in tree.leaves(gradient)]).norm()
+def optimizer_of(options: FedDure, task: Task, which: Literal["coarse", "regulator"]) -> Optimizer:
+    """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
+    lr = rate(options, task, which)
+    return SGD(lr) if which == "coarse" and options.coarse_step == "plain" else task.optimizer.with_lr(lr)
+
+
+def weigh(options: FedDure, regulator: Tree, z: Tensor) -> Tensor:
+    """Return H (b,) in (0, 1) for logits z (b, classes)."""
+    if options.regulator_input == "centered":
+        z = z - z.mean(-1, keepdim=True)
+    elif options.regulator_input == "softmax":
+        z = z.softmax(-1)
+    hidden = F.relu(F.linear(z, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
+    return F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"]).squeeze(-1).sigmoid()
+
+
+def weighted(options: FedDure, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
+    """Return mean_i H(w; z_i) CE(label_i, z_i), the loss inside Eq. 2 and 4; H is 1 without F-reg."""
+    loss = per_image(z, label)
+    if options.fine:
+        seen = z.detach() if options.through_weights == "detached" else z
+        loss = weigh(options, regulator, seen) * loss
+    return loss.mean()
+
+
+def blamed(options: FedDure, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
+    """Return the gradient of `weighted` in z (b, classes)."""
+    return grad_and_value(lambda at: (weighted(options, regulator, at["z"], label), ()), {"z": z})[0]["z"]

@@ -1,9 +1,9 @@
 """FedLoKe (CIKM 2023): a private local model labels the client's images for the global one, and the other way round.
 
 "Non-IID always Bad? Semi-Supervised Heterogeneous Federated Learning with Local Knowledge Enhancement" (Zhang et al.).
-A client keeps a local model, which knows its own distribution. A visit first mixes the global model into it (Eq. 2),
-once; then both train together: on labels, strong views for the global model and weak ones for the local, and on the
-soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
+A client keeps a local model, which knows its own distribution. A client update first mixes the global model into it
+(Eq. 2), once; then both train together: on labels, strong views for the global model and weak ones for the local, and
+on the soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
 
 server: params, stats.  down: the same.  memory: params and stats of the local model, at first a copy of what came down.
 up: params, stats, weight; nothing but the global model travels.
@@ -13,22 +13,25 @@ each starts at random, would make Eq. 2 average unrelated networks), the round c
 unsupervised loss, and the unlabeled mean runs over the minibatch (Eq. 9 and 10: over all of the client's images). Where
 they differ this file follows the paper: weights by size (Eq. 1; the code's are uniform, the same for its equal
 clients). With `statistics = "separate"` the passes are the code's, three a model, but the running statistics take in
-the weak views first, where the code's take in the labeled images. Its guards (1e-8 inside logarithms, a term that is
-not finite set to 0) are left out: log-softmax needs none. Gradient clipping (value 0.1), the number of steps and one
+the weak views first, where the code's take in the labeled images. Its guards (1e-8 inside logarithms, a term that
+is not finite set to 0) are left out: log-softmax needs none. Gradient clipping (value 0.1), the number of steps and one
 augmentation for all images of a step are the task's, not the method's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.errors import UserError
+from halfmoon.api.requirements import SUM, Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.mutual import (
     Looked,
@@ -44,8 +47,6 @@ from halfmoon.methods.mutual import (
     weight_of,
 )
 from halfmoon.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work, sample
 
 VIEWS = {
     "default": ("weak", "strong"),
@@ -60,14 +61,17 @@ VIEWS = {
 class FedLoKe:
     """FedLoKe, Algorithm 1; the defaults are the paper's, mu (unpublished) that of the authors' script.
 
-    `ema` is mu of Eq. 2, the share of itself that a local model keeps when a visit begins: at 1 it never reads the
-    global model's parameters ("without EMA"), at 0 the global model replaces it. `delta` bounds the entropy of a guess
-    that teaches, in nats; at 0 none does, with None all do. The unsupervised losses weigh `unlabeled_weight` *
+    `ema` is mu of Eq. 2, the share of itself that a local model keeps when a client update begins: at 1 it never reads
+    the global model's parameters ("without EMA"), at 0 the global model replaces it. `delta` bounds the entropy of a
+    guess that teaches, in nats; at 0 none does, with None all do. The unsupervised losses weigh `unlabeled_weight` *
     min(1, round / `ramp_rounds`), rounds from 0; 0 `ramp_rounds` is no ramp.
 
     The ablations of Figure 5: `local=False` has no local model, the global one is taught by its own guesses;
     `global_labels=False` teaches the local model by labels alone (its images pass both models all the same, so batch
-    statistics stay comparable). `views` are Figure 6a's: all "strong", all "weak", or "none" augmented.
+    statistics stay comparable). `views` are Figure 6a's: all "strong", all "weak", or "none" augmented. `private`: how
+    a local model starts, as a "copy" of the first received one or, as Algorithm 1 has it, as a random network ("fresh",
+    the same for all clients). With `ema=1`, `global_labels=False` and `private="fresh"` the local models have learned
+    from their client's labels alone: those of Figure 2.
 
     Raises `UserError` for an `ema` outside 0 to 1 or a negative `ramp_rounds`.
     """
@@ -79,6 +83,7 @@ class FedLoKe:
     local: bool = True
     global_labels: bool = True
     views: Literal["default", "strong", "weak", "none"] = "default"
+    private: Literal["copy", "fresh"] = "copy"
     weights: Weights = "size"
 
     def __post_init__(self) -> None:
@@ -87,7 +92,11 @@ class FedLoKe:
         if self.ramp_rounds < 0:
             raise UserError(f"ramp_rounds is {self.ramp_rounds}: give a number of rounds, or 0 for no ramp.")
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return SUM
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
         return {"train": Cotraining(task, VIEWS[self.views], self)}
 
@@ -110,7 +119,7 @@ class FedLoKe:
 
 
 @dataclass(frozen=True)
-class Cotraining(Work):
+class Cotraining(ClientUpdate):
     """The client of FedLoKe: a global and a local model, each taught by the other."""
 
     options: FedLoKe = FedLoKe()
@@ -121,8 +130,14 @@ class Cotraining(Work):
         return self.views
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return the first received model, as which the local one starts."""
-        return kept(model_of(down), "params", "stats") if self.options.local else {}
+        """Return what the local model starts as: the first received model, or a random network."""
+        if not self.options.local:
+            return {}
+        model = model_of(down)
+        if self.options.private == "fresh":
+            like = next(tree.leaves(down["params"]))
+            model = tree.to(self.task.network.init(generator), like.device, like.dtype)
+        return kept(model, "params", "stats")
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Mix the received model into the local one, once: mu * local + (1 - mu) * received (Eq. 2)."""
@@ -133,7 +148,7 @@ class Cotraining(Work):
             carry["local"] = learner(self.task, fused)
         return carry
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's guesses (Eq. 9 to 14)."""
         o, lam = self.options, self.options.ramp(self.task.round)
         quiet, loud = self.views
@@ -141,10 +156,11 @@ class Cotraining(Work):
         local = self._pass(carry["local"], batch, quiet) if o.local else main
         used = {"global": sure(main.guess, o.delta), "local": sure(local.guess, o.delta)}
 
-        def lesson(teacher: Tensor, mask: Tensor, weight: float):
-            return lambda labeled, unlabeled: (
-                supervised(labeled, batch.y) + weight * (mask * divergence(teacher, unlabeled)).mean()
-            )
+        def lesson(teacher: Tensor, mask: Tensor, weight: float) -> Callable[[Tensor, Tensor], Tensor]:
+            def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
+                return supervised(labeled, batch.y) + weight * (mask * divergence(teacher, unlabeled)).mean()
+
+            return loss
 
         new: Tree = {}
         new["global"], loss = advance(self.task, carry["global"], main, lesson(local.guess, used["local"], lam))
@@ -154,9 +170,11 @@ class Cotraining(Work):
             loss = loss + other
         names = ("global", "local") if o.local else ("global",)
         shown = "global" if o.global_labels else names[-1]  # guesses that teach somebody
-        confidence, label = (main if shown == "global" else local).guess.softmax(-1).max(-1)
+        teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
+        guesses = {"global": main.guess, "local": local.guess}
+        made = {name: _pseudo(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
         samples = {f"{name}_sure": sample(used[name]) for name in names}
-        return new, Notes(loss, samples, (Pseudo(label, confidence, lam * used[shown]),))
+        return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the global model with its weight; the local model stays."""
@@ -179,3 +197,9 @@ class Cotraining(Work):
             return (logits, strong), (weak, moments)
 
         return passed(look, model["params"])
+
+
+def _pseudo(guess: Tensor, weight: Tensor) -> Pseudo:
+    """Return the pseudo-labels that logits (b, classes) amount to."""
+    confidence, label = guess.softmax(-1).max(-1)
+    return Pseudo(label, confidence, weight)

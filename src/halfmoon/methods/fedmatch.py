@@ -12,9 +12,10 @@ clients of all that it has met, by the distance of their predictions on one fixe
 first term is gone and the label is the client's own. Labels lie at clients, or at the server: it then trains sigma at
 the beginning of a round (as the authors' code does), and psi alone goes up.
 
-server: sigma, psi, stats; on its shelf the psi and the embedding of every client met.  down: the same three, every
-`interval` rounds with helpers (H psi and who is there).  memory: sigma, psi as the server last knew them.  up: sigma
-(where there are labels), psi, stats, embedding (C floats), how many entries changed.
+server: sigma, psi, stats; on its state store the psi and the embedding of every client met.  down: the same three,
+every `interval` rounds with helpers (H psi and who is there).  memory: sigma, psi as the server last knew them; the
+state of thresholds that run.  up: sigma (where there are labels), psi, stats, embedding (C floats), how many entries
+changed.
 
 Bytes: an entry travels where it has moved by more than `delta_threshold` from what the receiver has (the paper's sparse
 communication), as 4 bytes of index and its value; a tree of which more than half has moved travels whole. What has not
@@ -31,27 +32,45 @@ Departures from the authors' code:
   (20, labels at the server): no client here has validation images. At 1 / (2 l2_weight), plain SGD sets psi to sigma in
   one step, and from twice that it diverges: their rate, 1e-3, moves it by 2 % a step.
 - For labels at the server they set l1_weight, l1_threshold and delta_threshold to 1e-5.
+
+`fedmatch-semifl` of the registry has the settings of SemiFL's table, but is not SemiFL's version of it: theirs gives
+psi a momentum at the server, keeps the clients' optimizers, starts both halves as whole networks and leaves the head
+out of sigma.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.errors import UserError
+from halfmoon.api.requirements import ANYWHERE, Requirements
+from halfmoon.api.types import (
+    Batch,
+    ClientUpdate,
+    Federation,
+    Local,
+    Passes,
+    Pseudo,
+    StepMetrics,
+    Task,
+    WeightedMetric,
+    sample,
+)
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
 from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
-from halfmoon.transform import grad_and_value
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Sample, Task, Work, sample
+from halfmoon.objectives.thresholding import Rule, Threshold
 
 INDEX_BYTES = 4
 
@@ -60,12 +79,13 @@ INDEX_BYTES = 4
 class FedMatch:
     """FedMatch; the defaults are those of the authors' code for labels at clients (the paper's tau is 0.85).
 
-    `helpers` is H; they come in every `interval`-th round, for that visit (1: in every round). `mean`: whether the
-    first two terms of L_u are means over the images the client is sure of, or over all. `ties`: which class wins among
-    equally many votes, the "first" by number (theirs) or the client's "own". `view` is the one that is guessed on.
-    sigma and psi start as `sigma_start` and `psi_start` times the initial kernels. `delta_threshold` None: whole trees
-    travel and nothing is remembered. `debias` divides the client's own prediction by its mean over the client's rows
-    (FedDPL, FedDB Eq. 14) before it votes and is judged. Raises `UserError` for a count below its least value.
+    `helpers` is H; they come in every `interval`-th round, for that client update (1: in every round). `mean`: whether
+    the first two terms of L_u are means over the images the client is sure of, or over all. `ties`: which class wins
+    among equally many votes, the "first" by number (theirs) or the client's "own". `view` is the one that is guessed
+    on. sigma and psi start as `sigma_start` and `psi_start` times the initial kernels. `delta_threshold` None: whole
+    trees travel and nothing is remembered. `debias` divides the client's own prediction by its mean over the client's
+    rows (FedDPL, FedDB Eq. 14) before it votes and is judged. `thresholding` and `threshold_decay`: of which images it
+    is sure. Raises `UserError` for a count below its least value.
     """
 
     helpers: int = 2
@@ -84,13 +104,25 @@ class FedMatch:
     mean: Literal["all", "used"] = "used"
     ties: Literal["first", "own"] = "first"
     debias: bool = False
+    thresholding: Rule = "fixed"
+    threshold_decay: float = 0.999
+
+    @property
+    def threshold(self) -> Threshold:
+        """Return which guesses count."""
+        return Threshold(self.thresholding, self.tau, self.threshold_decay)
 
     def __post_init__(self) -> None:
         for name, value, least in (("helpers", self.helpers, 0), ("interval", self.interval, 1)):
             if value < least:
                 raise UserError(f"FedMatch's {name} is {value}: it must be at least {least}.")
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"
+        return Requirements(reason=reason, places=ANYWHERE, personal=True)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return what clients do in the task's round, and what a server with labels does."""
         return {
             "train": Disjoint(task, (self.view, "strong"), self, self._due(task)),
@@ -111,9 +143,9 @@ class FedMatch:
             down = {**down, **federation.ask_server("serve", down)}
         each = self._nearest(down["psi"], federation) if self._due(task) else None
         up = federation.ask("train", down, each)
-        for place, client in enumerate(federation.answered.tolist() if self.helpers else ()):
-            federation.shelf.put(f"psi-{client}", tree.index(up["psi"], place))
-            federation.shelf.put(f"embedding-{client}", {"vector": up["embedding"][place]})
+        for place, client in enumerate(integers(federation.answered) if self.helpers else ()):
+            federation.state_store.put(f"psi-{client}", tree.index(up["psi"], place))
+            federation.state_store.put(f"embedding-{client}", {"vector": up["embedding"][place]})
         sigma = average({"sigma": up["sigma"], "weight": up["labels"]}, down)
         rest = {"psi": up["psi"], "stats": up["stats"], "weight": torch.ones_like(up["labels"])}
         return {**sigma, **average(rest)}
@@ -129,15 +161,15 @@ class FedMatch:
 
     def _nearest(self, psi: Tree, federation: Federation) -> Tree:
         """Return the helpers of each client of the cohort: psi, leaves (K, H, ...), and who is "there", (K, H)."""
-        shelf, known = federation.shelf, {}
-        for key in shelf.keys():  # noqa: SIM118
+        state_store, known = federation.state_store, dict[int, Tensor]()
+        for key in state_store.keys():  # noqa: SIM118
             if key.startswith("embedding-"):
-                known[int(key.removeprefix("embedding-"))] = (shelf.get(key) or {})["vector"]
-        chosen = [nearest(known, client, self.helpers) for client in federation.cohort.tolist()]
+                known[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
+        chosen = [nearest(known, client, self.helpers) for client in integers(federation.cohort)]
         nobody = tree.zeros_like(psi)
         there = torch.tensor([[float(k < len(own)) for k in range(self.helpers)] for own in chosen])
         trees = [
-            tree.stack([shelf.get(f"psi-{k}") or nobody for k in own] + [nobody] * (self.helpers - len(own)))
+            tree.stack([state_store.get(f"psi-{k}") or nobody for k in own] + [nobody] * (self.helpers - len(own)))
             for own in chosen
         ]
         return {"helpers": tree.stack(trees), "there": there.to(next(tree.leaves(psi)))}
@@ -147,12 +179,12 @@ def nearest(known: dict[int, Tensor], client: int, count: int) -> list[int]:
     """Return up to `count` other clients by the distance of their embeddings (C,); none for a client without one."""
     if client not in known:
         return []
-    away = {other: float((vector - known[client]).norm()) for other, vector in known.items() if other != client}
+    away = {other: float(euclidean(vector - known[client])) for other, vector in known.items() if other != client}
     return sorted(away, key=lambda other: (away[other], other))[:count]
 
 
 @dataclass(frozen=True)
-class Teaching(Work):
+class Teaching(ClientUpdate):
     """The server's own training: sigma on its labels.
 
     down: sigma, psi, stats.  up: sigma, stats.  Nothing is remembered.
@@ -164,10 +196,10 @@ class Teaching(Work):
         """Start from sigma, with a fresh optimizer."""
         return {"sigma": down["sigma"], "stats": down["stats"], "optimizer": self.task.optimizer.init(down["sigma"])}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step on L_s."""
         new, loss = labeled_step(self.task, self.options.labeled_weight, carry, down["psi"], batch)
-        return new, Notes(loss, {}, ())
+        return new, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Return sigma and the statistics."""
@@ -179,7 +211,7 @@ class Teaching(Work):
 
 
 @dataclass(frozen=True)
-class Disjoint(Work):
+class Disjoint(ClientUpdate):
     """The client of FedMatch in a round with `helpers` helpers: sigma's step, then psi's."""
 
     options: FedMatch = FedMatch()
@@ -187,21 +219,32 @@ class Disjoint(Work):
 
     @property
     def sweep(self) -> tuple[str, ...]:
-        """Return the view whose mean prediction debiases."""
-        return (self.options.view,) if self.options.debias else ()
+        """Return the view whose predictions are wanted of all rows."""
+        return (self.options.view,) if self.options.debias or self.options.threshold.sweeps else ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together, or something is remembered of each."""
+        return bool(self.sweep) or self.options.threshold.of_rows
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return that nothing has been received."""
+        """Return that nothing has been received, and the first state of thresholds that run."""
+        state = self.options.threshold.remember(self.task.network.classes, next(tree.leaves(down["psi"])))
+        first = {"thresholds": state} if state else {}
         if self.options.delta_threshold is None:
-            return {}
+            return first
         parts = {name: tree.zeros_like(down[name]) for name in ("sigma", "psi")}
-        return {**parts, "met": torch.zeros((), dtype=torch.float64, device=next(tree.leaves(down["psi"])).device)}
+        return {
+            **first,
+            **parts,
+            "met": torch.zeros((), dtype=torch.float64, device=next(tree.leaves(down["psi"])).device),
+        }
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Bring sigma and psi up to date, and look at all rows where guesses are debiased."""
         received = {name: down[name] for name in ("sigma", "psi")}
         changed = {name: changes(part, part, -1.0) for name, part in received.items()}
-        if memory:
+        if "met" in memory:
             known = memory["met"] > 0
             some = {name: changes(memory[name], part, self._delta) for name, part in received.items()}
             fresh = {name: patched(memory[name], part, self._delta) for name, part in received.items()}
@@ -209,24 +252,30 @@ class Disjoint(Work):
         carry = {**received, "received": received, "changed": changed, "stats": down["stats"]}
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
-        if self.options.debias:
+        rule = self.options.threshold
+        carry["thresholds"] = {} if rule.sweeps else rule.begin(memory.get("thresholds", {}), data)
+        if self.sweep:
             guess = sweep_logits(self.task, composed(**received), down["stats"], data.views[self.options.view])
             carry["prior"] = prior(guess)
+            if rule.sweeps:
+                guess = debiased(guess, carry["prior"]) if self.options.debias else guess
+                carry["thresholds"] = rule.begin({}, data, guess.softmax(-1))
         return carry
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take sigma's step, if there are labeled images, then psi's with the new sigma."""
         labeled = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
         if len(batch.x):
             carry, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
         helped = self._ask_helpers(down, carry, batch)
         gradient, loss, seen = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
-        moments, pseudo, samples = seen
+        moments, pseudo, samples, state = seen
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
         stats = carry["stats"]
         for each in moments:
             stats = track(stats, each)
-        return {**carry, "psi": psi, "psi_optimizer": optimizer, "stats": stats}, Notes(labeled + loss, samples, pseudo)
+        new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
+        return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send what changed, and the prediction on noise; a client without labels has nothing to say of sigma."""
@@ -242,6 +291,8 @@ class Disjoint(Work):
         embedding = self.task.network.predict(composed(**sent), carry["stats"], image)[0].softmax(-1)
         up = {**sent, "stats": carry["stats"], "embedding": embedding, "labels": labels}
         memory = {} if self.options.delta_threshold is None else {**sent, "met": torch.ones_like(labels)}
+        if self.options.threshold.runs:
+            memory = {"thresholds": carry["thresholds"], **memory}
         return {**up, "changed": {"down": there, "up": back}}, memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -277,13 +328,12 @@ class Disjoint(Work):
         entry = tree.nbytes(whole) // tree.size(whole) + INDEX_BYTES
         return min(tree.nbytes(whole), int(count) * entry)
 
-    def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple]:
+    def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         """Return L_u(psi), and (moments, pseudo-labels, samples)."""
         o = self.options
         strong, quiet, moments = self._look(composed(carry["sigma"], psi), carry["stats"], batch)
         own = debiased(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
-        confidence, label = own.softmax(-1).max(-1)
-        used = (confidence >= o.tau).to(strong.dtype)
+        (label, confidence, used), state = o.threshold.judge(own.softmax(-1), batch.u_rows, carry["thresholds"])
         each = torch.zeros_like(used)
         if self.helpers:
             logits, there = helped
@@ -297,8 +347,9 @@ class Disjoint(Work):
         count = used.sum().clamp_min(1) if o.mean == "used" else len(used)
         far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
         penalty = o.l2_weight * far + o.l1_weight * tree.sum_of(leaf.abs().sum() for leaf in tree.leaves(psi))
-        samples: dict[str, Sample] = {"penalty": sample(penalty)}
-        return (each * used).sum() / count + penalty, (moments, (Pseudo(label, confidence, used),), samples)
+        samples: dict[str, WeightedMetric] = {"penalty": sample(penalty)}
+        pseudo = (Pseudo(label, confidence, used),)
+        return (each * used).sum() / count + penalty, (moments, pseudo, samples, state)
 
     def _look(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
         """Return the logits (b, classes) of strong and guessed view, and the moments."""
@@ -321,7 +372,7 @@ class Disjoint(Work):
             return ()
         network, view, received = self.task.network, batch.u[self.options.view], carry["received"]
         helpers = patched(received["psi"], down["helpers"], self._delta)
-        logits = []
+        logits: list[Tensor] = []
         for k in range(self.helpers):
             theta = composed(received["sigma"], tree.index(helpers, k))
             running = self.task.labeling == "running"
@@ -354,8 +405,7 @@ def kernels(params: Tree) -> Tree:
     found: Tree = {}
     for name, part in params.items():
         if isinstance(part, dict):
-            inner = kernels(part)
-            if inner:
+            if inner := kernels(cast(Tree, part)):
                 found[name] = inner
         elif part.dim() >= 2:
             found[name] = part
@@ -367,9 +417,8 @@ def composed(sigma: Tree, psi: Tree) -> Tree:
     theta: Tree = {}
     for name, part in sigma.items():
         if isinstance(part, dict):
-            theta[name] = composed(part, psi.get(name, {}))
-        else:
-            theta[name] = part + psi[name] if name in psi else part
+            part = composed(cast(Tree, part), psi.get(name, {}))
+        theta[name] = part + psi[name] if name in psi and not isinstance(part, dict) else part
     return theta
 
 
@@ -395,7 +444,7 @@ def noise(like: Tensor) -> Tensor:
     Normal pixels of mean and deviation 125, cut at 0 and 255: always the same ones, and no part of a run's randomness.
     """
     shape = tuple(like.shape[-3:])
-    uniform = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
-    low, high = (torch.special.ndtr(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
-    pixels = 125 + 125 * torch.special.ndtri(low + (high - low) * uniform)
+    uniform = tensor_of(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
+    low, high = (normal_cdf(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
+    pixels = 125 + 125 * normal_quantile(low + (high - low) * uniform)
     return pixels.round().clamp(0, 255).to(torch.uint8)

@@ -21,6 +21,9 @@ where a cohort is drawn, "their group's mean" goes to the group that a client fa
 - Groups follow a hash of round and client: the same for every seed, for a method draws no random number.
 - Batch-normalization statistics, which GroupNorm does not have, are averaged like parameters.
 - Momentum survives the averaging there; here it does with `keep_optimizer`.
+
+SemiFL's table plays a version of its own: the loss is a mean over used rows (`mean`), the server has a momentum of 0.5,
+and batch statistics are counted, not tracked. The last two are not here.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from halfmoon import rng, tree
-from halfmoon.errors import UserError
+from halfmoon.api.requirements import ANYWHERE, Requirements
+from halfmoon.api.types import ClientUpdate, Federation, Task
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import integers
+from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.objectives import FixMatch, Supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Federation, Task, Work
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,11 @@ class FedRGD:
         if self.groups < 1:
             raise UserError(f"FedRGD's groups is {self.groups}: it must be at least 1.")
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return Requirements(reason="it averages in groups, and a group may be one client", places=ANYWHERE)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the clients' training, and that of the server's copies."""
         return {
             "train": LocalTraining(task, self.objective.views, self.objective, keep_optimizer=self.keep_optimizer),
@@ -70,16 +79,16 @@ class FedRGD:
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort and a copy of the server's model for each group train, and average twice."""
-        model = {"stats": {}, **{name: part for name, part in server.items() if name != "groups"}}
-        group = grouped(federation.cohort.tolist(), task.round, self.groups)
+        model: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "groups"}}
+        group = grouped(integers(federation.cohort), task.round, self.groups)
         if self.return_group:
-            starts = {"stats": {}, **server["groups"]}
-            mine = torch.tensor([group[k] for k in federation.cohort.tolist()])
+            starts: Tree = {"stats": {}, **server["groups"]}
+            mine = torch.tensor([group[k] for k in integers(federation.cohort)])
             up = federation.ask("train", {}, tree.map(lambda leaf: leaf[mine], starts))
         else:
             starts = tree.stack([model] * self.groups)
             up = federation.ask("train", model)
-        answered = [group[k] for k in federation.answered.tolist()]
+        answered = [group[k] for k in integers(federation.answered)]
         means: list[Tree] = []
         for number in range(self.groups):
             members = [tree.index(up, place) for place, own in enumerate(answered) if own == number]

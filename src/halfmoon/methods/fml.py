@@ -22,8 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.errors import UserError
+from halfmoon.api.requirements import SUM, Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.mutual import (
     Looked,
@@ -40,8 +43,6 @@ from halfmoon.methods.mutual import (
 )
 from halfmoon.models import forward
 from halfmoon.objectives.base import supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work, sample
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class FML:
     losses: by default as much as that on labeled ones; 0 is Shen et al.'s supervised FML, which leaves unlabeled images
     aside. They are shown in one `view`, the same for both models, and with `delta` only guesses of an entropy below it
     (in nats) teach. `private`: how a private model starts, as a network of its own ("fresh") or as a "copy" of the
-    first received one, which learns nothing from its twin in the first visit. `keep_optimizer`: whether the private
-    model's momentum lives on between rounds (the released code's does); the meme's starts anew.
+    first received one, which learns nothing from its twin in the first client update. `keep_optimizer`: whether the
+    private model's momentum lives on between rounds (the released code's does); the meme's starts anew.
 
     Raises `UserError` for a share outside 0 to 1.
     """
@@ -73,7 +74,11 @@ class FML:
             if not 0 <= share <= 1:
                 raise UserError(f"{name} is {share}: it is the labels' share of the loss, from 0 to 1.")
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return SUM
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
         return {"train": MutualLearning(task, (self.view,) if self.unlabeled_weight else (), self)}
 
@@ -92,7 +97,7 @@ class FML:
 
 
 @dataclass(frozen=True)
-class MutualLearning(Work):
+class MutualLearning(ClientUpdate):
     """The client of FML: a private model and a meme, each taught by labels and by the other."""
 
     options: FML = FML()
@@ -112,7 +117,7 @@ class MutualLearning(Work):
             private["optimizer"] = memory.get("optimizer", {})
         return {"meme": learner(self.task, model_of(down)), "private": private}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's predictions."""
         o = self.options
         meme, private = (self._pass(carry[name], batch) for name in ("meme", "private"))
@@ -122,10 +127,10 @@ class MutualLearning(Work):
         new["private"], other = advance(self.task, carry["private"], private, lesson)
         loss = loss + other
         if not self.views:
-            return new, Notes(loss, {}, ())
-        confidence, label = private.guess.softmax(-1).max(-1)
-        used = sure(private.guess, o.delta)
-        return new, Notes(loss, {"private_sure": sample(used)}, (Pseudo(label, confidence, used),))
+            return new, StepMetrics(loss, {}, ())
+        made = {name: self._pseudo(seen) for name, seen in {"global": meme, "local": private}.items()}
+        samples = {"private_sure": sample(made["local"].weight)}
+        return new, StepMetrics(loss, samples, (made["local"],), made)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the meme with its weight; the private model stays."""
@@ -148,6 +153,11 @@ class MutualLearning(Work):
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
         return passed(look, model["params"])
+
+    def _pseudo(self, seen: Pass) -> Pseudo:
+        """Return the pseudo-labels that a model's guesses amount to."""
+        confidence, label = seen.guess.softmax(-1).max(-1)
+        return Pseudo(label, confidence, sure(seen.guess, self.options.delta))
 
     def _lesson(self, teacher: Pass, batch: Batch, share: float):
         """Return share * CE(y) + (1 - share) * KL on labeled images + unlabeled_weight * KL on unlabeled ones."""

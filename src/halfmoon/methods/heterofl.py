@@ -11,7 +11,8 @@ normalization; with `server_momentum` 0.5 and `keep_optimizer` too it is the row
 
 server: params, stats, and with server_momentum its buffer.  down: the client's part of params.  memory: with
 `keep_optimizer` the optimizer's state.  up: that part, trained, present (classes,), weight.  About r^2 of FedAvg's
-bytes; but the census sends the whole network to all whose rows are counted (the authors' code pools the data for it).
+bytes; but the count of statistics sends the whole network to all whose rows are counted (the authors' code pools the
+data for it).
 
 Departures: client k has the rate k modulo the number of rates for good, where the authors' code hands them out in
 blocks of clients. The mask also says whose rows of the head are averaged: without it, all clients' are.
@@ -23,20 +24,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.errors import UserError
+from halfmoon.api.requirements import ANYWHERE, Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import integers
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import momentum_step
-from halfmoon.methods.static import Census, estimate
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
 from halfmoon.models import Network
-from halfmoon.transform import grad_and_value
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Task, Work
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,21 @@ class HeteroFL:
     def __post_init__(self) -> None:
         parsed(self.rates)
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        reason = "each parameter is averaged over the clients whose width has it and who hold its class"
+        counts = "norm 'group' or 'none'" if norm == "batch" else ""
+        return Requirements(reason=reason, places=ANYWHERE, personal=True, counts_statistics=counts)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the training at each rate, the widest first, and the look that statistics are counted from."""
+        if not task.network.cuts:
+            raise UserError(
+                "heterofl cuts networks to their leading channels, and does not know which those of an nn.Module are; "
+                "choose a network of halfmoon, or another method."
+            )
         rates = sorted(set(parsed(self.rates)), reverse=True)
-        return {name(rate): Narrow(task, (), self, rate) for rate in rates} | {"census": Census(task)}
+        return {name(rate): Narrow(task, (), self, rate) for rate in rates} | {"census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and a momentum of zero where there is one."""
@@ -72,7 +86,7 @@ class HeteroFL:
         cohort, whole = federation.cohort, tree.flatten(server["params"])
         total, held = tree.zeros_like(whole), tree.zeros_like(whole)
         for rate in sorted(set(rates), reverse=True):
-            mine = torch.tensor([k for k in cohort.tolist() if rates[k % len(rates)] == rate], dtype=torch.int64)
+            mine = torch.tensor([k for k in integers(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
             if len(mine):
                 up = federation.ask(name(rate), {"params": cut(server["params"], rate, kept)}, to=mine)
                 if up:  # one of them at least has answered
@@ -102,7 +116,7 @@ class HeteroFL:
 
 
 @dataclass(frozen=True)
-class Narrow(Work):
+class Narrow(ClientUpdate):
     """Train the leading part of the network on labeled images, and send it back."""
 
     options: HeteroFL = field(default_factory=HeteroFL)
@@ -120,11 +134,11 @@ class Narrow(Work):
         present = (seen > 0) & (data.labeled > 0)
         return {"params": down["params"], "optimizer": optimizer, "present": present}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on the masked cross-entropy."""
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        return {**carry, "params": params, "optimizer": optimizer}, Notes(loss, {}, ())
+        return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the part, the classes that it has seen, and 1, or 0 where there was nothing to see."""
@@ -136,7 +150,7 @@ class Narrow(Work):
         """Count one forward and one backward pass of the labeled images, however narrow the network."""
         return Passes(labeled, labeled)
 
-    def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple]:
+    def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         logits, _ = self.task.network.train(scaled(params, self.rate), batch.x)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)

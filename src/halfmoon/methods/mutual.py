@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from halfmoon.api.types import Local, Task
+from halfmoon.core.autodiff import grad_and_value, vjp
+from halfmoon.core.tree import Tree
 from halfmoon.models import track
-from halfmoon.transform import grad_and_value, vjp
-from halfmoon.tree import Tree
-from halfmoon.types import Local, Task
 
 Weights = Literal["size", "uniform"]
 """What a client's upload weighs: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
@@ -31,7 +31,7 @@ class Pass(NamedTuple):
     unlabeled: Tensor  # (b, classes) logits
     guess: Tensor  # (b, classes) detached logits, with which it teaches
     moments: list[Tree]
-    pull: Callable[[tuple[Tensor, Tensor], bool], Tree]  # as `halfmoon.transform.vjp` returns it
+    pull: Callable[[tuple[Tensor, Tensor], bool], Tree]  # as `halfmoon.core.autodiff.vjp` returns it
 
 
 def model_of(tree: Tree) -> Tree:

@@ -9,9 +9,9 @@ Every `interval` rounds the server sends, beside the global model, the models th
 image on which enough of them agree, each with a confidence of `tau` or more, joins its labeled images: from then on the
 first mean runs over it too and the second no longer does.
 
-server: params, stats; on its shelf the last models of up to `peers` clients.  down: params, stats, in labeling rounds
-also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1 where there is none,
-and a mark of the rows they belong to.  up: params, stats, weight (|labeled| + |unlabeled|).
+server: params, stats; on its state store the last models of up to `peers` clients.  down: params, stats, in labeling
+rounds also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1 where there
+is none, and a mark of the rows they belong to.  up: params, stats, weight (|labeled| + |unlabeled|).
 
 There is no public code, and the paper itself could not be had: this file follows its abstract and what others write of
 it. Not verified, hence options: `tau` and how it moves over the rounds (`tau_last`), `agree`, `interval`,
@@ -26,20 +26,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.errors import UserError
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import integers
+from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
 from halfmoon.objectives.base import sweep_logits
-from halfmoon.transform import grad_and_value
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Task, Work
 
 NONE = -1
 
@@ -72,7 +74,11 @@ class SemiFed:
         if self.agree <= 0:
             raise UserError(f"SemiFed's agree is {self.agree}: it is the share of models, above 0, at most 1.")
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return Requirements(reason="clients are sent the models of single other clients", personal=True)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return what a client does in the task's round."""
         return {"train": Growing(task, (self.view, "strong"), self, self._labels(task))}
 
@@ -104,33 +110,34 @@ class SemiFed:
 
 @dataclass(frozen=True)
 class Last:
-    """The models that up to `count` clients sent last, on the server's shelf: a newcomer takes the oldest's place."""
+    """The models that up to `count` clients sent last, on the server's state store: a newcomer takes the oldest's
+    place."""
 
     federation: Federation
     count: int
 
     def models(self, like: Tree) -> list[Tree]:
         """Return the models there are, each with the names of `like`."""
-        shelf = self.federation.shelf
-        found = [shelf.get(f"model-{place}") for place in range(self.count)]
+        state_store = self.federation.state_store
+        found = [state_store.get(f"model-{place}") for place in range(self.count)]
         return [{name: model.get(name, {}) for name in like} for model in found if model is not None]
 
     def put(self, round: int, up: Tree) -> None:
         """Keep the uploads of those who answered."""
         if not self.count:
             return
-        shelf, nobody = self.federation.shelf, torch.full((self.count,), NONE)
-        book = shelf.get("book") or {"client": nobody, "round": nobody}
+        state_store, nobody = self.federation.state_store, torch.full((self.count,), NONE)
+        book = state_store.get("book") or {"client": nobody, "round": nobody}
         client, when = book["client"].tolist(), book["round"].tolist()
-        for k, number in enumerate(self.federation.answered.tolist()):
+        for k, number in enumerate(integers(self.federation.answered)):
             place = client.index(number) if number in client else when.index(min(when))
             client[place], when[place] = number, round
-            shelf.put(f"model-{place}", {name: tree.index(up[name], k) for name in ("params", "stats")})
-        shelf.put("book", {"client": torch.tensor(client), "round": torch.tensor(when)})
+            state_store.put(f"model-{place}", {name: tree.index(up[name], k) for name in ("params", "stats")})
+        state_store.put("book", {"client": torch.tensor(client), "round": torch.tensor(when)})
 
 
 @dataclass(frozen=True)
-class Growing(Work):
+class Growing(ClientUpdate):
     """The client of SemiFed: label, in a round in which it `labels`, then train."""
 
     options: SemiFed = SemiFed()
@@ -163,7 +170,7 @@ class Growing(Work):
         model = {"params": down["params"], "stats": down["stats"]}
         return {**model, "optimizer": self.task.optimizer.init(down["params"]), "labels": labels, "mark": mark}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step."""
         gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         moments, pseudo = seen
@@ -171,7 +178,7 @@ class Growing(Work):
         stats = carry["stats"]
         for each in moments:
             stats = track(stats, each)
-        return {**carry, "params": params, "stats": stats, "optimizer": optimizer}, Notes(loss, {}, pseudo)
+        return {**carry, "params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the model with its weight; the labels stay."""
@@ -206,7 +213,7 @@ class Growing(Work):
             accepted = accepted & sure.all(0)
         return torch.where(accepted, winner, NONE)
 
-    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple]:
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         """Return the loss, and (moments, pseudo-labels)."""
         network, view, strong = self.task.network, batch.u[self.options.view], batch.u["strong"]
         joint = self.task.statistics == "joint"

@@ -10,7 +10,8 @@ The server averages those who trained, takes a step with momentum, and then fine
 the clients (FedDB's table, IJCAI 2024) the same file adds CE on the client's labeled images, and the server, which has
 no rows, takes no step.
 
-server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server.
+server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server; with
+`labels` "step" and thresholds that adapt, theirs.
 up: params, weight (1, or 0 from a client that was sure of nothing). For the statistics the model travels once more, to
 all whose rows are counted (`static`): with `sbn` "all", as in the authors' code, to every client in every round.
 
@@ -21,6 +22,11 @@ Departures: the paper's text names few hyper-parameters; the defaults are those 
   once ("rest") cycles the fix set.
 - Under `task.statistics` "joint" strong and mixed images share a forward pass; "separate" is the authors' reading.
 - Their third forward pass, on weak views, serves a log alone and is left out.
+- `fine_tune` False is the authors' control, and its fall is not for want of training in turn. The step with momentum
+  starts at the model that the server has just trained, so that the server's half of a change of d stays as d/2 in its
+  round and loses keep d/2, keep^2 d/2, ... in those after it: d (1/2 - keep/2 - keep^2/2 - ...), which at the default
+  of 0.5 is nothing. Where no row of a client counts, the model comes back to its start. `server_momentum` 0 is the
+  control of the control.
 - A client with labels but sure of nothing draws from all its rows and learns from its labels alone, so that labels at
   the clients can set off (FedDB's code does so).
 """
@@ -32,32 +38,44 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.methods.averaging import average, momentum_step
+from halfmoon.api.requirements import Place, Requirements
+from halfmoon.api.types import (
+    Batch,
+    ClientUpdate,
+    Federation,
+    Local,
+    Passes,
+    Pseudo,
+    StepMetrics,
+    Task,
+    WeightedMetric,
+    sample,
+)
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import combine
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
 from halfmoon.methods.fedavg import LocalTraining
-from halfmoon.methods.static import Census, Over, estimate
 from halfmoon.models import forward
 from halfmoon.objectives import Supervised
-from halfmoon.objectives.base import chunks, debiased, prior, supervised
-from halfmoon.transform import grad_and_value
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Federation, Local, Notes, Passes, Pseudo, Sample, Task, Work, sample
+from halfmoon.objectives.base import chunks, debiased, per_image, prior, supervised
+from halfmoon.objectives.thresholding import Rule, Threshold
 
 
 @dataclass(frozen=True)
 class SemiFL:
     """SemiFL, Algorithm 1, with the authors' released settings.
 
-    `labels`: "round" fixes the pseudo-labels when a visit begins (the paper's), "step" guesses them anew on every
+    `labels`: "round" fixes the pseudo-labels when a client update begins (the paper's), "step" guesses anew on every
     minibatch with the model of the moment, under the task's `labeling` statistics; a step sure of nothing is skipped,
-    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `mix_weight` 0 leaves
-    the mix set out; `concentration` is a of the Beta(a, a). `debias` divides every guess by the client's mean
-    prediction (FedDPL, FedDB Eq. 14) before it is judged. `fine_tune` False: the server trains beside the clients, and
-    has half the weight. `sbn`: whose rows the statistics are counted over. `unlabeled_weight` stands before the whole
-    loss on unlabeled images.
+    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `mix_weight` 0 leaves the
+    mix set out; `thresholding` and `threshold_decay` say which rows a client is sure of; `concentration` is a of the
+    Beta(a, a). `debias` divides every guess by the client's mean prediction (FedDPL, FedDB Eq. 14) before it is judged.
+    `fine_tune` False: the server trains beside the clients, and has half the weight. `sbn`: whose rows the statistics
+    are counted over. `unlabeled_weight` stands before the whole loss on unlabeled images.
     """
 
     tau: float = 0.95
@@ -70,12 +88,31 @@ class SemiFL:
     server_momentum: float = 0.5
     sbn: Over = "all"
     keep_optimizer: bool = True
+    thresholding: Rule = "fixed"
+    threshold_decay: float = 0.999
 
-    def works(self, task: Task) -> Mapping[str, Work]:
+    @property
+    def threshold(self) -> Threshold:
+        """Return which rows a client is sure of."""
+        return Threshold(self.thresholding, self.tau, self.threshold_decay)
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        places: tuple[Place, ...] = ("server", "clients", "some")
+        if norm != "batch" or self.sbn == "server":
+            return Requirements("sum", "", places)
+        reason = (
+            "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
+            "with norm 'group' or 'none')"
+        )
+        counts = "norm 'group' or 'none', or sbn 'server'"
+        return Requirements(reason=reason, places=places, counts_statistics=counts)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the clients' training, the server's, and the look that statistics are counted from."""
         own_labels = LocalTraining(task, (), Supervised(), keep_optimizer=self.keep_optimizer)
         views = ("weak", "strong") if self.mix_weight or self.labels == "step" else ("strong",)
-        return {"train": Mixing(task, views, self), "fine-tune": own_labels, "census": Census(task)}
+        return {"train": Mixing(task, views, self), "fine-tune": own_labels, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and a momentum of zero."""
@@ -102,20 +139,8 @@ class SemiFL:
         return {"params": server["params"], "stats": server.get("stats", {})}
 
 
-def combine(params: Tree, up: Tree, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
-    """Return (params, momentum) after a step with momentum to share * params + (1 - share) * mean of the uploads.
-
-    Where nobody trained (all weights are zero) both stay.
-    """
-    if not bool(up["weight"].sum() > 0):
-        return params, momentum
-    mean = average({"params": up["params"], "weight": up["weight"]})["params"]
-    target = tree.map(lambda new, old: torch.lerp(new, old, share), mean, params) if share else mean
-    return momentum_step(params, target, momentum, keep)
-
-
 @dataclass(frozen=True)
-class Mixing(Work):
+class Mixing(ClientUpdate):
     """The client of SemiFL: label, then train on confident and on mixed rows."""
 
     options: SemiFL = SemiFL()
@@ -123,7 +148,13 @@ class Mixing(Work):
     @property
     def sweep(self) -> tuple[str, ...]:
         """Return the weak views that are labeled, or whose mean prediction is wanted."""
-        return ("weak",) if self.options.labels == "round" or self.options.debias else ()
+        o = self.options
+        return ("weak",) if o.labels == "round" or o.debias or o.threshold.sweeps else ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together, or something is remembered of each."""
+        return bool(self.sweep) or (self.options.labels == "step" and self.options.threshold.of_rows)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -136,48 +167,63 @@ class Mixing(Work):
         return self.options.concentration if self.options.mix_weight else None
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        """Return a fresh optimizer where it is kept, and the first state of thresholds that run."""
+        kept = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        like = next(tree.leaves(down["params"]))
+        state = self.options.threshold.remember(self.task.network.classes, like)
+        return {**kept, "thresholds": state} if state and self.options.labels == "step" else kept
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Label all rows with the received model under its static statistics."""
         kept = self.options.keep_optimizer
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
-        carry = {"params": down["params"], "optimizer": optimizer}
+        carry = {"params": down["params"], "optimizer": optimizer, "thresholds": {}}
+        rule, by_step = self.options.threshold, self.options.labels == "step"
+        if by_step and not rule.sweeps:
+            carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
         if not self.sweep:
             return carry
         parts = [self._predict(down["params"], down["stats"], part) for part in chunks(data.views["weak"])]
         guess = torch.cat(parts)
         expected = prior(guess)
-        if self.options.labels == "step":
-            return {**carry, "prior": expected}
-        confidence, label = self._judge(guess, expected)
-        return {**carry, "confidence": confidence, "label": label}
+        p = self._predicted(guess, expected)
+        if by_step:
+            state = rule.begin({}, data, p) if rule.sweeps else carry["thresholds"]
+            return {**carry, "prior": expected, "thresholds": state}
+        pseudo = rule.judge_all(p, {})
+        return {**carry, "confidence": pseudo.confidence, "label": pseudo.label, "weight": pseudo.weight}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
         """Return the confident rows; all, where none is but the client has labels to learn from."""
         if self.options.labels == "step":
             return None
-        sure = carry["confidence"] >= self.options.tau
+        sure = carry["weight"] > 0
         return sure | ((data.labeled > 0) & ~sure.any())
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, Notes]:
+    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
+        """Return the pseudo-labels of the round, of rows that are kept or not; none with labels "step"."""
+        if self.options.labels == "step":
+            return ()
+        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step; with labels "step", one that has neither labels nor sure guesses is skipped."""
-        gradient, loss, pseudo = grad_and_value(self._loss, carry["params"], down, carry, batch)
+        gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], down, carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        new = {**carry, "params": params, "optimizer": optimizer}
+        new = {**carry, "params": params, "optimizer": optimizer, "thresholds": state}
         if self.options.labels == "step" and not len(batch.x):
-            new = tree.select(pseudo.weight.sum() > 0, new, carry)
-        samples: dict[str, Sample] = {}
+            new = {**tree.select(pseudo.weight.sum() > 0, new, carry), "thresholds": state}
+        samples: dict[str, WeightedMetric] = {}
         if self.options.labels == "round":
-            samples["kept"] = sample((carry["confidence"] >= self.options.tau).to(loss.dtype))
-        return new, Notes(loss, samples, (pseudo,))
+            samples["kept"] = sample((carry["weight"] > 0).to(loss.dtype))
+        return new, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
         """Send the parameters; they weigh 1 if there was a row to train on."""
         drawn = self.keep(carry, data)
         trained = data.unlabeled > 0 if drawn is None else drawn.any()
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
+        memory = {name: carry[name] for name in names if name != "thresholds" or self._runs}
         return {"params": carry["params"], "weight": trained.double()}, memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -189,7 +235,12 @@ class Mixing(Work):
         shared = self.task.statistics == "joint" and self.task.labeling == "batch"
         return Passes(taught + sets * unlabeled, taught + sets * unlabeled if shared else taught)
 
-    def _loss(self, params: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, Pseudo]:
+    @property
+    def _runs(self) -> bool:
+        """Return whether thresholds have a state that stays at the client."""
+        return self.options.labels == "step" and self.options.threshold.runs
+
+    def _loss(self, params: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
         mixes, o = bool(self.options.mix_weight), self.options
         weak = [batch.u[view] for view in self.views if view == "weak"]
         taught, share = [batch.x, batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
@@ -202,34 +253,30 @@ class Mixing(Work):
         logits, guesses, _ = forward(self.task.network, params, joint, tuple(taught), tuple(weak) if by_batch else ())
         if o.labels == "round":
             rows = [batch.u_rows, *([batch.drawn["other_rows"]] if mixes else [])]
-            judged = [(carry["confidence"][at], carry["label"][at]) for at in rows]
+            pseudo, state = Pseudo(*(carry[name][rows[0]] for name in ("label", "confidence", "weight"))), {}
+            labels = [carry["label"][at] for at in rows]
         else:
             if not by_batch:
                 guesses = [self._predict(params, down["stats"], each) for each in weak]
-            judged = [self._judge(guess, carry.get("prior")) for guess in guesses]
-        confidence, label = judged[0]
-        used = (confidence >= o.tau).to(batch.x.dtype)
+            judged = [self._predicted(guess, carry.get("prior")) for guess in guesses]
+            pseudo, state = o.threshold.judge(judged[0], batch.u_rows, carry["thresholds"])
+            labels = [pseudo.label, *(each.argmax(-1) for each in judged[1:])]
+        label, used = pseudo.label, pseudo.weight.to(batch.x.dtype)
         loss = per_image(logits[1], label)
         if mixes:
-            mixed = share * per_image(logits[2], label) + (1 - share) * per_image(logits[2], judged[1][1])
+            mixed = share * per_image(logits[2], label) + (1 - share) * per_image(logits[2], labels[1])
             loss = loss + o.mix_weight * mixed
         unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
         total = supervised(logits[0], batch.y) + o.unlabeled_weight * unlabeled
-        return total, Pseudo(label, confidence, used)
+        return total, (pseudo._replace(weight=used), state)
 
     @torch.no_grad()
     def _predict(self, params: Tree, stats: Tree, images: Tensor) -> Tensor:
         """Return detached logits under static statistics."""
         return self.task.network.predict(params, stats, images).detach()
 
-    def _judge(self, guess: Tensor, expected: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return confidence and hard label (b,) of logits (b, classes), debiased where that is wanted."""
+    def _predicted(self, guess: Tensor, expected: Tensor | None) -> Tensor:
+        """Return the predictions of logits (b, classes), debiased where that is wanted."""
         if self.options.debias and expected is not None:
             guess = debiased(guess, expected)
-        confidence, label = guess.softmax(-1).max(-1)
-        return confidence, label
-
-
-def per_image(logits: Tensor, label: Tensor) -> Tensor:
-    """Return the cross-entropy (b,) of each image."""
-    return F.cross_entropy(logits, label, reduction="none")
+        return guess.softmax(-1)

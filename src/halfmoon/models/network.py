@@ -9,10 +9,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from halfmoon import tree
-from halfmoon.errors import UserError, nearest
-from halfmoon.models.run import MOMENTUM, Batched, Norm, Recorded, Run, Settled, Tangent
-from halfmoon.tree import Tree
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.tree import Tree
+from halfmoon.models.passes import MOMENTUM, Batched, Norm, Recorded, Run, Settled, Tangent
 
 CUT_NORMAL_STD = 0.87962566103423978
 """The standard deviation of a standard normal variable cut at -2 and 2."""
@@ -51,6 +51,21 @@ class Network(ABC):
     def check(self, shape: tuple[int, int, int]) -> None:
         """Raise `UserError` if images of `shape` (C, H, W) do not fit."""
 
+    @property
+    def head(self) -> str | None:
+        """Return the path of the last linear layer, None where there is no such layer."""
+        return "head"
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether the leading part of every leaf is a network as well."""
+        return True
+
+    def unseen(self, params: Tree) -> Tree:
+        """Return zeros in the shape of the moments: what a client without images has seen."""
+        biases = {name: part["norm"]["bias"] for name, part in params.items() if "norm" in part}
+        return {name: {"mean": torch.zeros_like(b), "var": torch.zeros_like(b)} for name, b in biases.items()}
+
     def train(self, params: Tree, x: Tensor) -> tuple[Tensor, Tree]:
         """Return logits (B, classes) under batch statistics, and the moments {layer: {"mean", "var"}}.
 
@@ -82,6 +97,15 @@ class Network(ABC):
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
         return self.layers(x, Settled(params, self.norm, stats))
+
+    def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (logits, features): what `predict` does, with the features (B, F) that the head was given.
+
+        A network without a head has its logits for features.
+        """
+        run = Settled(params, self.norm, stats)
+        logits = self.layers(x, run)
+        return logits, run.inputs.get(self.head or "", logits)
 
 
 def track(stats: Tree, moments: Tree) -> Tree:

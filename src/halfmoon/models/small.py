@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.models.network import Network, chain
-from halfmoon.models.run import Run
-from halfmoon.tree import Tree
+from halfmoon.models.passes import Run
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon import tree
+from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree, leaves
 from halfmoon.models import forward
-from halfmoon.tree import Tree, leaves
-from halfmoon.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.objectives.thresholding import Rule, Threshold
 
 Ramp = Literal["linear", "sigmoid"]
 """How a weight grows: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017), for t from 0 to 1."""
+
+Teacher = Literal["local", "global", "both"]
+"""Who gives pseudo-labels: the model in training, the received one, or the surer of the two."""
 
 NOTHING: Tree = {}
 CHUNK = 250
@@ -29,15 +34,18 @@ class Seen(NamedTuple):
 
     moments: list[Tree]
     pseudo: tuple[Pseudo, ...]  # none or one
-    aside: Tree = NOTHING  # new values of what `start` put beside the model
+    aside: Tree = NOTHING  # new values of what `start` put beside the model, and of what `begin` returned
 
 
 @dataclass(frozen=True)
 class Objective:
     """A loss for one minibatch; its fields are its hyper-parameters.
 
-    What it keeps beside the model (an averaged teacher, running class frequencies) travels and is averaged with it.
+    What it keeps beside the model (an averaged teacher, running class frequencies) travels and is averaged with it;
+    what `remember` returns stays at each client.
     `decay` is the share that an averaged teacher keeps at each step, which is then what is evaluated; None: no teacher.
+    Where a network tracks statistics the teacher has its own, "teacher_stats", counted anew at the end of each client
+    update: the student's are those of other activations.
     """
 
     decay: float | None = field(default=None, kw_only=True)
@@ -62,25 +70,48 @@ class Objective:
         """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`Work.mixup`)."""
         return None
 
+    @property
+    def whole(self) -> bool:
+        """Return whether it looks at all rows of a client together, or remembers something of each (`Work.whole`)."""
+        return bool(self.sweep)
+
     def start(self, task: Task, model: Tree) -> Tree:
         """Return the server's first tree: `model` = {"params", "stats"} and what is kept beside it."""
         if self.decay is None:
             return model
         steps = torch.zeros((), dtype=torch.float64, device=next(leaves(model["params"])).device)
-        return {**model, "teacher": model["params"], "teacher_steps": steps}
+        tracked = {"teacher_stats": model["stats"]} if model["stats"] else {}
+        return {**model, "teacher": model["params"], "teacher_steps": steps, **tracked}
 
     def solution(self, server: Tree) -> Tree:
         """Return the model {"params", "stats"} that is evaluated."""
-        return {"params": server["params" if self.decay is None else "teacher"], "stats": server["stats"]}
+        if self.decay is None:
+            return {"params": server["params"], "stats": server["stats"]}
+        return {"params": server["teacher"], "stats": server.get("teacher_stats", {})}
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        """Return what is computed once a visit, from the received model and all rows."""
+        """Return what is computed once a client update, from the received model and all rows."""
+        return {}
+
+    def remember(self, task: Task, down: Tree) -> Tree:
+        """Return what a client that has not trained yet knows: it stays there from visit to visit; {} for nothing."""
+        return {}
+
+    def begin(self, task: Task, memory: Tree, data: Local, ready: Tree) -> Tree:
+        """Return what changes from step to step beside the model, and does not travel: all names of `remember`."""
+        return {}
+
+    def finish(self, task: Task, carry: Tree) -> Tree:
+        """Return new values, when a client update ends, of what `start` put beside the model."""
         return {}
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
     ) -> tuple[Tensor, Seen]:
-        """Return the scalar loss and what was seen; `aside` is what travels beside the model, `ready` the visit's."""
+        """Return the scalar loss and what was seen.
+
+        `aside` holds what travels beside the model and what `begin` returned, `ready` what `prepare` did.
+        """
         raise NotImplementedError
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
@@ -92,12 +123,34 @@ class Objective:
 class PseudoLabeling:
     """Mixed into an objective: where its pseudo-labels come from, the options of all with weak and strong views.
 
-    labels: "step" guesses with the model of the moment, "round" once a visit with the received model (FedDB Alg. 3).
+    labels: "step" guesses on the views of each step, "round" once a client update with the received model (FedDB Alg.
+    3). teacher: who guesses in a step, the model in training ("local"), the received one ("global": it stays as it
+    came,
+        under its tracked statistics), or for each image the more confident of the two ("both").
     debias: divide each guess by the client's average prediction of the round (FedDB's APP-U) before it is judged.
+    thresholding, threshold_decay: which guesses count (`halfmoon.objectives.thresholding`).
+
+    Raise `UserError` for a teacher where the labels are the round's.
     """
 
     labels: Literal["step", "round"] = "step"
+    teacher: Teacher = "local"
     debias: bool = False
+    thresholding: Rule = "fixed"
+    threshold_decay: float = 0.999
+    tau: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.labels == "round" and self.teacher != "local":
+            raise UserError(
+                f"teacher is {self.teacher!r} and labels are the round's, which the received model gives once; set "
+                "labels to 'step', or leave teacher out."
+            )
+
+    @property
+    def threshold(self) -> Threshold:
+        """Return which guesses count."""
+        return Threshold(self.thresholding, self.tau, self.threshold_decay)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -106,39 +159,97 @@ class PseudoLabeling:
 
     @property
     def sweep(self) -> tuple[str, ...]:
-        """Return the views of all unlabeled rows that are looked at when a visit begins."""
-        return ("weak",) if self.debias or self.labels == "round" else ()
+        """Return the views of all unlabeled rows that are looked at when a client update begins."""
+        return ("weak",) if self.debias or self.labels == "round" or self.threshold.sweeps else ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether it looks at all rows of a client together, or remembers something of each."""
+        return bool(self.sweep) or self.threshold.of_rows
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        """Return "guess" (U, classes), the received model's logits, and "prior" (classes,), their APP-U."""
-        if not self.sweep:
-            return {}
-        guess = sweep_logits(task, down["params"], down["stats"], data.views["weak"])
-        ready = {"prior": prior(guess)}
-        return {**ready, "guess": guess} if self.labels == "round" else ready
+        """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
+        guess = sweep_logits(task, down["params"], down["stats"], data.views["weak"]) if self.sweep else None
+        return self.prepared(down, data, guess)
+
+    def prepared(self, down: Tree, data: Local, guess: Tensor | None) -> Tree:
+        """Return "received", the model, if it teaches, and of its logits (U, classes), where there are any:
+
+        "prior" (classes,), their APP-U, "guess", themselves, and "profile", what `Threshold.begin` makes of them.
+        """
+        ready: Tree = {}
+        if self.teacher != "local":
+            ready["received"] = {"params": down["params"], "stats": down.get("stats", {})}
+        if guess is None:
+            return ready
+        ready["prior"] = prior(guess)
+        if self.labels == "round":
+            ready["guess"] = guess
+        if self.threshold.sweeps:
+            judged = debiased(guess, ready["prior"]) if self.debias else guess
+            ready["profile"] = self.threshold.begin({}, data, judged.softmax(-1))
+        return ready
+
+    def remember(self, task: Task, down: Tree) -> Tree:
+        """Return the first state of the thresholds."""
+        state = self.threshold.remember(task.network.classes, next(leaves(down["params"])))
+        return {"thresholds": state} if state else {}
+
+    def begin(self, task: Task, memory: Tree, data: Local, ready: Tree) -> Tree:
+        """Return the state of the thresholds."""
+        if self.threshold.sweeps:
+            return {"thresholds": ready["profile"]}
+        return {"thresholds": self.threshold.begin(memory.get("thresholds", {}), data)}
+
+    def judge(self, guess: Tensor, batch: Batch, aside: Tree) -> tuple[Pseudo, Tree]:
+        """Return the pseudo-labels of logits (b, classes) on the images of a step, and the thresholds' new state."""
+        pseudo, state = self.threshold.judge(guess.softmax(-1), batch.u_rows, aside.get("thresholds", {}))
+        return pseudo, {"thresholds": state} if state else {}
 
     def look(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, ready: Tree
     ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
         """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""
-        if self.labels == "round":
+        if self.labels == "round" or self.teacher == "global":
             groups = (batch.x, batch.u["strong"])
             (labeled, strong), _, moments = forward(task.network, params, task.statistics == "joint", groups)
-            weak = ready["guess"][batch.u_rows]
+            weak = ready["guess"][batch.u_rows] if self.labels == "round" else received(task, ready, batch.u["weak"])
         else:
             labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
+            if self.teacher == "both":
+                weak = surer(weak, received(task, ready, batch.u["weak"]))
         return labeled, strong, debiased(weak, ready["prior"]) if self.debias else weak, moments
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of `look` and of one backward pass through it."""
         if self.labels == "round":
             return Passes(labeled + unlabeled, labeled + unlabeled)
-        return weak_and_strong_passes(task, labeled, unlabeled)
+        if self.teacher == "global":
+            return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+        passes = weak_and_strong_passes(task, labeled, unlabeled)
+        return passes._replace(forward=passes.forward + unlabeled) if self.teacher == "both" else passes
+
+
+@torch.no_grad()
+def received(task: Task, ready: Tree, images: Tensor) -> Tensor:
+    """Return detached logits (b, classes) of the received model in `ready`, under the statistics that came with it."""
+    return task.network.predict(ready["received"]["params"], ready["received"]["stats"], images).detach()
+
+
+def surer(one: Tensor, other: Tensor) -> Tensor:
+    """Return, row by row, those of two logits (b, classes) whose largest probability is the larger; of equals `one`."""
+    more = other.softmax(-1).amax(-1) > one.softmax(-1).amax(-1)
+    return torch.where(more[:, None], other, one)
 
 
 def supervised(logits: Tensor, y: Tensor) -> Tensor:
     """Return the cross-entropy of logits (B, classes), zero where there is no labeled image."""
     return F.cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
+
+
+def per_image(logits: Tensor, label: Tensor) -> Tensor:
+    """Return the cross-entropy (b,) of each image."""
+    return F.cross_entropy(logits, label, reduction="none")
 
 
 def guess_of(p: Tensor) -> Pseudo:

@@ -8,15 +8,17 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.types import Batch, Task
+from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Seen, supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Pseudo, Task
 
 
 @dataclass(frozen=True)
 class FixMatch(PseudoLabeling, Objective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(argmax q_i, f(strong_i)), q = softmax f(weak).
 
+    With another `thresholding` the bracket is that rule's weight. `teacher` "global" is the FixMatch-GPL of SAGE's and
+    ProxyFL's tables (CVPR 2025, 2026), "local" their FixMatch-LPL.
     The mean runs over "all" unlabeled images of the batch, used or not (Sohn et al. 2020, Eq. 4), or over those that
     are "used", as in FedDB's and SemiFL's released code.
     """
@@ -30,9 +32,8 @@ class FixMatch(PseudoLabeling, Objective):
     ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
-        confidence, label = weak.softmax(-1).max(-1)
-        used = (confidence >= self.tau).to(strong.dtype)
-        loss = F.cross_entropy(strong, label, reduction="none") * used
-        consistency = loss.mean() if self.mean == "all" else loss.sum() / used.sum().clamp_min(1)
+        pseudo, aside = self.judge(weak, batch, aside)
+        loss = F.cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
+        consistency = loss.mean() if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
         total = supervised(labeled, batch.y) + self.unlabeled_weight * consistency
-        return total, Seen(moments, (Pseudo(label, confidence, used),))
+        return total, Seen(moments, (pseudo,), aside)

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfmoon.errors import UserError
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.models import forward
 from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Task
 
 
 @dataclass(frozen=True)
 class MeanTeacher(Objective):
     """CE(y, f(x)) + w mean_i ||p(weak_i) - q(weak2_i)||^2 / classes; q, held fixed, is the averaged teacher's.
 
-    The teacher follows every step with `decay` (`base.follow`), travels, and is evaluated, under the student's tracked
-    statistics. w grows to `unlabeled_weight` over the first `ramp` of the rounds; both, and the term's restriction to
-    unlabeled images, are those of the re-runs by MixMatch's authors, which the federated papers quote. Raises
+    The teacher follows every step with `decay` (`base.follow`), travels, and is evaluated, under statistics of its own
+    (`Objective`). w grows to `unlabeled_weight` over the first `ramp` of the rounds; both, and the term's restriction
+    to unlabeled images, are those of the re-runs by MixMatch's authors, which the federated papers quote. Raises
     `UserError` without a `decay`.
     """
 
@@ -46,7 +46,7 @@ class MeanTeacher(Objective):
         (labeled, student), _, moments = forward(task.network, params, task.statistics == "joint", groups)
         with torch.no_grad():
             if task.labeling == "running":
-                logits = task.network.predict(aside["teacher"], stats, batch.u["weak2"])
+                logits = task.network.predict(aside["teacher"], aside.get("teacher_stats", {}), batch.u["weak2"])
             else:
                 logits, _ = task.network.train(aside["teacher"], batch.u["weak2"])
             target = logits.softmax(-1).detach()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import (
     NOTHING,
     Objective,
@@ -18,8 +20,6 @@ from halfmoon.objectives.base import (
     taught_and_guessed,
 )
 from halfmoon.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Task
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MixMatch(Objective):
         weak = (batch.u["weak"], batch.u["weak2"])
         mix, order = batch.drawn["mix"], batch.drawn["order"]
         sizes = [len(batch.x), len(weak[0]), len(weak[1])]
-        images = mixed(torch.cat([batch.x, *weak]), mix, order).split(sizes)
+        images = torch.split(mixed(torch.cat([batch.x, *weak]), mix, order), sizes)
         (x, *u), guesses, moments = taught_and_guessed(task, params, stats, images, weak)
         guess = torch.stack([each.softmax(-1) for each in guesses]).mean(0)
         q = sharpened(guess, self.temperature)

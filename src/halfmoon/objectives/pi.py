@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.tree import Tree
 from halfmoon.models import forward
 from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Task
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.tree import Tree
 from halfmoon.models import forward
 from halfmoon.objectives.base import (
     NOTHING,
@@ -15,13 +17,12 @@ from halfmoon.objectives.base import (
     Ramp,
     Seen,
     debiased,
-    guessing_passes,
     ramped,
+    received,
     supervised,
+    surer,
     taught_and_guessed,
 )
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Pseudo, Task
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,21 @@ class PseudoLabel(PseudoLabeling, Objective):
         else:
             (labeled, logits), _, moments = forward(task.network, params, task.statistics == "joint", groups)
             guess = ready["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
+        if self.teacher != "local":
+            other = received(task, ready, batch.u["weak"])
+            guess = other if self.teacher == "global" else surer(guess, other)
         if self.debias:
             guess = debiased(guess, ready["prior"])
-        confidence, label = guess.softmax(-1).max(-1)
-        used = (confidence >= self.tau).to(logits.dtype)
-        taught = (F.cross_entropy(logits, label, reduction="none") * used).mean()
+        pseudo, aside = self.judge(guess, batch, aside)
+        taught = (F.cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight).mean()
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y) + weight * taught, Seen(moments, (Pseudo(label, confidence, used),))
+        return supervised(labeled, batch.y) + weight * taught, Seen(moments, (pseudo,), aside)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one pass of all images, and one more of the guessed where running statistics normalize these."""
-        return guessing_passes(task, labeled + unlabeled, unlabeled if self._again(task) else 0)
+        again = (self._again(task) + (self.teacher != "local")) * unlabeled
+        return Passes(labeled + unlabeled + again, labeled + unlabeled)
 
     def _again(self, task: Task) -> bool:
         """Return whether the guesses need a pass of their own."""
-        return self.labels == "step" and task.labeling == "running"
+        return self.labels == "step" and self.teacher != "global" and task.labeling == "running"

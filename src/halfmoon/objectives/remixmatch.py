@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.errors import UserError
+from halfmoon.api.types import Batch, Local, Passes, Task
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, taught_and_guessed
 from halfmoon.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Local, Passes, Task
 
 TINY = 1e-6
 """Added to both class frequencies before one is divided by the other (the authors' code)."""
@@ -94,7 +94,7 @@ class ReMixMatch(Objective):
         """Return the scalar loss and what was seen."""
         groups = (batch.x_views["strong"] if self.strong_labels else batch.x, *(batch.u[name] for name in self.views))
         mix, order = batch.drawn["mix"], batch.drawn["order"]
-        images = mixed(torch.cat(groups), mix, order).split([len(group) for group in groups])
+        images = torch.split(mixed(torch.cat(groups), mix, order), [len(group) for group in groups])
         strong = batch.u["strong"]
         taught = (*images, strong)
         turned = quarter_turns(strong, batch.drawn["turn"]) if self.rotation_weight else None
@@ -141,8 +141,8 @@ class ReMixMatch(Objective):
         groups = (*taught, turned, weak) if task.labeling == "batch" else (*taught, turned)
         sizes = [len(group) for group in groups]
         every, features, moments = task.network.embed(params, torch.cat(groups))
-        logits = list(every.split(sizes))
-        rotations = F.linear(features.split(sizes)[len(taught)], head["weight"], head["bias"])
+        logits = list(torch.split(every, sizes))
+        rotations = F.linear(torch.split(features, sizes)[len(taught)], head["weight"], head["bias"])
         if task.labeling == "batch":
             guess = logits[-1].detach()
         else:

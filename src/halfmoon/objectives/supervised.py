@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, Seen, supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Passes, Task
 
 
 @dataclass(frozen=True)

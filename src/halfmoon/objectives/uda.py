@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.types import Batch, Task
+from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Seen, supervised
-from halfmoon.tree import Tree
-from halfmoon.types import Batch, Pseudo, Task
 
 
 @dataclass(frozen=True)
 class UDA(PseudoLabeling, Objective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(sharpen(q_i), f(strong_i)), q = softmax f(weak).
 
-    sharpen(q) is q^(1/temperature), normalized: the softmax of the logits divided by the temperature. Training signal
-    annealing is left out, as in the runs that the federated papers compare with.
+    With another `thresholding` the bracket is that rule's weight. sharpen(q) is q^(1/temperature), normalized: the
+    softmax of the logits divided by the temperature. Training signal annealing is left out, as in the runs that the
+    federated papers compare with.
     """
 
     tau: float = 0.8
@@ -29,9 +30,8 @@ class UDA(PseudoLabeling, Objective):
     ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
-        confidence, label = weak.softmax(-1).max(-1)
-        used = (confidence >= self.tau).to(strong.dtype)
+        pseudo, aside = self.judge(weak, batch, aside)
         target = (weak / self.temperature).softmax(-1)
-        consistency = (F.cross_entropy(strong, target, reduction="none") * used).mean()
+        consistency = (F.cross_entropy(strong, target, reduction="none") * pseudo.weight).mean()
         loss = supervised(labeled, batch.y) + self.unlabeled_weight * consistency
-        return loss, Seen(moments, (Pseudo(label, confidence, used),))
+        return loss, Seen(moments, (pseudo,), aside)

@@ -36,7 +36,7 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a split: clients from left to right, classes upwards, labeled images above, unlabeled below.
 
     A server that has labeled images stands left of the clients, apart. `summary` is the dict of
-    `halfmoon.data.measure.summary`. Raise UserError if the picture cannot be written.
+    `halfmoon.data.partition.heterogeneity.summary`. Raise UserError if the picture cannot be written.
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]

@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from halfmoon.report.figures import GRAY, Look, figure, look, tidy, write
-from halfmoon.report.reading import Run
+from halfmoon.report.about import described
+from halfmoon.report.figures import GRAY, Look, figure, tidy, write
+from halfmoon.report.run_reader import Run
+from halfmoon.report.styles import looks
 
 _AT_THE_END = 8  # so many names find room beside the ends of their lines; more go into a legend
 
@@ -34,53 +37,79 @@ def curve(runs: Sequence[Run], part: str, name: str) -> Curve:
     return Curve(np.array(rounds, dtype=np.int64), values.mean(0), values.min(0), values.max(0))
 
 
+_PANELS = {
+    ("pseudo", "accuracy"): "correct pseudo-labels (%)",
+    ("pseudo", "share_above"): "confident pseudo-labels (%)",
+}
+"""What stands on the right, where a method has any."""
+
+
 def curves(runs: Sequence[Run], path: Path) -> None:
     """Draw a PNG with one line a method (several seeds: their mean, in a band from the smallest to the largest).
 
     Left test accuracy; right, where a method makes any, the accuracy of its pseudo-labels and the share of them
-    that is confident (above the threshold of the diagnostics). Raise UserError if the picture cannot be written.
+    that is confident (above the threshold of the diagnostics); a panel without anything above zero is left out. The
+    head says on what. Raise UserError if the picture cannot be written.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.title, []).append(run)
-    looks = {title: look(number) for number, title in enumerate(groups)}
-    pseudo = {title: group for title, group in groups.items() if len(curve(group, "pseudo", "accuracy").rounds)}
+    methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
+    styles = dict(zip(groups, looks(methods), strict=True))
+    panels = {what: shown for what in _PANELS if (shown := _lively(groups, what))}
     beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
-    width = 6.0 if pseudo else 4.0
+    width = 6.0 if panels else 4.6
     columns, rows = _legend_grid(list(groups), width)
-    made = figure(width + beside, 3.3 if len(groups) <= _AT_THE_END else 3.3 + 0.19 * rows)
-    if pseudo:
-        grid = made.add_gridspec(2, 2, width_ratios=(1.5, 1))
-        main = made.add_subplot(grid[:, 0])
-        upper = made.add_subplot(grid[0, 1])
-        lower = made.add_subplot(grid[1, 1], sharex=upper)
-        _draw(upper, pseudo, looks, ("pseudo", "accuracy"), "correct pseudo-labels (%)")
-        _draw(lower, pseudo, looks, ("pseudo", "share_above"), "confident pseudo-labels (%)")
-        upper.tick_params(labelbottom=False)
-        upper.set_xlabel("")
-    else:
-        main = made.add_subplot()
-    ends = _draw(main, groups, looks, ("test", "accuracy"), "test accuracy (%)")
-    if len(groups) <= _AT_THE_END:
-        _name_ends(main, ends, looks)
-    else:
-        handles, names = main.get_legend_handles_labels()
-        made.legend(
-            handles,
-            names,
-            loc="outside lower left",
-            ncols=columns,
-            frameon=False,
-            fontsize=8,
-            handlelength=3.5,
-            alignment="left",
-            title=_note(groups),
-            title_fontproperties=FontProperties(size=7.5),
-        ).get_title().set_color(GRAY)
+    made = figure(width + beside, 3.5 if len(groups) <= _AT_THE_END else 3.5 + 0.19 * rows)
+    _head(made, runs)
+    grid = made.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
+    main = made.add_subplot(grid[:, 0])
+    for place, (what, shown) in enumerate(panels.items()):
+        axes = made.add_subplot(grid[place, 1], sharex=main)
+        _draw(axes, shown, styles, what, _PANELS[what])
+        if place + 1 < len(panels):
+            axes.tick_params(labelbottom=False)
+            axes.set_xlabel("")
+    ends = _draw(main, groups, styles, ("test", "accuracy"), "test accuracy (%)")
     note = _note(groups)
-    if note and len(groups) <= _AT_THE_END:
-        made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
+    if len(groups) > _AT_THE_END:
+        _legend(made, main, columns, note)
+    else:
+        _name_ends(main, ends, styles)
+        if note:
+            made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
     write(made, path)
+
+
+def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, list[Run]]:
+    """Return the methods that have a quantity; {} where it is zero for all of them."""
+    lines = {title: curve(group, *what) for title, group in groups.items()}
+    if not any(line.high.any() for line in lines.values()):
+        return {}
+    return {title: groups[title] for title, line in lines.items() if len(line.rounds)}
+
+
+def _head(made: Figure, runs: Sequence[Run]) -> None:
+    words = described(runs) if runs else ""
+    if words:
+        made.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
+
+
+def _legend(made: Figure, main: Axes, columns: int, note: str) -> None:
+    """Put all names below the panels: too many for the ends of their lines."""
+    handles, names = main.get_legend_handles_labels()
+    made.legend(
+        handles,
+        names,
+        loc="outside lower left",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+        handlelength=3.5,
+        alignment="left",
+        title=note,
+        title_fontproperties=FontProperties(size=7.5),
+    ).get_title().set_color(GRAY)
 
 
 def spaced(wanted: Sequence[float], gap: float) -> list[float]:
@@ -102,7 +131,7 @@ def spaced(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _draw(
-    axes: Axes, groups: dict[str, list[Run]], looks: dict[str, Look], what: tuple[str, str], label: str
+    axes: Axes, groups: dict[str, list[Run]], styles: dict[str, Look], what: tuple[str, str], label: str
 ) -> dict[str, tuple[float, float]]:
     """Draw one quantity of all methods, in percent; return where each line ends."""
     ends: dict[str, tuple[float, float]] = {}
@@ -110,7 +139,7 @@ def _draw(
         line = curve(group, *what)
         if not len(line.rounds):
             continue
-        style = looks[title]
+        style = styles[title]
         every = max(1, len(line.rounds) // 7)
         axes.plot(
             line.rounds,
@@ -159,7 +188,7 @@ def _at_least(low: float, high: float, span: float) -> tuple[float, float]:
     return low - missing / 2, high + missing / 2
 
 
-def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], looks: dict[str, Look]) -> None:
+def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[str, Look]) -> None:
     """Write every method's name at the right end of its line, apart from each other, with a hair line to its end."""
     if not ends:
         return
@@ -174,15 +203,16 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], looks: dict[str
             xy=(round, height),
             xytext=(1.05, place - overshoot),
             textcoords=axes.get_yaxis_transform(),
-            color=_darker(looks[title].color),
+            color=_darker(styles[title].color),
             fontsize=8,
             va="center",
             annotation_clip=False,
             arrowprops={
                 "arrowstyle": "-",
-                "color": looks[title].color,
+                "color": styles[title].color,
                 "linewidth": 0.6,
                 "shrinkA": 1,
+                "relpos": (0, 0.5),
                 "shrinkB": 3,
             },
         )

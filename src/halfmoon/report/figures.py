@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from halfmoon.errors import UserError
-from halfmoon.report.looks import Look, look
+from halfmoon.core.errors import UserError
+from halfmoon.report.styles import Look, look
 
 __all__ = ["DOTS", "GRAY", "Look", "figure", "look", "tidy", "write"]
 

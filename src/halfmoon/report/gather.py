@@ -2,39 +2,70 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halfmoon import disk, toml
-from halfmoon.errors import UserError
-from halfmoon.report.reading import Run, find
+from halfmoon.core.errors import UserError
+from halfmoon.report.about import data_name
+from halfmoon.report.run_reader import Run, find
 from halfmoon.report.study import (
+    CONFIGURATION,
     FORMAT,
     SWEEP,
     Accuracy,
     Axis,
     Cell,
-    Entry,
     Study,
+    StudyCell,
     Sweep,
     Value,
     has_numbers,
     is_number,
     read_sweep,
 )
+from halfmoon.storage import atomic_io, toml
 
 WORLD = (
-    *("data", "data_share", "image_size", "shrink", "clients", "setting", "gamma", "labels_per_class", "label_ratio"),
+    *(
+        "data",
+        "data_share",
+        "validation_share",
+        "image_size",
+        "shrink",
+        "pixel_mean",
+        "pixel_std",
+        "clients",
+        "setting",
+        "dirichlet_alpha",
+        "labels_per_class",
+        "label_ratio",
+    ),
     *("labels", "labels_at", "labeled_clients", "classes_per_client", "stages", "unlabeled_share", "min_size"),
     *("split", "split_seed"),
 )
 """Options that say on what a method is tried; runs that differ in one of them never share a column."""
 
+MOST_LINES = 2
+"""Lines of a table's head at most: where more options differ, they are put together."""
+
 # What does not change a run's numbers, is said by the row, or is a seed.
 _SILENT = {
-    *("method", "beside", "options", "seed", "run_dir", "data_dir", "cache", "device", "executor", "threads"),
+    *(
+        "method",
+        "baselines",
+        "options",
+        "seed",
+        "run_dir",
+        "data_dir",
+        "cache",
+        "device",
+        "executor",
+        "threads",
+        "processes",
+    ),
     *("memory_cap", "checkpoint_every", "evaluate_every", "reference"),
 }
 
@@ -106,16 +137,17 @@ def from_runs(paths: Sequence[Path]) -> Study:
         lost = [job.name for job in plan if job.resolve() not in found]
         if lost:
             notes.append(f"Not begun: {', '.join(lost)}.")
-    each = [_Loose.of(run) for run in runs.values()]
+    each = _with_data_names([_Loose.of(run) for run in runs.values()])
     names = _row_names(each)
-    axes = [Axis("method", _row_values(each, names))]
-    columns = _columns(each, names)
-    for key in columns:
-        shown = dict.fromkeys(_shown(one.options.get(key)) for one in each)
-        axes.append(Axis(key, [Value(name, _value_title(key, name)) for name in shown]))
+    keys = _columns(each, names)
+    placed = [{key: _shown(one.options.get(key)) for key in keys} for one in each]
+    if len(keys) > MOST_LINES:
+        placed = [_merged(place) for place in placed]
+    columns = list(placed[0]) if placed else []
+    axes = [Axis("method", _row_values(each, names)), *(_axis(key, placed) for key in columns)]
     cells: dict[tuple[str, ...], Cell] = {}
-    for one, name in zip(each, names, strict=True):
-        at = {"method": name} | {key: _shown(one.options.get(key)) for key in columns}
+    for one, name, place in zip(each, names, placed, strict=True):
+        at = {"method": name} | place
         cell = cells.setdefault(tuple(at.values()), Cell(at, []))
         twins = [other for other in cell.runs if other.seed == one.seed]
         entry = _entry(one)
@@ -126,22 +158,65 @@ def from_runs(paths: Sequence[Path]) -> Study:
     folders = [path.name or str(path) for path in (path.resolve() for path in paths)]
     sweep = Sweep(
         format=FORMAT,
-        title=("Run " if len(each) == 1 else "Runs of ") + ", ".join(folders),
+        title=_title(each, names),
         kind="table",
         rows="method",
         columns=columns,
         axes=axes,
         cells=list(cells.values()),
         recipe=", ".join(folders),
-        about=_about(each, columns),
+        about=_about(each, keys),
         versions=_versions(each),
     )
     return Study(sweep, {_key(one.run): one.run for one in each}, tuple(notes))
 
 
+def _with_data_names(each: Sequence[_Loose]) -> list[_Loose]:
+    """Return the runs with the names of their data sets in place of folders; equal names get a folder more."""
+    paths = {str(one.options["data"]) for one in each if one.options.get("data")}
+    short = Counter(data_name(path) for path in paths)
+    names = {path: data_name(path, 1 if short[data_name(path)] == 1 else 2) for path in paths}
+    return [
+        replace(one, options=one.options | {"data": names[str(one.options["data"])]})
+        if one.options.get("data")
+        else one
+        for one in each
+    ]
+
+
+def _merged(place: Mapping[str, str]) -> dict[str, str]:
+    """Return a column's place on two axes: the data set, and all other options in one."""
+    rest = ", ".join(f"{key} {value}" for key, value in place.items() if key != "data")
+    return {**({"data": place["data"]} if "data" in place else {}), CONFIGURATION: rest}
+
+
+def _axis(key: str, placed: Sequence[Mapping[str, str]]) -> Axis:
+    names = list(dict.fromkeys(place[key] for place in placed))
+    if key == CONFIGURATION:
+        return Axis(key, [Value(name, f"configuration {_letter(n)}") for n, name in enumerate(names)])
+    return Axis(key, [Value(name, _value_title(key, name)) for name in names])
+
+
+def _letter(number: int) -> str:
+    return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def _title(each: Sequence[_Loose], names: Sequence[str]) -> str:
+    """Return the methods, and the data sets that they were played on."""
+    titles = list(dict.fromkeys(value.title for value in _row_values(each, names)))
+    data = list(dict.fromkeys(str(one.options["data"]) for one in each if one.options.get("data")))
+    what = _listed(titles) if len(titles) <= 3 else f"{len(titles)} methods"
+    where = _listed(data) if len(data) <= 3 else f"{len(data)} data sets"
+    return f"{what} on {where}" if data else what
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def common_options(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the options that all runs have alike, without those that say where and not what."""
-    flat = [_Loose.of(run).options for run in runs]
+    flat = [one.options for one in _with_data_names([_Loose.of(run) for run in runs])]
     first, *others = flat or [{}]
     return {key: value for key, value in first.items() if all(each.get(key) == value for each in others)}
 
@@ -179,9 +254,9 @@ def _columns(each: Sequence[_Loose], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _entry(one: _Loose) -> Entry:
+def _entry(one: _Loose) -> StudyCell:
     summary = one.run.summary
-    entry = Entry(one.seed, str(one.run.head.get("identity", "")), _key(one.run))
+    entry = StudyCell(one.seed, str(one.run.head.get("identity", "")), _key(one.run))
     if summary is None:
         return entry
     if "accuracy" not in summary or "cost" not in summary:
@@ -209,7 +284,11 @@ def _shown(value: Any) -> str:
 def _about(each: Sequence[_Loose], columns: Sequence[str]) -> str:
     """Return what all runs were played on, in a sentence."""
     first = each[0].options
-    known = [key for key in ("data", "setting", "gamma", "clients", "rounds") if key in first and key not in columns]
+    known = [
+        key
+        for key in ("data", "setting", "dirichlet_alpha", "clients", "rounds")
+        if key in first and key not in columns
+    ]
     words = [("" if key in ("data", "setting") else f"{key} ") + _shown(first[key]) for key in known]
     return ", ".join(words) + "." if words else ""
 
@@ -231,7 +310,7 @@ def _versions(each: Sequence[_Loose]) -> dict[str, str]:
 def _plan(path: Path) -> list[Path]:
     """Return the run folders of a comparison in the order of its methods, nothing for other folders."""
     try:
-        jobs = disk.parsed((path / "comparison.json").read_bytes())["jobs"]
+        jobs = atomic_io.parsed((path / "comparison.json").read_bytes())["jobs"]
         return [path / job["folder"] for job in jobs if Path(job["folder"]).parts]
     except FileNotFoundError:
         return []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from halfmoon.report.judge import Mark, Score, equal, final
-from halfmoon.report.study import Published, Study, scale_words
+from halfmoon.report.comparison import Column, Deviation, Score, equal, final
+from halfmoon.report.study import CONFIGURATION, Published, Study, Value, scale_words
 from halfmoon.report.tables import Spread
 
 _SPECIAL = {
@@ -40,8 +40,8 @@ _SPECIAL = {
 }
 
 
-WIDE = 6
-"""Columns of numbers that fit on a page; a wider table is scaled to the width of the text."""
+WIDE, LONG = 6, 40
+"""Columns of numbers, and rows, that fit on a page."""
 
 
 def escaped(words: str) -> str:
@@ -50,12 +50,12 @@ def escaped(words: str) -> str:
 
 
 def as_latex(studies: Sequence[Study]) -> str:
-    r"""Return a table of each study, and the same at equal labeled steps; needs booktabs and graphicx."""
-    parts = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs} and \\usepackage{graphicx}.\n"]
+    r"""Return a table of each study, and the same at equal labeled steps; needs booktabs."""
+    parts = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs}.\n"]
     for study in studies:
         if study.sweep.kind == "splits":
             continue
-        parts.append(table(study, final(study), "Test accuracy (\\%) of the final model"))
+        parts.append(table(study, final(study), f"{study.measured} (\\%) of the final model"))
         score = equal(study)
         if any((score.steps or {}).values()):
             parts.append(table(study, score, "Test accuracy (\\%) at equal labeled steps"))
@@ -63,48 +63,89 @@ def as_latex(studies: Sequence[Study]) -> str:
 
 
 def table(study: Study, score: Score, what: str) -> str:
-    """Return one table environment: rows and columns by the axes, two columns each where something is published.
+    """Return the table environments: rows and columns by the axes, two columns each where something is published.
 
-    An asterisk is behind a measured number that lies within two standard deviations of the published one.
+    No table has more than `WIDE` columns of numbers or `LONG` rows: what is larger goes on in another one. An asterisk
+    is behind a measured number that lies within two standard deviations of the published one.
     """
-    beside = [any(score.mark(row.name, column).published for row in study.row_values) for column in study.columns]
-    widths = [2 if published else 1 for published in beside]
-    lines = [r"\begin{table}", r"\centering\small", rf"\caption{{{_caption(study, what, score, any(beside))}}}"]
-    wide = sum(widths) > WIDE
-    lines += [r"\resizebox{\linewidth}{!}{%"] if wide else []
-    lines += [rf"\begin{{tabular}}{{l{'r' * sum(widths)}}}", r"\toprule", *_heads(study, widths)]
-    if any(beside):
-        lines.append(
-            " & ".join(["", *(w for two in beside for w in (["here", "paper"] if two else ["here"]))]) + r" \\"
-        )
+    beside = {
+        column: any(score.mark(row.name, column).published for row in study.row_values) for column in study.columns
+    }
+    rows = study.row_values
+    pages = [
+        (columns, rows[first : first + LONG])
+        for columns in _fitting(study.columns, beside)
+        for first in range(0, len(rows), LONG)
+    ]
+    caption = _caption(study, what, score, any(beside.values()))
+    parts = []
+    for number, (columns, some) in enumerate(pages):
+        goes_on = f" Part {number + 1} of {len(pages)}." if len(pages) > 1 else ""
+        lines = [r"\begin{table}", r"\centering\small", rf"\caption{{{caption}{goes_on}}}"]
+        lines += _tabular(study, score, columns, some, beside)
+        parts.append("\n".join([*lines, *_legend(study, columns), r"\end{table}", ""]))
+    return "\n".join(parts)
+
+
+def _fitting(columns: Sequence[Column], beside: Mapping[Column, bool]) -> list[list[Column]]:
+    """Return the columns in groups that fit on a page."""
+    groups: list[list[Column]] = []
+    room = 0
+    for column in columns:
+        width = 2 if beside[column] else 1
+        if width > room or not groups:
+            groups.append([])
+            room = WIDE
+        groups[-1].append(column)
+        room -= width
+    return groups
+
+
+def _tabular(
+    study: Study, score: Score, columns: Sequence[Column], rows: Sequence[Value], beside: Mapping[Column, bool]
+) -> list[str]:
+    widths = [2 if beside[column] else 1 for column in columns]
+    lines = [rf"\begin{{tabular}}{{l{'r' * sum(widths)}}}", r"\toprule", *_heads(study, columns, widths)]
+    if any(width == 2 for width in widths):
+        heads = [word for width in widths for word in (["here", "paper"] if width == 2 else ["here"])]
+        lines.append(" & ".join(["", *heads]) + r" \\")
     lines.append(r"\midrule")
-    for row in study.row_values:
+    for row in rows:
         cells = [escaped(row.title)]
-        for column, two in zip(study.columns, beside, strict=True):
+        for column in columns:
             mark = score.mark(row.name, column)
-            cells += [_measured(mark), *([_number(mark.published)] if two else [])]
+            cells += [_measured(mark), *([_number(mark.published)] if beside[column] else [])]
         lines.append(" & ".join(cells) + r" \\")
     if score.steps is not None:
-        numbers = (f"{score.steps[column] or 0:,.0f}" for column in study.columns)
+        numbers = (f"{score.steps[column] or 0:,.0f}" for column in columns)
         spans = (rf"\multicolumn{{{width}}}{{r}}{{{n}}}" for n, width in zip(numbers, widths, strict=True))
         lines += [r"\midrule", " & ".join(["labeled steps", *spans]) + r" \\"]
-    end = r"\end{tabular}}" if wide else r"\end{tabular}"
-    return "\n".join([*lines, r"\bottomrule", end, r"\end{table}", ""])
+    return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
-def _heads(study: Study, widths: Sequence[int]) -> list[str]:
+def _heads(study: Study, columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
     """Return a line of headings for each axis of the columns, with rules below those that span several."""
     lines = []
     for depth, name in enumerate(study.column_axes):
         cells, rules, place = [""], [], 2
-        numbered = zip(study.columns, widths, strict=True)
+        numbered = zip(columns, widths, strict=True)
         for key, same in groupby(numbered, key=lambda each, d=depth: each[0][: d + 1]):
             width = sum(each[1] for each in same)
             cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(study.value_title(name, key[-1]))}}}")
-            rules.append(rf"\cmidrule(lr){{{place}-{place + width - 1}}}")
+            # A rule below a single column would only repeat the one below the head.
+            rules += [rf"\cmidrule(lr){{{place}-{place + width - 1}}}"] if width > 1 else []
             place += width
-        lines += [" & ".join(cells) + r" \\", "".join(rules)]
+        lines += [" & ".join(cells) + r" \\", *(["".join(rules)] if rules else [])]
     return lines
+
+
+def _legend(study: Study, columns: Sequence[Column]) -> list[str]:
+    """Return what the configurations of these columns are, below the table."""
+    used = {study.axis(CONFIGURATION).title(key[-1]) for key in columns} if study.legend() else set()
+    words = [
+        rf"\textbf{{{escaped(title)}}}: {escaped(said)}." for title, said in study.legend().items() if title in used
+    ]
+    return [r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {' '.join(words)}}}"] if words else []
 
 
 def _caption(study: Study, what: str, score: Score, beside: bool) -> str:
@@ -120,7 +161,7 @@ def _caption(study: Study, what: str, score: Score, beside: bool) -> str:
     return " ".join(words)
 
 
-def _measured(mark: Mark) -> str:
+def _measured(mark: Deviation) -> str:
     star = "$^{\\ast}$" if mark.verdict and mark.verdict.within else ""
     return _number(mark.last) + star
 

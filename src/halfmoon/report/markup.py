@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from halfmoon.disk import finite
+from halfmoon.storage.atomic_io import finite
 
 
 class Markup(str):

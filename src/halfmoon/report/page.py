@@ -8,14 +8,18 @@ from string import Template
 from typing import Any
 
 from halfmoon.report import scores, series
+from halfmoon.report.comparison import Column, Score, equal, final
 from halfmoon.report.gather import common_options
-from halfmoon.report.judge import Column, equal, final
+from halfmoon.report.headline import headline
 from halfmoon.report.markup import Markup, el, joined, script_data
 from halfmoon.report.study import Study, scale_words
 
 CHARTS = {
     "learning": ("accuracy", "pseudo", "above", "share_above", "share_used"),
-    "classes": ("js_app_u", "js_labeled", "per_class", "prior"),
+    "classes": (
+        *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
+        *("per_class", "prior"),
+    ),
     "confusion": ("confusion",),
     "costs": ("against",),
 }
@@ -82,12 +86,16 @@ def _data(study: Study) -> dict[str, Any]:
         "groups": [series.group(study, column) for column in study.columns] if drawn else [],
         "splits": series.splits(study),
         "x": series.against_x(study, final(study)),
+        "measured": study.measured,
     }
 
 
 def _study(number: int, study: Study) -> Markup:
     sweep = study.sweep
     parts = [el("h1", None, sweep.title)]
+    said = headline(study)
+    if said:
+        parts.append(el("p", {"class": "headline"}, said))
     scale = scale_words(sweep.scale)
     if scale:
         parts.append(el("p", {"class": "banner", "role": "note"}, scale))
@@ -124,6 +132,11 @@ def _head(study: Study) -> Markup:
         if words
     ]
     parts.append(el("dl", {"class": "facts"}, *rows))
+    legend = study.legend()
+    if legend:
+        items = [joined(el("dt", None, name), el("dd", None, words)) for name, words in legend.items()]
+        said = el("summary", None, "What the configurations are")
+        parts.append(el("details", None, said, el("dl", None, *items)))
     options = common_options(list(study.runs.values()))
     if options:
         items = [
@@ -152,13 +165,30 @@ def _results(study: Study) -> list[Markup]:
     score, even = final(study), equal(study)
     parts = []
     if study.sweep.kind == "lines":
-        parts.append(section("Accuracy along " + str(study.sweep.x), el("div", {"class": "charts", "data-along": ""})))
+        parts.append(
+            section(f"{study.measured} along {study.sweep.x}", el("div", {"class": "charts", "data-along": ""}))
+        )
     if len(study.columns) > 1:
-        parts.append(section("Accuracy", grid_note(), scores.grid(study, score, "Test accuracy in percent.")))
-        if any((even.steps or {}).values()):
+        parts.append(section("Accuracy", grid_note(study), scores.grid(study, score, f"{study.measured} in percent.")))
+        if _uneven(study, even):
             table = scores.grid(study, even, "Test accuracy in percent at equal labeled steps.")
             parts.append(section("Accuracy at equal labeled steps", equal_note(), table))
     return parts
+
+
+def _uneven(study: Study, even: Score) -> bool:
+    """Return whether equal labeled steps are another matter than the runs' ends: a table that says the same is none."""
+    steps = even.steps or {}
+    if not any(steps.values()):
+        return False
+    final_score = final(study)
+    return any(
+        (one := even.mark(row.name, column).last) != (other := final_score.mark(row.name, column).last)
+        and not (one is None and other is None)
+        for row in study.row_values
+        for column in study.columns
+        if steps.get(column)
+    )
 
 
 def section(title: str, *children: str | Markup) -> Markup:
@@ -166,15 +196,15 @@ def section(title: str, *children: str | Markup) -> Markup:
     return el("section", None, el("h2", None, title), *children)
 
 
-def grid_note() -> Markup:
+def grid_note(study: Study) -> Markup:
     """Return how the tables of accuracy are to be read."""
-    return el(
-        "p",
-        {"class": "how"},
-        "Mean ± sample standard deviation over seeds, of the final model; best: of each seed's best round. The "
-        "difference is the final model's mean minus the published one, in points; two-sigma rule: it "
-        "lies within where it is at most twice the root of the sum of both squared deviations.",
-    )
+    words = "Mean ± sample standard deviation over seeds, of the final model; best: of each seed's best round."
+    if any(cell.published for cell in study.sweep.cells):
+        words += (
+            " The difference is the final model's mean minus the published one, in points; two-sigma rule: it lies "
+            "within where it is at most twice the root of the sum of both squared deviations."
+        )
+    return el("p", {"class": "how"}, words)
 
 
 def equal_note() -> Markup:
@@ -213,11 +243,16 @@ def _group(number: int, study: Study, column: Column, several: bool) -> Markup:
     title = study.column_title(column)
     reached = (even.steps or {}).get(column)
     parts = [el("h2", {"class": "column"}, title)] if several else []
-    table = scores.flat(study, score, column, "Test accuracy.")
-    parts.append(section("Accuracy", "" if several else grid_note(), table, scores.ordering(study, score, column)))
-    if reached:
+    ordering = scores.ordering(study, score, column)
+    if several:  # the numbers stand in the grid above, of all columns beside each other
+        parts += [section("Order", ordering)] if ordering else []
+    else:
+        parts.append(
+            section("Accuracy", grid_note(study), scores.flat(study, score, column, f"{study.measured}."), ordering)
+        )
+    if reached and not several and _uneven(study, even):
         table = scores.flat(study, even, column, f"Test accuracy at {reached:,.0f} labeled steps.")
-        parts.append(section("Accuracy at equal labeled steps", "" if several else equal_note(), table))
+        parts.append(section("Accuracy at equal labeled steps", equal_note(), table))
     parts.append(section("Learning curves", _charts("learning", "Lines: mean over seeds; bands: smallest to largest.")))
     parts.append(section("Classes", _charts("classes", "")))
     parts.append(section("Confusion", _charts("confusion", "")))

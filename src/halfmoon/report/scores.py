@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from halfmoon.report.judge import Column, Mark, Score, order
+from halfmoon.report.comparison import Column, Deviation, Score, order
 from halfmoon.report.markup import Markup, el, joined
-from halfmoon.report.study import Entry, Published, Study, scale_words
+from halfmoon.report.study import Published, Study, StudyCell, scale_words
 from halfmoon.report.tables import Spread, spread
 
 NUMBER = {"class": "n"}
@@ -16,7 +16,7 @@ MINUS, NOTHING = "\N{MINUS SIGN}", "\N{EN DASH}"
 SIGMA, TAU = "\N{GREEK SMALL LETTER SIGMA}", "\N{GREEK SMALL LETTER TAU}"
 
 
-class Notes:
+class TableNotes:
     """Footnotes of one table: the same words share a letter."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def framed(study: Study, caption: str, head: Markup, body: Markup, notes: str = 
 
 def grid(study: Study, score: Score, caption: str) -> Markup:
     """Return the table laid out by the axes: a row a row value, all columns beside each other."""
-    notes = Notes()
+    notes = TableNotes()
     rows = []
     for value in study.row_values:
         cells = [_composite(score.mark(value.name, column), notes) for column in study.columns]
@@ -97,7 +97,7 @@ def _column_heads(study: Study) -> Markup:
     return joined(*lines)
 
 
-def _composite(mark: Mark, notes: Notes) -> Markup:
+def _composite(mark: Deviation, notes: TableNotes) -> Markup:
     lines: list[Markup] = []
     if mark.last:
         lines.append(el("div", {"class": "main"}, percent(mark.last), notes.mark(_seeds(mark))))
@@ -115,7 +115,7 @@ def _composite(mark: Mark, notes: Notes) -> Markup:
     return el("td", NUMBER, *lines)
 
 
-def _seeds(mark: Mark) -> str:
+def _seeds(mark: Deviation) -> str:
     return f"{mark.seeds} of {mark.planned} seeds finished" if mark.seeds < mark.planned else ""
 
 
@@ -123,7 +123,7 @@ def _printed(published: Published) -> str:
     return f"in the paper: {published.note.rstrip('.')}" if published.note else ""
 
 
-def _judged(mark: Mark, notes: Notes) -> Markup:
+def _judged(mark: Deviation, notes: TableNotes) -> Markup:
     if mark.verdict is None:
         return Markup("")
     word = {True: "within", False: "outside", None: ""}[mark.verdict.within]
@@ -133,7 +133,7 @@ def _judged(mark: Mark, notes: Notes) -> Markup:
 
 def flat(study: Study, score: Score, column: Column, caption: str) -> Markup:
     """Return the table of one column: a line a row value, everything known of it from left to right."""
-    notes = Notes()
+    notes = TableNotes()
     at_end = score.steps is None
     heads = [study.sweep.rows, "seeds", "last %" if at_end else "accuracy %", *(["best %"] if at_end else [])]
     marks = [(value.title, score.mark(value.name, column)) for value in study.row_values]
@@ -199,7 +199,7 @@ def costs(study: Study, column: Column) -> Markup:
     return framed(study, "What was used, mean over seeds.", joined(top, el("tr", None, *second)), joined(*rows))
 
 
-def _spent(entry: Entry, key: str, unit: float) -> float | None:
+def _spent(entry: StudyCell, key: str, unit: float) -> float | None:
     cost: Mapping[str, Any] = entry.cost or {}
     if key == "sent":
         down, up = cost.get("bytes_down"), cost.get("bytes_up")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halfmoon.report.judge import Column, Score
-from halfmoon.report.looks import look
-from halfmoon.report.reading import Run
+from halfmoon.report.comparison import Column, Score
+from halfmoon.report.run_reader import Run
 from halfmoon.report.study import Study
+from halfmoon.report.styles import drawn, looks
 
 Data = dict[str, Any]
 
@@ -21,6 +21,10 @@ SERIES = {
     "share_used": ("pseudo", "share_used", 100.0),
     "js_app_u": ("prior", "js_app_u", 1.0),
     "js_labeled": ("prior", "js_labeled", 1.0),
+    "local_js_app_u": ("clients", "local_js_app_u", 1.0),
+    "local_js_labeled": ("clients", "local_js_labeled", 1.0),
+    "global_js_app_u": ("clients", "global_js_app_u", 1.0),
+    "global_js_labeled": ("clients", "global_js_labeled", 1.0),
 }
 """Quantities by round: part and name in metrics.jsonl, and the factor under which they are drawn."""
 
@@ -36,13 +40,9 @@ _CONFUSIONS = 20
 
 def line_looks(study: Study) -> list[Data]:
     """Return how each row of a study is drawn: title, color, dashes in pixels, marker."""
-    return [_drawn(number, value.title) for number, value in enumerate(study.row_values)]
-
-
-def _drawn(number: int, title: str) -> Data:
-    style = look(number)
-    dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
-    return {"title": title, "color": style.color, "dashes": dashes, "marker": style.marker}
+    values = study.row_values
+    styles = looks([value.name for value in values])
+    return [{"title": value.title, **drawn(style)} for value, style in zip(values, styles, strict=True)]
 
 
 def group(study: Study, column: Column) -> Data:
@@ -272,12 +272,15 @@ def against_x(study: Study, score: Score) -> list[Data]:
             "title": ", ".join(title),
             "label": x,
             "own": lines_of != study.sweep.rows,
-            "lines": [_x_line(n, name, study, lines_of, panel[name]) for n, name in enumerate(names) if name in panel],
+            "lines": [
+                {"line": n, "title": study.axis(lines_of).title(name), **drawn(style), **_by_x(panel[name])}
+                for n, (name, style) in enumerate(zip(names, looks(names), strict=True))
+                if name in panel
+            ],
         }
         for title, panel in panels.items()
     ]
 
 
-def _x_line(number: int, name: str, study: Study, axis: str, line: Data) -> Data:
-    ordered = {key: sorted(points, key=lambda point: point["x"]) for key, points in line.items()}
-    return {"line": number, **_drawn(number, study.axis(axis).title(name)), **ordered}
+def _by_x(line: Data) -> Data:
+    return {key: sorted(points, key=lambda point: point["x"]) for key, points in line.items()}

@@ -11,14 +11,16 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from halfmoon import disk
-from halfmoon.errors import UserError
-from halfmoon.report.reading import Run
+from halfmoon.core.errors import UserError
+from halfmoon.report.run_reader import Run
+from halfmoon.storage import atomic_io
 
 FORMAT = 1
 """The version of sweep.json that is read here."""
 
 SWEEP = "sweep.json"
+TEST = "test accuracy"
+"""What most sweeps compare; another share stands in its place where `Sweep.measure` says so."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Value:
 
     name: str
     title: str
+
+
+CONFIGURATION = "configuration"
+"""The axis of columns that stands for several options at once: a value's name lists them, its title is a letter."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Test accuracy of a run, as shares: of the final model and of the best round."""
+    """What a sweep compares of a run, as shares: of the final model and of the best round."""
 
     last: float
     best: float | None = None
@@ -60,7 +66,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StudyCell:
     """One run of a cell; `folder` is relative to the folder of sweep.json and may be absent."""
 
     seed: int
@@ -78,7 +84,7 @@ class Cell:
     """One place of the grid: {axis: value name}, the published number, and the runs, one a seed."""
 
     at: dict[str, str]
-    runs: list[Entry]
+    runs: list[StudyCell]
     published: Published | None = None
 
 
@@ -108,6 +114,7 @@ class Sweep:
     reading: str = ""
     scale: Scale | None = None
     x: str | None = None
+    measure: str = TEST
     command: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +122,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Study:
-    """A sweep with the run folders that are there, by `Entry.folder`.
+    """A sweep with the run folders that are there, by `StudyCell.folder`.
 
     `notes` are sentences about what is missing, as far as reading found it.
     """
@@ -148,6 +155,16 @@ class Study:
         held = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
         return sorted(held, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])
 
+    @property
+    def measured(self) -> str:
+        """Return what the numbers are, at the beginning of a sentence."""
+        return self.sweep.measure[:1].upper() + self.sweep.measure[1:]
+
+    def legend(self) -> dict[str, str]:
+        """Return what stands behind the letters of configurations, {} where there are none."""
+        axis = next((axis for axis in self.sweep.axes if axis.name == CONFIGURATION), None)
+        return {value.title: value.name for value in axis.values} if axis else {}
+
     def column_title(self, column: tuple[str, ...]) -> str:
         """Return how a column is shown in running text."""
         return ", ".join(self.value_title(axis, name) for axis, name in zip(self.column_axes, column, strict=True))
@@ -166,11 +183,11 @@ class Study:
         axes = self.column_axes
         return {(each.at[self.sweep.rows], tuple(each.at[name] for name in axes)): each for each in self.sweep.cells}
 
-    def run(self, entry: Entry) -> Run | None:
+    def run(self, entry: StudyCell) -> Run | None:
         """Return the run folder of a finished entry, None where it is not there."""
         return self.runs.get(entry.folder) if entry.finished else None
 
-    def finished(self) -> Iterator[tuple[Cell, Entry]]:
+    def finished(self) -> Iterator[tuple[Cell, StudyCell]]:
         """Yield every finished run with its cell."""
         for cell in self.sweep.cells:
             for entry in cell.runs:
@@ -185,7 +202,7 @@ def read_sweep(file: Path) -> Study:
     """
     try:
         data = file.read_bytes()
-        head = disk.parsed(data)
+        head = atomic_io.parsed(data)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:

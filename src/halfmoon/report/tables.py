@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from halfmoon.errors import UserError
+from halfmoon.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Result:
     up: int
     client: int | None = None
     server: int | None = None
+    chosen: float | None = None  # in the round that the validation images chose
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], method: str | None = None) -> Result:
@@ -49,6 +50,7 @@ class Result:
             up=cost["bytes_up"],
             client=cost.get("stored_client"),
             server=cost.get("stored_server"),
+            chosen=accuracy.get("chosen"),
         )
 
 
@@ -70,6 +72,12 @@ class _Column(NamedTuple):
     of: Callable[[Result], float | None]
     digits: int | None  # after the point; None: as many as show three significant ones
     missing: str = "unknown"
+    narrow: bool = False  # whether a terminal of 80 columns has room for it
+    optional: bool = False  # whether it is left out where no run has it
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _megabytes(count: int | None) -> float | None:
@@ -77,9 +85,10 @@ def _megabytes(count: int | None) -> float | None:
 
 
 _COLUMNS = (
-    _Column("last_percent", "last %", lambda r: None if r.last is None else 100 * r.last, 2),
-    _Column("best_percent", "best %", lambda r: None if r.best is None else 100 * r.best, 2),
-    _Column("labeled_steps", "labeled steps", lambda r: r.labeled_steps, 0),
+    _Column("last_percent", "last %", lambda r: _percent(r.last), 2, narrow=True),
+    _Column("chosen_percent", "chosen %", lambda r: _percent(r.chosen), 2, narrow=True, optional=True),
+    _Column("best_percent", "best %", lambda r: _percent(r.best), 2),
+    _Column("labeled_steps", "labeled steps", lambda r: r.labeled_steps, 0, narrow=True),
     _Column("forward_images", "forward (images)", lambda r: r.forward, 0),
     _Column("backward_images", "backward (images)", lambda r: r.backward, 0),
     # 1 MB = 10^6 bytes; what methods send and keep differs by orders of magnitude.
@@ -104,11 +113,18 @@ class Table:
     """A comparison, ready to be written in several ways."""
 
     lines: tuple[Line, ...]
+    wide: bool = True  # whether all that was measured is shown, or what fits 80 columns
+
+    @property
+    def columns(self) -> list[_Column]:
+        """The columns between the method and the seeds."""
+        there = [c for c in _COLUMNS if not c.optional or any(line.values[c.key] for line in self.lines)]
+        return [column for column in there if self.wide or column.narrow]
 
     @property
     def headings(self) -> list[str]:
         """The columns' headings."""
-        return ["method", *(column.heading for column in _COLUMNS), "over"]
+        return ["method", *(column.heading for column in self.columns), "over"]
 
     @property
     def cells(self) -> list[list[str]]:
@@ -116,7 +132,7 @@ class Table:
         return [
             [
                 line.method,
-                *(_cell(line.values[column.key], column) for column in _COLUMNS),
+                *(_cell(line.values[column.key], column) for column in self.columns),
                 "1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds",
             ]
             for line in self.lines
@@ -140,7 +156,7 @@ class Table:
         """Return unrounded numbers, two columns (mean, deviation) a quantity; an empty field is unknown."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
-        keys = [column.key for column in _COLUMNS]
+        keys = [column.key for column in self.columns]
         writer.writerow(["method", "seeds", *(name for key in keys for name in (key, f"{key}_deviation"))])
         for line in self.lines:
             numbers = [number for key in keys for number in (line.values[key] or (None, None))]

@@ -1,7 +1,8 @@
-"""Where the runs of a sweep are played: in this process, in several, or (`halfmoon.sweep.rays`) on a Ray cluster.
+"""Where the runs of a sweep are played: in this process, in several, or (`halfmoon.sweep.ray_engine`) on a Ray cluster.
 
-A run is one `Task`, which is data alone: it can be sent to another process or machine that sees the same folders. What
-a worker had played when it was killed stands in the run's folder, and whoever takes the task next goes on from there.
+A run is one `SweepTask`, which is data alone: it can be sent to another process or machine that sees the same folders.
+What a worker had played when it was killed stands in the run's folder, and whoever takes the task next goes on from
+there.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from halfmoon import build
-from halfmoon.client import Diverged
-from halfmoon.config import resolve
-from halfmoon.errors import UserError
-from halfmoon.record import Busy
-from halfmoon.watch import SILENCE, Watch
+from halfmoon.config.schema import resolve
+from halfmoon.core.errors import UserError
+from halfmoon.engine.client_update import Diverged
+from halfmoon.runs import runner
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
+from halfmoon.storage.run_folder import Busy
 
 DEFECT = "defect.txt"
 """Beside a run's folder, the traceback of a defect of the program that stopped it."""
@@ -34,7 +35,7 @@ TRIES = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class SweepTask:
     """One run: its folder, and its configuration as TOML; with `split_only` nothing but its split is made."""
 
     folder: Path
@@ -45,7 +46,7 @@ class Task:
 class Done(NamedTuple):
     """What became of a task: a summary, or one sentence about what is wrong; `busy` where another process plays it."""
 
-    task: Task
+    task: SweepTask
     summary: dict[str, Any] | None
     failed: str | None = None
     busy: bool = False
@@ -58,18 +59,18 @@ Note = Callable[[Done], None]
 class Engine(Protocol):
     """Something that plays tasks."""
 
-    def play(self, tasks: Sequence[Task], note: Note) -> None:
+    def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks, in any order; a task that fails does not stop the others."""
         ...
 
 
-def play(task: Task, watch: Watch = SILENCE) -> Done:
+def play(task: SweepTask, watch: Callback = NULL_CALLBACK) -> Done:
     """Play one task in this process to its end, from where its folder says that it was left."""
     try:
         config = resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
         if task.split_only:
-            return Done(task, build.portray(config, task.folder))
-        return Done(task, build.cell(config, task.folder, watch))
+            return Done(task, runner.portray(config, task.folder))
+        return Done(task, runner.cell(config, task.folder, watch))
     except Busy as error:
         return Done(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:
@@ -90,11 +91,11 @@ def _first_line(error: BaseException) -> str:
 class Here:
     """One task after another in this process; `watch` looks on."""
 
-    def __init__(self, watch: Watch = SILENCE) -> None:
+    def __init__(self, watch: Callback = NULL_CALLBACK) -> None:
         """Play with somebody looking on."""
         self.watch = watch
 
-    def play(self, tasks: Sequence[Task], note: Note) -> None:
+    def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks in their order."""
         for task in tasks:
             note(play(task, self.watch))
@@ -106,12 +107,12 @@ class Processes:
     `watch` looks on in each of these processes, so it must be possible to send it there.
     """
 
-    def __init__(self, jobs: int, watch: Watch = SILENCE) -> None:
+    def __init__(self, jobs: int, watch: Callback = NULL_CALLBACK) -> None:
         """Play with so many processes."""
         self.jobs = jobs
         self.watch = watch
 
-    def play(self, tasks: Sequence[Task], note: Note) -> None:
+    def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks; one whose process dies (killed, out of memory) is begun again, `TRIES` times at most."""
         left, tries = list(tasks), dict.fromkeys(tasks, 0)
         while left:
@@ -120,9 +121,9 @@ class Processes:
                 left.remove(task)
                 note(Done(task, None, f"its process died {TRIES} times: killed, or out of memory."))
 
-    def _until_broken(self, tasks: Sequence[Task], tries: dict[Task, int], note: Note) -> list[Task]:
+    def _until_broken(self, tasks: Sequence[SweepTask], tries: dict[SweepTask, int], note: Note) -> list[SweepTask]:
         """Return the tasks that were not over when a process died; none where all are over."""
-        waiting, running = list(tasks), dict[Future[Done], Task]()
+        waiting, running = list(tasks), dict[Future[Done], SweepTask]()
         with ProcessPoolExecutor(self.jobs, mp_context=_context()) as pool:
             try:
                 while waiting or running:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from halfmoon import config as settings
-from halfmoon.config import Config
-from halfmoon.errors import UserError, nearest
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError, nearest
 from halfmoon.sweep.published import COLUMNS, Published, lookup
 from halfmoon.sweep.recipe import Recipe, Scale, Value, meets
-from halfmoon.sweep.source import Layer, layered
+from halfmoon.sweep.recipe_file import Layer, layered
 
 Selection = Mapping[str, tuple[str, ...]]
 """The values of some axes that are asked for."""
@@ -20,11 +20,15 @@ Selection = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: its values by axis, what the paper prints there, and a configuration for every seed."""
+    """One cell of a table: its values by axis, what the paper prints there, and a configuration for every seed.
+
+    `measure` is what is compared there, one of `halfmoon.sweep.recipe.MEASURES`.
+    """
 
     at: Mapping[str, str]
     published: Published | None
     configs: Mapping[int, Config]
+    measure: str = "test"
 
     @property
     def words(self) -> str:
@@ -114,7 +118,9 @@ def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: 
             where[axis] = value.title
     for each in whens:
         where |= each.published
-    cell = Cell(at, lookup(where) if recipe.published else None, {})
+    measure = next((value.measure for value in reversed(values) if value.measure), recipe.measure)
+    printed = lookup(where) if recipe.published and measure == "test" else None  # the papers print test accuracies
+    cell = Cell(at, printed, {}, measure)
     try:
         config = _config(layered([*layers, over]), recipe.name)
         configs = {seed: replace(config, seed=seed, split_seed=seed) for seed in seeds}

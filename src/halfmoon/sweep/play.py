@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halfmoon import build
-from halfmoon.config import Config, identity, text
-from halfmoon.errors import UserError
-from halfmoon.sweep.engines import Done, Engine, Task
-from halfmoon.sweep.folder import SweepFolder, entry
+from halfmoon.config.schema import Config, identity, text
+from halfmoon.core.errors import UserError
+from halfmoon.runs import runner
+from halfmoon.sweep.engines import Done, Engine, SweepTask
 from halfmoon.sweep.grid import Cell, cells
+from halfmoon.sweep.sweep_folder import SweepFolder, entry
 
 PAUSE = 2.0
 """Seconds between looks at a run that another process plays."""
@@ -40,7 +40,7 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
     named = _by_identity(asked)
     _write(folder, asked)
     failed: list[str] = []
-    waiting: list[Task] = []
+    waiting: list[SweepTask] = []
     over = 0
 
     def tell_of(mark: str, summary: dict[str, Any] | None, why: str | None, before: bool) -> None:
@@ -58,13 +58,13 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
         _write(folder, asked)
         tell_of(tasks[done.task], done.summary, done.failed, False)
 
-    tasks: dict[Task, str] = {}
+    tasks: dict[SweepTask, str] = {}
     for mark, (_, config) in named.items():
-        done = build.finished(folder.run(mark))
+        done = runner.finished(folder.run(mark))
         if done is not None:
             tell_of(mark, done, None, True)
         else:
-            tasks[Task(folder.run(mark), text(config), folder.recipe.kind == "splits")] = mark
+            tasks[SweepTask(folder.run(mark), text(config), folder.recipe.kind == "splits")] = mark
     engine.play(list(tasks), note)
     while waiting:  # another process plays these: wait for it, or take over where it was stopped
         time.sleep(PAUSE)
@@ -78,7 +78,7 @@ def _write(folder: SweepFolder, asked: Sequence[Cell]) -> None:
     shown = _with_kept(folder, asked)
     for mark in _by_identity(shown):
         if not folder.results.get(mark, {}).get("finished"):
-            done = build.finished(folder.run(mark))
+            done = runner.finished(folder.run(mark))
             if done is not None:
                 folder.results[mark] = entry(done)
     folder.write(shown)

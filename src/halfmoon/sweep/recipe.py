@@ -9,9 +9,13 @@
     kind = "table"                  # table, lines (accuracy against `x`), curves (against rounds), splits (no training)
     rows = "method"
     columns = ["dataset", "setting"]
-    x = "gamma"                     # for lines: an axis whose values are named by numbers
+    x = "dirichlet_alpha"           # for lines: an axis whose values are named by numbers
     seeds = [0, 1, 2]
+    measure = "test"                # what is compared: test (accuracy), pseudo (accuracy of the pseudo-labels that
+                                    # teach), pseudo.local or pseudo.global (of the model at its client, or the other),
+                                    # used (the share of unlabeled images whose pseudo-label teaches)
     published = { table = "1" }     # which rows of the published numbers the cells are looked up in
+    panels = { a = { setting = "iid-dir" } }  # a figure's panels as its caption names them: which cells each shows
     skip = [{ setting = "centralized", method = ["fedavg"] }]  # combinations of values that are no cells
 
     [protocol]                      # options of a run, those of methods in [protocol.options.METHOD]
@@ -21,6 +25,7 @@
     title = "FedDure"               # as the paper prints it
     set = { method = "feddure" }
     published = { method = "FedDure" }  # where its name in the published numbers is not its title
+    measure = "pseudo.local"        # where this value's is another than the recipe's
     extra = true                    # not of the paper: only where `--only` asks for it
 
     [[when]]                        # options of some cells, later ones win
@@ -41,23 +46,31 @@ that both files have is the base's, then this one's; what is said `about` it is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from halfmoon.errors import UserError, nearest
+from halfmoon.core.errors import UserError, nearest
 from halfmoon.sweep.published import COLUMNS
-from halfmoon.sweep.source import INHERITED, Layer, check_layer, folder, read
+from halfmoon.sweep.recipe_file import INHERITED, Layer, check_layer, folder, read
 
 Kind = Literal["table", "lines", "curves", "splits"]
 At = Mapping[str, tuple[str, ...]]
 """Which values of which axes are meant; an axis that is not named is meant with all its values."""
+MEASURES: Mapping[str, str] = {
+    "test": "test accuracy",
+    "pseudo": "accuracy of pseudo-labels",
+    "used": "share of unlabeled images with a pseudo-label",
+    "pseudo.local": "accuracy of the local model's pseudo-labels",
+    "pseudo.global": "accuracy of the global model's pseudo-labels",
+}
+"""What can be compared, in words."""
 Known = Mapping[str, Sequence[str]]
 """The names of the values of every axis."""
 
 _KEYS = {
-    "value": ("title", "set", "published", "extra"),
+    "value": ("title", "set", "published", "measure", "extra"),
     "when": ("at", "set", "published"),
 }
 _NEEDED = ("title", "paper", "item", "about", "rows", "axes")
@@ -71,6 +84,7 @@ class Value:
     title: str
     set: Layer
     published: Mapping[str, str] | None = None  # None: its title, where its axis is a column of the published numbers
+    measure: str | None = None  # None: the recipe's
     extra: bool = False
 
 
@@ -117,6 +131,8 @@ class Recipe:
     when: tuple[When, ...]
     scales: Mapping[str, Scale]
     published: Mapping[str, str]
+    measure: str = "test"
+    panels: Mapping[str, At] = field(default_factory=dict)
     skip: tuple[At, ...] = ()
 
     def scale(self, name: str) -> Scale:
@@ -188,8 +204,16 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
         when=whens,
         scales=scales,
         published=keys.get("published", {}),
+        measure=_measure(keys.get("measure", "test"), where),
+        panels={name: _at(at, known, f"{where}, panel {name}") for name, at in keys.get("panels", {}).items()},
         skip=_skip(keys.get("skip", []), known, where),
     )
+
+
+def _measure(name: Any, where: str) -> str:
+    if name not in MEASURES:
+        raise UserError(f"{where}: measure is {name!r}: {nearest(str(name), MEASURES)}")
+    return name
 
 
 def _skip(value: Sequence[Any], known: Known, where: str) -> tuple[At, ...]:
@@ -218,7 +242,8 @@ def _values(axis: str, values: Any, where: str) -> tuple[Value, ...]:
         check_layer(keys.get("set", {}), here)
         title = str(keys.get("title", name))
         _check_keys(keys.get("published", {}), COLUMNS, f"{here}, published")
-        made.append(Value(name, title, keys.get("set", {}), keys.get("published"), bool(keys.get("extra"))))
+        measure = _measure(keys["measure"], here) if "measure" in keys else None
+        made.append(Value(name, title, keys.get("set", {}), keys.get("published"), measure, bool(keys.get("extra"))))
     return tuple(made)
 
 

@@ -9,7 +9,7 @@ function lineChart(width, spec) {
   const xs = [...lines.flatMap((line) => line.x), ...dots.map((dot) => dot.x)];
   const spread = dots.flatMap((dot) => [dot.mean - (dot.deviation ?? 0), dot.mean + (dot.deviation ?? 0)]);
   const ys = [...lines.flatMap((line) => [...line.low, ...line.high]), ...spread];
-  const yRange = ys.length ? range(ys, percent ? 4 : 0.02, 0, percent ? 100 : 1) : [0, 1];
+  const yRange = ys.length ? range(ys, percent ? 4 : 0.02, 0, percent ? 100 : spec.most ?? 1) : [0, 1];
   const xRange = xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
   if (xRange[0] === xRange[1]) xRange.splice(0, 2, xRange[0] - 1, xRange[1] + 1);
   const margin = spec.exact ? 0.03 * (xRange[1] - xRange[0]) : 0;

@@ -15,6 +15,10 @@ const TITLES = {
   share_used: "Pseudo-labels that were used, %",
   js_app_u: "Divergence of class-wise accuracy from APP-U",
   js_labeled: "Divergence of class-wise accuracy from the labeled mix",
+  local_js_app_u: "Clients' own models: divergence from APP-U, mean over clients",
+  local_js_labeled: "Clients' own models: divergence from their labeled mix",
+  global_js_app_u: "Global model at clients: divergence from APP-U, mean over clients",
+  global_js_labeled: "Global model at clients: divergence from their labeled mix",
   per_class: "Class-wise accuracy of the final model, %",
   prior: "Class shares at the end, %",
   confusion: "Confusion of the final model",
@@ -80,13 +84,16 @@ function setUpGroup(root, study, group) {
   const legend = legends(study.looks, group.lines.map((line) => line.line));
   const visible = () => group.lines.filter((line) => !legend.hidden.has(line.line));
   for (const host of root.querySelectorAll("[data-charts]")) {
-    const names = host.dataset.names.split(" ").filter((name) => group.lines.some((line) => has(line, name)));
+    const names = host.dataset.names.split(" ").filter((name) => group.lines.some((line) => has(line, name) && lively(line, name)));
     const shared = names.some((name) => !["prior", "confusion"].includes(name));
     if (shared) host.before(legend.make());
     for (const name of names) legend.watch(setUpChart(host, name, study, group, visible));
     if (!names.length && !host.closest("section").querySelector("table")) host.closest("section").hidden = true;
   }
 }
+
+// A chart of zeros alone says nothing.
+const lively = (line, name) => !(name in line.series) || line.series[name].high.some((value) => value !== 0);
 
 function has(line, name) {
   if (name === "against") return Boolean(line.series.accuracy);
@@ -169,7 +176,7 @@ function setUpAlong(host, study) {
   for (const panel of study.x) {
     const looks = Object.fromEntries(panel.lines.map((line) => [line.line, line]));
     const legend = legends(looks, panel.lines.map((line) => line.line));
-    const title = panel.title ? `Test accuracy, %: ${panel.title}` : "Test accuracy, %";
+    const title = `${study.measured}, %${panel.title ? `: ${panel.title}` : ""}`;
     const lines = () => panel.lines.filter((line) => !legend.hidden.has(line.line)).map((line) => ({
       look: line,
       seeds: line.points.some((point) => point.low < point.high) ? 2 : 1,

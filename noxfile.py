@@ -1,0 +1,76 @@
+"""The checks of an edit and of a change: `nox -s fast`, `nox -s full`; with `--no-venv` in the current environment."""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.sessions = ["fast"]
+nox.options.reuse_venv = "yes"
+
+PYTHONS = ["3.11", "3.12", "3.13"]
+"""The versions of Python that hosted CI runs `.ci/run` with."""
+
+FAST = (
+    "tests/test_layout.py",
+    "tests/config",
+    "tests/core",
+    "tests/data/test_partition.py",
+    "tests/data/test_rules.py",
+    "tests/data/test_scenario.py",
+    "tests/data/test_settings.py",
+    "tests/engine",
+    "tests/methods/test_fedavg.py",
+    "tests/models",
+    "tests/objectives",
+)
+"""Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method."""
+
+
+@nox.session
+def fast(session: nox.Session) -> None:
+    """Lint, types, and the tests that matter for an edit; what follows `--` goes to pytest, as more files to test."""
+    install(session)
+    lint(session)
+    session.run("python", "-m", "pytest", *FAST, *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Everything that `.ci/run` demands; with `-- tested` without the tests, which have passed already."""
+    install(session)
+    if "tested" not in session.posargs:
+        session.run("python", "-m", "pytest")
+    lint(session)
+    site = session.create_tmp()
+    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", f"{site}/site")
+    with session.chdir(site):
+        session.run("halfmoon", "run", "--rounds", "2")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages into site/; with `-- serve` show them while they are written."""
+    install(session)
+    session.run("mkdocs", *(["serve"] if "serve" in session.posargs else ["build", "--strict"]))
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write requirements/ci.txt anew, with the newest versions that pyproject.toml admits."""
+    install(session)
+    if session.venv_backend != "none":
+        session.install("uv")
+    session.run("python", "tools/lock.py", external=True)
+
+
+def install(session: nox.Session) -> None:
+    """Install the package for development, except in an environment that is not nox's own."""
+    if session.venv_backend != "none":
+        session.install("-c", "constraints.txt", "-e", ".[dev]")
+
+
+def lint(session: nox.Session) -> None:
+    """Run the linter, the formatter and the type checker."""
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("pyright")

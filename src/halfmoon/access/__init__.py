@@ -1,5 +1,0 @@
-"""Who may come into a federation: one folder with an authority, the server's certificate and the sites' keys."""
-
-from halfmoon.access.folder import Access
-
-__all__ = ["Access"]

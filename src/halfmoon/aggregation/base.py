@@ -1,0 +1,95 @@
+"""What stands between the uploads of one query and the method that asked it.
+
+A method asks, and gets uploads, every leaf (k, ...). An aggregator sees them first: it may leave some out, change them,
+or put one aggregate in the place of every single one, so that whatever weighted mean the method's server takes of equal
+uploads is that aggregate. No method knows of aggregators, and no aggregator knows a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+
+
+class AggregationContext(NamedTuple):
+    """One question of a round, and who answered it."""
+
+    round: int  # from 0
+    attempt: int  # how often the round was begun again before, because too few had answered
+    query: int  # questions of this round before this one
+    work: str
+    down: Tree  # what went down to all
+    each: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
+    clients: tuple[int, ...]  # who answered, in the order of the uploads
+    asked: int  # how many were asked
+    drawn: bool  # whether those asked are the round's cohort, drawn at random from all clients
+
+    def only(self, places: Sequence[int]) -> AggregationContext:
+        """Return the question as if those at `places` alone had answered."""
+        chosen = torch.tensor(list(places), dtype=torch.int64)
+        each = tree.map(lambda leaf: leaf[chosen.to(leaf.device)], self.each)
+        return self._replace(clients=tuple(self.clients[place] for place in places), each=each)
+
+
+class Aggregator(Protocol):
+    """What is done with uploads before a method gets them."""
+
+    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""
+        ...
+
+    def row(self) -> dict[str, Any]:
+        """Return what there is to say of the round that is over, for its line in metrics.jsonl."""
+        ...
+
+    def ended(self, round: int) -> str | None:
+        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
+        ...
+
+
+def sent(question: AggregationContext) -> dict[str, Tensor]:
+    """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
+    shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(question.down).items()}
+    return {**shared, **tree.flatten(question.each)}
+
+
+def update(up: Tree, question: AggregationContext) -> dict[str, Tensor]:
+    """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone.
+
+    Of an upload's leaves those that came down under the same path and with the same shape.
+    """
+    known = sent(question)
+    return {
+        path: leaf - known[path]
+        for path, leaf in tree.flatten(up).items()
+        if path in known and leaf.is_floating_point() and leaf.shape[1:] == known[path].shape[1:]
+    }
+
+
+def changed(up: Tree, question: AggregationContext, change: dict[str, Tensor]) -> Tree:
+    """Return the uploads as if each client had changed what it was sent by `change`, leaves (k, ...) or (...).
+
+    A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
+    """
+    known, count = sent(question), len(question.clients)
+
+    def moved(branch: Tree, above: str) -> Tree:
+        new: Tree = {}
+        for name, leaf in branch.items():
+            path = f"{above}{name}"
+            if isinstance(leaf, dict):  # also an empty one: a network without statistics has {"stats": {}}
+                new[name] = moved(leaf, f"{path}/")
+            elif path in change:
+                each = known[path] + change[path]
+                new[name] = each.expand(count, *each.shape[1:])
+            else:
+                new[name] = leaf
+        return new
+
+    return moved(up, "")

@@ -1,0 +1,241 @@
+"""Robust aggregation: what hostile or broken clients send is bounded before a method averages it.
+
+The rules look at `update`: what clients changed of what they were sent. "clip" scales each update down to at most the
+cohort's median norm: norm bounding (Sun et al. 2019, "Can you really backdoor federated learning?"), with a bound that
+is taken anew from each cohort. "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al.
+2018), "krum" is the one update that is nearest to its neighbors (Blanchard et al. 2017). The last three give every
+client the one aggregate, so that a method's weights have no say: they are unweighted, as published.
+
+Two kinds of clients have no part in a rule: those whose upload is not finite, who are left out altogether, and those
+who weigh 0, because they had nothing to learn from and sent back what they got.
+
+What an upload holds beside an update:
+
+- Counts of rows ("weight") stay each client's own. They have a say under "clip" alone.
+- FedDB's mean predictions ("appu") stay too: under "clip" they decide the weights as always, under the others they
+  cannot, and its debiased averaging has no effect.
+- FedRGD averages its groups as always; under the rules that make one aggregate, all groups move by the same.
+- FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" can stand before them. SemiFL and HeteroFL
+  also count statistics in a query of their own (`methods.static`), which is no update, so that no rule would look at
+  it: none can stand before them where clients count such statistics (`halfmoon.methods.registry.MethodEntry.unrobust`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from halfmoon.aggregation.base import AggregationContext, changed, update
+from halfmoon.aggregation.selection import along, mixed
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+
+Rule = Literal["clip", "median", "trimmed", "krum"]
+
+STATISTICS = ("stats", "moments")
+"""Parts of an upload that measure images and activations: their size says nothing about that of the parameters."""
+
+CHUNK = 2**18
+"""Coordinates of an update that are looked at together: k x CHUNK numbers in float64 are all the memory Krum takes."""
+
+Change = Mapping[str, Tensor]
+"""The update of each client, {path: (k, ...)}."""
+
+
+class Robust:
+    """An aggregator that lets a cohort's uploads through as `rule` leaves them.
+
+    `byzantine` is the share of hostile clients that "trimmed" and "krum" expect. Its row says what was clipped, trimmed
+    or chosen in the round's last update, of how many that were counted, and whose upload was not finite.
+    """
+
+    def __init__(self, rule: Rule, byzantine: float) -> None:
+        self.rule, self.byzantine = rule, byzantine
+        self._row: dict[str, Any] = {}
+
+    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return the places of the finite uploads, and these as the rule leaves them."""
+        change = update(up, question)
+        # A finite upload may be so far away that the difference is not.
+        places = finite([*tree.leaves(up), *change.values()])
+        lost = [client for place, client in enumerate(question.clients) if place not in places]
+        if lost:
+            self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
+            up = tree.map(lambda leaf: leaf[places], up)
+            change = {path: leaf[places] for path, leaf in change.items()}
+            question = question.only(places)
+        voters = _weighing(up, len(places))
+        if change and voters:
+            up, said = self._ruled(question, up, change, voters)
+            self._row |= said
+        return places, up
+
+    def row(self) -> dict[str, Any]:
+        """Return what was done to the round's last update."""
+        said, self._row = self._row, {}
+        return said
+
+    def ended(self, round: int) -> str | None:
+        """Return None: every round may be played."""
+        return None
+
+    def _ruled(
+        self, question: AggregationContext, up: Tree, change: Change, voters: list[int]
+    ) -> tuple[Tree, dict[str, Any]]:
+        if self.rule == "clip":
+            return clipped(question, up, change, voters)
+        mine = {path: leaf[voters] for path, leaf in change.items()}
+        if self.rule == "krum":
+            hostile = tolerated(len(voters), self.byzantine)
+            place = krum(mine, hostile)
+            new = {path: leaf[place] for path, leaf in mine.items()}
+            return changed(up, question, new), {"chosen": question.clients[voters[place]], "expected": hostile}
+        if self.rule == "median":
+            return changed(up, question, {path: median(leaf) for path, leaf in mine.items()}), {"counted": len(voters)}
+        cut = share(self.byzantine, len(voters))
+        new = {path: trimmed(leaf, cut) for path, leaf in mine.items()}
+        return changed(up, question, new), {"trimmed": 2 * cut, "counted": len(voters)}
+
+
+class Finite:
+    """An aggregator before a plain mean: an upload that is not finite ends the run, in place of all that was learned.
+
+    `robust` says whether a robust rule could stand here instead: not where masks or noise follow.
+    """
+
+    def __init__(self, robust: bool = True) -> None:
+        self.robust = robust
+
+    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return everything as it is; raise UserError where an upload is not finite."""
+        places = finite(list(tree.leaves(up)))
+        lost = [client for place, client in enumerate(question.clients) if place not in places]
+        if lost:
+            raise UserError(
+                f"the upload of client {lost[0]} in round {question.round + 1} ({question.work}) is not finite, and in "
+                f"a mean it would spoil the model: {self._advice}."
+            )
+        return places, up
+
+    @property
+    def _advice(self) -> str:
+        if self.robust:
+            return "leave it out with --aggregation clip, median, trimmed or krum"
+        return (
+            "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play without the "
+            "attack, or without them"
+        )
+
+    def row(self) -> dict[str, Any]:
+        """Return nothing: what it has to say ends the run."""
+        return {}
+
+    def ended(self, round: int) -> str | None:
+        """Return None: every round may be played."""
+        return None
+
+
+def finite(leaves: Sequence[Tensor]) -> list[int]:
+    """Return the places k at which every number of some leaves (k, ...) is finite."""
+    good = torch.stack([leaf.flatten(1).isfinite().all(1) if leaf.dim() > 1 else leaf.isfinite() for leaf in leaves])
+    return good.all(0).nonzero().flatten().tolist()
+
+
+def share(byzantine: float, count: int) -> int:
+    """Return how many of `count` clients the share `byzantine` is, rounded down."""
+    return math.floor(round(byzantine * count, 9))
+
+
+def tolerated(count: int, byzantine: float) -> int:
+    """Return how many hostile clients Krum allows for among `count`: the share, or the most for which 2f + 3 <= count.
+
+    A configuration is refused where its whole cohort is too small; where fewer answer, Krum goes on with the most that
+    it can bear, and the row of the round says so.
+    """
+    return max(0, min(share(byzantine, count), (count - 3) // 2))
+
+
+def clipped(
+    question: AggregationContext, up: Tree, change: Change, voters: Sequence[int]
+) -> tuple[Tree, dict[str, Any]]:
+    """Return uploads whose updates are at most as long as the median one, and how many were longer.
+
+    Parameters and statistics have norms and medians of their own; both medians are those of `voters`, and of an even
+    number the mean of the middle two. An update that is no longer than the median keeps its bits.
+    """
+    long = torch.zeros(len(question.clients), dtype=torch.bool)
+    said: dict[str, float] = {}
+    for name, paths in _groups(change).items():
+        if paths:
+            norms = _norms(change, paths)
+            bound = median(norms[list(voters)])
+            said[name] = float(bound)
+            over, scale = norms > bound, bound / norms
+            long |= over
+            shorter = {path: change[path] * along(scale, change[path]) for path in paths}
+            up = mixed(over, changed(up, question, shorter), up)
+    return up, {"clipped": int(long.sum()), "counted": len(question.clients), "median_norm": said}
+
+
+def median(leaf: Tensor) -> Tensor:
+    """Return the coordinate-wise median (...) of (k, ...); of an even number the mean of the middle two."""
+    ordered, k = leaf.sort(0).values, len(leaf)
+    # Halves first: the sum of two large numbers may be none.
+    return ordered[k // 2] if k % 2 else ordered[k // 2 - 1] / 2 + ordered[k // 2] / 2
+
+
+def trimmed(leaf: Tensor, cut: int) -> Tensor:
+    """Return the coordinate-wise mean (...) of (k, ...) without the `cut` smallest and the `cut` largest of each."""
+    return leaf.sort(0).values[cut : len(leaf) - cut].double().mean(0).to(leaf.dtype)
+
+
+def krum(change: Change, hostile: int) -> int:
+    """Return the place of the update whose k - hostile - 2 nearest others are nearest to it; of equals, the first.
+
+    Distances are squared Euclidean ones over the parameters; statistics do not count.
+    """
+    square = distances(change)
+    k = len(square)
+    near = max(1, k - hostile - 2) if k > 1 else 0
+    # Of each row the smallest is the distance to itself, 0.
+    scores = square.fill_diagonal_(-1.0).sort(1).values[:, 1 : 1 + near].sum(1)
+    return int(scores.argmin())
+
+
+def distances(change: Change) -> Tensor:
+    """Return the squared distances (k, k), float64, between the updates' parameters, from their inner products."""
+    leaves = [change[path].flatten(1) for path in _groups(change)["parameters"]]
+    k = len(next(iter(change.values())))
+    gram = torch.zeros((k, k), dtype=torch.float64)
+    for leaf in leaves:
+        for part in leaf.split(CHUNK, 1):
+            wide = part.double()
+            gram += (wide @ wide.T).cpu()
+    own = gram.diagonal()
+    # Of two numbers beyond what squares in float64 the difference is none: they are as far as can be.
+    return (own[:, None] + own[None, :] - 2 * gram).clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _weighing(up: Tree, count: int) -> list[int]:
+    """Return the places of those who weigh something; of all, where nothing says what they weigh."""
+    weight = up.get("weight")
+    return (weight > 0).nonzero().flatten().tolist() if isinstance(weight, Tensor) else list(range(count))
+
+
+def _groups(change: Change) -> dict[str, list[str]]:
+    """Return the paths of the parameters, and those of the statistics."""
+    found: dict[str, list[str]] = {"parameters": [], "statistics": []}
+    for path in change:
+        found["statistics" if path.split("/")[0] in STATISTICS else "parameters"].append(path)
+    return found
+
+
+def _norms(change: Change, paths: Sequence[str]) -> Tensor:
+    """Return the Euclidean norms (k,) over some leaves, in float64."""
+    each = [torch.linalg.vector_norm(change[path].flatten(1).double(), dim=1).cpu() for path in paths]
+    return torch.linalg.vector_norm(torch.stack(each), dim=0)

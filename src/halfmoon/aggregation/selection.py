@@ -1,0 +1,20 @@
+"""Some of a cohort's uploads, by their places, in place of others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+
+
+def along(values: Tensor, leaf: Tensor) -> Tensor:
+    """Return (k,) in a shape that meets a leaf (k, ...), on its device; numbers in its dtype."""
+    there = values.to(leaf.device) if values.dtype == torch.bool else values.to(leaf)
+    return there.reshape(-1, *[1] * (leaf.dim() - 1))
+
+
+def mixed(chosen: Tensor, new: Tree, old: Tree) -> Tree:
+    """Return the uploads `new` at the places where `chosen` (k,) holds, and `old`, bit by bit, at the others."""
+    return tree.map(lambda a, b: b if a is b else torch.where(along(chosen, b), a, b), new, old)

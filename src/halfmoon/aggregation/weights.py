@@ -1,0 +1,107 @@
+"""No client owns an average: what it says it weighs is capped, for it counts its own images and may count wrong.
+
+A client that claims 10^9 images is the average, whatever the norm of its update: no bound on norms helps against a
+weight. So weights are capped at `factor` times the cohort's median weight (the lower one of the middle two: half of a
+cohort that lies raises it no further than an honest weight), or, where the server's people know how many images a
+client has, at that number. Counts of rows that stand beside sums (`halfmoon.methods.batchnorm_stats`) are scaled down
+with their sums. A weight of one half and more of the sum is legal after that (a cohort of two has no other), and is
+told.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfmoon.aggregation.base import AggregationContext
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+
+FACTOR = 2.0
+"""The largest weight in a federation, in medians of the cohort's, where nobody says another."""
+
+OWNER = 0.5
+"""A share of all weights above which one client decides alone."""
+
+SUMS = {"weight": (), "rows": ("moments",)}
+"""The leaves by which servers weigh, with the parts of an upload that were multiplied by them at the client."""
+
+
+class WeightCap:
+    """An aggregator that caps weights (k,); its row says whose were, and which share of the sum the heaviest client
+    has.
+
+    `factor` is the cap in medians, 0 for none; `declared` has the images of clients of whom they are known, by number,
+    which then are the cap. `warn` hears once of a client, by number, that its share (a fraction) is over `OWNER`.
+    """
+
+    def __init__(
+        self,
+        factor: float = FACTOR,
+        declared: Mapping[int, int] | None = None,
+        warn: Callable[[int, float], None] = lambda client, share: None,
+    ) -> None:
+        self.factor, self.declared, self.warn = factor, dict(declared or {}), warn
+        self._row: dict[str, Any] = {}
+        self._warned: set[int] = set()
+
+    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return all places, and the uploads with their weights capped; others stay as they are, bit by bit."""
+        for name, sums in SUMS.items():
+            leaf = up.get(name)
+            if not isinstance(leaf, Tensor) or leaf.dim() != 1 or not leaf.is_floating_point():
+                continue
+            said = leaf.double().tolist()
+            limits = caps(said, self.factor, [self.declared.get(client) for client in question.clients])
+            scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(said, limits, strict=True)]
+            capped = [client for client, each in zip(question.clients, scale, strict=True) if each < 1]
+            if capped:
+                self._row["capped"] = sorted({*self._row.get("capped", ()), *capped})
+                up = {**up, **{part: scaled(up[part], scale) for part in (name, *sums) if part in up}}
+            self._tell(question.clients, up[name].double().tolist())
+        return range(len(question.clients)), up
+
+    def _tell(self, clients: Sequence[int], weights: Sequence[float]) -> None:
+        total = sum(weights)
+        if len(weights) < 2 or not total > 0:
+            return
+        heaviest = max(range(len(weights)), key=weights.__getitem__)
+        share = weights[heaviest] / total
+        if share > OWNER or "capped" in self._row:
+            self._row["largest_share"] = round(max(share, self._row.get("largest_share", 0.0)), 4)
+        if share > OWNER and clients[heaviest] not in self._warned:
+            self._warned.add(clients[heaviest])
+            self.warn(clients[heaviest], share)
+
+    def row(self) -> dict[str, Any]:
+        """Return whose weights were capped in the round, and the largest share of a sum; nothing where none was."""
+        said, self._row = self._row, {}
+        return said
+
+    def ended(self, round: int) -> str | None:
+        """Return None: every round may be played."""
+        return None
+
+
+def caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:
+    """Return the most that each may weigh: what is declared of it, else `factor` times the lower median above 0."""
+    known = declared or [None] * len(weights)
+    positive = [weight for weight in weights if weight > 0]
+    limit = factor * statistics.median_low(positive) if factor and positive else float("inf")
+    return [limit if each is None else float(each) for each in known]
+
+
+def scaled(part: Tree | Tensor, scale: Sequence[float]) -> Any:
+    """Return leaves (k, ...) with each client's slice multiplied by its number; a factor of 1 changes no bit."""
+
+    def one(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf
+        factor = torch.tensor(scale, dtype=torch.float64, device=leaf.device).reshape(-1, *[1] * (leaf.dim() - 1))
+        return torch.where(factor < 1, (leaf.double() * factor).to(leaf.dtype), leaf)
+
+    return one(part) if isinstance(part, Tensor) else tree.map(one, part)

@@ -1,0 +1,50 @@
+"""What a method declares of itself: what it needs of uploads, and where labels may lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+Place = Literal["clients", "some", "server"]
+"""Where labels lie: at every client, at some of them, or at the server alone."""
+
+ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a method needs of uploads, and where labels may lie; what is not declared is refused.
+
+    aggregation: "sum" if the weighted sum of uploads is enough for the server, so that secure aggregation and
+        client-level privacy can stand before the method; "individual" if it needs every single upload.
+    reason: why it needs every single upload, as the end of a sentence.
+    places: where labels may lie; the first one is where the method expects them.
+    personal: whether clients are sent something that is made of single uploads, which would mean nothing any more if a
+        robust rule put one aggregate in the place of all.
+    counts_statistics: the options with which clients would not count statistics in a query of its own, where no robust
+        rule looks; empty if they count none.
+    """
+
+    aggregation: Literal["sum", "individual"] = "individual"
+    reason: str = "it does not declare that the sum of uploads is enough for it"
+    places: tuple[Place, ...] = ("clients", "some")
+    personal: bool = False
+    counts_statistics: str = ""
+
+
+SUM = Requirements("sum", "")
+"""What a method requires that averages uploads and expects labels at clients."""
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A method that says what it requires."""
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the method requires with a network of this norm ("batch", "group" or "none")."""
+        ...
+
+
+def requirements_of(method: object, norm: str = "batch") -> Requirements:
+    """Return what a method requires; a method that declares nothing needs every single upload."""
+    return method.requirements(norm) if isinstance(method, Declares) else Requirements()

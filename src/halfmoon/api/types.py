@@ -1,0 +1,282 @@
+"""What a method is made of: its five trees, what one client does, and the one port to the outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfmoon.augment import Normalize
+from halfmoon.core import tree
+from halfmoon.core.optim import Constant, Optimizer, Schedule
+from halfmoon.core.tree import Tree
+from halfmoon.models import Network
+
+Statistics = Literal["joint", "separate"]
+"""Which images share a forward pass, and so their batch statistics: all views of a step, or each view alone."""
+
+Labeling = Literal["batch", "running"]
+"""Which statistics normalize the weak views when they are given pseudo-labels."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all methods of one comparison share: the network, the optimizer, the batch-statistics rule.
+
+    `statistics` says which views share a forward pass, `labeling` whether pseudo-labels come from the network under
+    batch statistics (the paper's released code) or under its tracked ones, `testing` the same of test images. `rounds`
+    is the length of the whole run, for schedules and ramps; `at` gives the task of one round.
+    """
+
+    network: Network
+    optimizer: Optimizer
+    normalize: Normalize
+    statistics: Statistics = "joint"
+    labeling: Labeling = "batch"
+    testing: Labeling = "running"
+    rounds: int = 200
+    schedule: Schedule = field(default_factory=Constant)
+    round: int = 0
+    rate: float = 1.0  # the schedule's factor, which `optimizer` has already taken in
+
+    def at(self, round: int) -> Task:
+        """Return the task of `round` (from 0): with that round's learning rate."""
+        rate = self.schedule.factor(round, self.rounds)
+        lr = self.optimizer.lr / self.rate * rate
+        return replace(self, optimizer=self.optimizer.with_lr(lr), round=round, rate=rate)
+
+
+NOTHING: dict[str, Tensor] = {}
+"""What a work gets that wants none."""
+
+
+class Local(NamedTuple):
+    """What one client holds; rows beyond the counts (under vmap) repeat earlier ones."""
+
+    x: Tensor  # (L, C, H, W) uint8, labeled images
+    y: Tensor  # (L,) int64
+    u: Tensor  # (U, C, H, W) uint8, unlabeled images
+    labeled: Tensor  # () how many of L are the client's
+    unlabeled: Tensor  # () how many of U are the client's
+    views: dict[str, Tensor] = NOTHING  # view name -> (U, C, H, W), of every unlabeled row, where a work sweeps
+
+
+class Batch(NamedTuple):
+    """One step's images, augmented and normalized."""
+
+    x: Tensor  # (B, C, H, W) labeled
+    y: Tensor  # (B,) int64
+    x_rows: Tensor  # (B,) int64, where each labeled image stands in Local.x
+    u: dict[str, Tensor]  # view name -> (b, C, H, W), the views that the work asks for
+    u_rows: Tensor  # (b,) int64, where each unlabeled image stands in Local.u
+    others: dict[str, Tensor] = NOTHING  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
+    drawn: dict[str, Tensor] = NOTHING  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
+    x_views: dict[str, Tensor] = NOTHING  # view name -> (B, C, H, W), more views of the images in x
+
+
+class WeightedMetric(NamedTuple):
+    """A measured quantity that adds over steps and clients: nobody can average averages."""
+
+    total: Tensor  # ()
+    squares: Tensor  # ()
+    count: Tensor  # ()  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class Pseudo(NamedTuple):
+    """The pseudo-labels of a step, for diagnostics where the hidden labels live."""
+
+    label: Tensor  # (b,) int64
+    confidence: Tensor  # (b,) the largest probability
+    weight: Tensor  # (b,) how much the image counted in the loss; 0 is "not used"
+
+
+NO_MODELS: dict[str, Pseudo] = {}
+"""What a step reports of a method with one model alone."""
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports of itself.
+
+    `models` are the pseudo-labels that each of several models makes of the same images, by the model's name, whether
+    they teach or not; "local" is one that stays at its client, "global" one that travels.
+    """
+
+    loss: Tensor  # ()
+    samples: dict[str, WeightedMetric]
+    pseudo: tuple[Pseudo, ...]  # none or one (None is no leaf that torch.func carries)
+    models: dict[str, Pseudo] = NO_MODELS
+
+
+class Passes(NamedTuple):
+    """Images that one step sends through the classifier."""
+
+    forward: int  # a forward-mode tangent counts as one more forward pass
+    backward: int
+
+
+def sample(values: Tensor) -> WeightedMetric:
+    """Sum `values` (any shape) up to a `WeightedMetric`."""
+    values = values.detach()
+    return WeightedMetric(values.sum(), values.square().sum(), torch.ones_like(values).sum())
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What one client does when asked: tensors in, tensors out, written for ONE client.
+
+    A work draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
+    (no boolean indexing, no `.item()`, no `if` on a tensor). `views` are the unlabeled views it wants in a batch;
+    none means that it trains on labeled images alone. A digit at a view's end asks for one more draw of the same
+    recipe: ("weak", "weak2").
+    """
+
+    task: Task
+    views: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Return whether a client update takes steps; one that only looks at its rows goes from `begin` to `finish`."""
+        return True
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views of ALL unlabeled rows that `begin` finds in `data.views`."""
+        return ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together: such a client is batched only with clients of its size."""
+        return bool(self.sweep)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the views of a second minibatch, drawn with replacement from all unlabeled rows, kept or not."""
+        return ()
+
+    @property
+    def labeled_views(self) -> tuple[str, ...]:
+        """Return the views of the labeled images that `batch.x_views` holds beside `batch.x`: the unlabeled recipes."""
+        return ()
+
+    @property
+    def mixup(self) -> float | None:
+        """Return a of the Beta(a, a) from which `batch.drawn` gets "mix" (), and with it "order" and "turn".
+
+        "order" permutes the B + len(views) * b images of a step, "turn" (b,) counts quarter turns from 0 to 3.
+        """
+        return None
+
+    @property
+    def at_server(self) -> ClientUpdate:
+        """Return the work as the server does it on images of its own: what clients were promised does not bind it."""
+        return self
+
+    @property
+    def own_memory(self) -> bool:
+        """Return whether `remember` gets a generator of each client's own, in place of one for all of a run."""
+        return False
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """First meeting: return the client's memory; `own_memory` says whose `generator` it is."""
+        return {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Return the carry of this client update; may sweep all local rows."""
+        raise NotImplementedError
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        """Return (U,) bool, the unlabeled rows that may be drawn in this client update; None is all of them."""
+        return None
+
+    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
+        """Return the pseudo-labels (U,) of all unlabeled rows, where a client update makes them once, when it begins.
+
+        None or one; for diagnostics, which then leave aside what its steps report of the rows that they draw.
+        """
+        return ()
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one step on a minibatch."""
+        raise NotImplementedError
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Return what goes up and the memory that stays."""
+        raise NotImplementedError
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the images that a step on `labeled` + `unlabeled` images sends through the classifier."""
+        raise NotImplementedError
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count the images that `begin` and `finish` send through it, of a client with so many rows."""
+        return unlabeled if self.sweep else 0
+
+    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+        """Return the bytes that a client update brings to the client and takes back; less than all where a method is
+        sparse."""
+        return tree.nbytes(down), tree.nbytes(up)
+
+
+class StateStore(Protocol):
+    """Trees kept at the server by name, on disk where memory is short."""
+
+    def get(self, key: str) -> Tree | None:
+        """Return a tree, or None where there is none."""
+        ...
+
+    def put(self, key: str, tree: Tree) -> None:
+        """Keep a tree in place of the one that was there."""
+        ...
+
+    def keys(self) -> list[str]:
+        """Return the names, sorted."""
+        ...
+
+
+class Federation(Protocol):
+    """All that a method knows of the outside."""
+
+    clients: int  # how many are registered, numbered from 0
+    cohort: Tensor  # (K,) int64, the clients of this round; those who fail to answer leave it
+    answered: Tensor  # (k,) int64, who answered the last query: the order of its uploads
+    state_store: StateStore  # the server's own store of trees, for what would not fit its tree
+
+    @property
+    def labeled(self) -> int:
+        """Return how many labeled images the server itself has."""
+        ...
+
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
+
+        `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `to` (K,) asks other clients
+        than the cohort: some of it, or all that are registered; where none of them answers, there are no uploads: {}.
+        """
+        ...
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        """Do a work at the server itself, on its own labeled images, and return what a client would send."""
+        ...
+
+
+class Method(Protocol):
+    """A federated method: its fields are its hyper-parameters; it holds no state."""
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the client half, by the name under which `Federation.ask` calls it; the first one trains."""
+        ...
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Return the server's tree for the initial `model` = {"params", "stats"}."""
+        ...
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Play one round and return the server's new tree."""
+        ...
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the model {"params", "stats"} that is evaluated."""
+        ...

@@ -1,0 +1,1 @@
+"""The command line: the parser, the console and one module a command."""

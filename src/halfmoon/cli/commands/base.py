@@ -1,0 +1,112 @@
+"""What every command is made of: a parser whose complaints are sentences, and how results are printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from halfmoon.config import schema as settings
+from halfmoon.config.option_types import expected
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+
+EVERY = 5.0
+"""Seconds between two lines about how far a command is."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint as one sentence."""
+        missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
+        if missing:
+            kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
+            what = f": it must be {expected(kind)}" if kind else ""
+            raise UserError(f"{missing[1]} has no value{what}.")
+        valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
+        if valued:
+            no = f" or --no-{valued[2]}" if "--no-" in message else ""
+            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{no} alone.")
+        raise UserError(message.removesuffix(".") + ".")
+
+
+def command(commands: Any, name: str, about: str, usage: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a new command; `usage` stands between its name and its options."""
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        usage=f"halfmoon {name} {usage}[options]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
+    return parser
+
+
+def option(group: Any, name: str) -> None:
+    """Add the flag of a run's option to a parser or a group of one; what is not given stays out of the result."""
+    kind, default = settings.kinds()[name], getattr(Config, name)
+    about = settings.helps()[name].replace("%", "%%")
+    if default not in (None, ()):
+        about += f" (default: {default})"
+    flag = f"--{name.replace('_', '-')}"
+    extra: dict[str, Any] = {"metavar": _metavar(kind)}
+    if kind in (bool, bool | None):
+        extra = {"action": argparse.BooleanOptionalAction}
+    elif kind == tuple[str, ...]:
+        extra = {"metavar": "NAME", "nargs": "*"}
+    elif kind == tuple[float, ...] | None:
+        extra = {"metavar": ("LOW", "HIGH"), "nargs": 2, "type": float}
+    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about, **extra)
+
+
+def _metavar(kind: Any) -> str:
+    words = expected(kind)
+    if "'" in words:
+        names = "|".join(re.findall(r"'([\w-]+)'", words))
+        return f"N|{names}" if "number" in words else names
+    return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
+
+
+def tracked(parser: argparse.ArgumentParser) -> None:
+    """Let a command that plays runs take --tracker; `halfmoon.runs.trackers.tracker` knows the names."""
+    about = "also write every round for a tracker: tensorboard (needs halfmoon[tensorboard])"
+    parser.add_argument("--tracker", metavar="NAME", help=about)
+
+
+def flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long flags that a parser takes, and those of its own commands."""
+    own = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return own + [flag for action in nested for each in action.choices.values() for flag in flags(each)]
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def complain(words: str, code: int) -> int:
+    """Write a sentence to stderr and return the exit code."""
+    sys.stderr.write(f"halfmoon: {words}\n")
+    return code
+
+
+def progress() -> Callable[[int, int], None]:
+    """Return what writes to stderr, every few seconds, how many images are done."""
+    last = time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > EVERY:
+            last = time.monotonic()
+            sys.stderr.write(f"halfmoon: {done:,} of {of:,} images\n")
+
+    return tell

@@ -1,0 +1,84 @@
+"""`halfmoon site label`: a page that shows the most useful unlabeled images, and writes labels.csv."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from halfmoon.cli.commands.base import complain, print_json, progress
+from halfmoon.cli.commands.paged import loader, place, served, tell
+from halfmoon.cli.commands.serve import whole
+from halfmoon.cli.commands.trained import from_outside, on_device
+from halfmoon.core.errors import UserError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the action."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images, and perhaps labels.csv and classes.txt")
+    about = "the folder of a finished run, or its model.safetensors: what it is unsure of comes first (default: random)"
+    parser.add_argument("--model", metavar="RUN", type=Path, help=about)
+    about = "the classes, in their order, where there is no classes.txt yet: it is written"
+    parser.add_argument("--classes", metavar="NAME", nargs="+", default=(), help=about)
+    about = "also write who answered and when; without NAME the page asks"
+    parser.add_argument("--by", metavar="NAME", nargs="?", const="", help=about)
+    about = "show no page: print the first N images that it would show"
+    parser.add_argument("--list", metavar="N", help=about)
+    parser.add_argument("--seed", metavar="N", default="0", help="the seed of the order (default: 0)")
+    from_outside(parser)
+    on_device(parser)
+    served(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Serve the page until interrupted, then return 130; with --list print the order and return 0."""
+    from halfmoon.pages.label import Options, open_folder
+    from halfmoon.pages.label import run as label
+
+    seed = whole("--seed", given.seed, 0, 2**32 - 1)
+    count = None if given.list is None else whole("--list", given.list, 1, 10**9)
+    port = place(given) if count is None else None
+    if given.by is not None and (len(given.by) > 100 or any(ord(letter) < 32 for letter in given.by)):
+        raise UserError("--by is no short name of one line.")
+    site = open_folder(given.folder, given.classes)
+    load = None if given.model is None else loader(given.model, given.device, given.network)
+    classes: tuple[str, ...] = ()
+    if load is not None and not site.classes:
+        model = load()
+        classes, load = model.classes, lambda: model
+    if count is not None:
+        return _list(given, count, seed, site, load)
+    if given.model is not None and not given.model.exists():
+        raise UserError(f"{given.model}: there is no such file or folder; give the folder of a finished run.")
+    try:
+        label(site, load, classes, Options(given.by, seed), port, not given.no_browser, tell)
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        return complain("the page is closed.", 130)
+    return 0
+
+
+def _list(given: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
+    from halfmoon.pages.book import Book
+    from halfmoon.pages.label import ranked
+
+    guesses, names = None, ()
+    if load is not None:
+        from halfmoon.pages.guesses import guess
+
+        model = load()
+        guesses, names = guess(model, site.folder, site.paths, progress()), model.classes
+    rows = ranked(guesses, names, Book(site, site.classes or names), seed)[:count]
+    if not given.json:
+        for row in rows:
+            tell(site.paths[row])
+        return 0
+    facts: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
+    if guesses is not None:
+        for row, fact in zip(rows, facts, strict=True):
+            known = bool(guesses.known[row])
+            fact["predicted"] = names[guesses.predicted[row]] if known else None
+            fact["uncertainty"] = float(guesses.uncertainty[row]) if known else None
+    print_json({"folder": str(site.folder), "images": facts})
+    return 0

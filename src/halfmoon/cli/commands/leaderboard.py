@@ -1,0 +1,53 @@
+"""`halfmoon leaderboard`: the page of committed results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from halfmoon.cli.commands.base import command, complain, print_json
+from halfmoon.core.errors import UserError
+
+RESULTS, PAGE = Path("results"), Path("docs/results.md")
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = command(commands, "leaderboard", "write the page of committed results")
+    about = "first copy the summaries of these sweeps' folders into the results"
+    parser.add_argument("--add", metavar="SWEEP", nargs="+", type=Path, default=[], help=about)
+    about = f"the folder of committed results (default: {RESULTS})"
+    parser.add_argument("--results", metavar="DIR", type=Path, default=RESULTS, help=about)
+    parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help=f"the page (default: {PAGE})")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where page and results differ")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the page, or say whether it is as the results are."""
+    from halfmoon.report import leaderboard
+    from halfmoon.storage import atomic_io
+
+    if given.check and given.add:
+        raise UserError("--check writes nothing, so it cannot --add: give one of them.")
+    added = [leaderboard.add(folder, given.results) for folder in given.add]
+    page = leaderboard.board(given.results).encode()
+    if given.check:
+        if atomic_io.read(given.out) == page:
+            return 0
+        return complain(f"{given.out} is not what {given.results} says; write it anew: halfmoon leaderboard.", 1)
+    try:
+        atomic_io.replace(given.out, page)
+    except OSError as error:
+        raise UserError(
+            f"{given.out}: it cannot be written ({atomic_io.reason(error)}); choose another --out."
+        ) from error
+    if given.json:
+        print_json({"page": str(given.out), "added": [str(path) for path in added]})
+    else:
+        from rich.console import Console
+
+        from halfmoon.cli.console import say
+
+        say(Console(), "\n".join([*(f"added: {path}" for path in added), f"page: {given.out}"]))
+    return 0

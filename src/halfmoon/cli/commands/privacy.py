@@ -1,0 +1,76 @@
+"""`halfmoon privacy`: what a plan costs in epsilon, or how much noise an epsilon needs, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from halfmoon.cli.commands.base import command, print_json
+from halfmoon.config.option_types import parse
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.storage import toml
+
+WHOLE = {"clients": "clients in all", "cohort": "clients that train in a round", "rounds": "rounds that are played"}
+REAL = {
+    "noise": "dp_noise: standard deviation of the noise on the sum of updates, in units of dp_clip",
+    "delta": f"dp_delta: delta at which epsilon is counted (default: {Config.dp_delta})",
+    "epsilon": "the epsilon to keep: say how much noise that needs",
+}
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    about = "say what a plan costs in epsilon, or how much noise an epsilon needs"
+    parser = command(commands, "privacy", about, "--clients N --cohort K --rounds T (--noise Z | --epsilon E) ")
+    for names, metavar in ((WHOLE, "N"), (REAL, "X")):
+        for name, about in names.items():
+            parser.add_argument(f"--{name}", metavar=metavar, help=about)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print epsilon of a plan, or the noise that keeps one."""
+    from halfmoon.privacy import accounting
+
+    plan = {name: _number(given, name, int) for name in WHOLE}
+    missing = [name for name, value in plan.items() if value is None]
+    if missing:
+        raise UserError(f"--{missing[0]} is missing: give the number of {WHOLE[missing[0]]}.")
+    clients, cohort, rounds = (int(plan[name] or 0) for name in ("clients", "cohort", "rounds"))
+    if cohort > clients:
+        raise UserError(f"--cohort is {cohort}, but --clients is {clients}: it must be at most {clients}.")
+    noise, target = _number(given, "noise", float), _number(given, "epsilon", float)
+    delta = _number(given, "delta", float) or Config.dp_delta
+    if delta >= 1:
+        raise UserError(f"--delta is {delta:g}: it must be above 0 and below 1.")
+    if (noise is None) == (target is None):
+        raise UserError("give one of --noise and --epsilon: the other one is what is computed.")
+    if noise is None:
+        noise = accounting.noise_for(float(target or 0), cohort, clients, rounds, delta)
+    cost = accounting.planned(cohort, clients, rounds, noise, delta)
+    facts = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
+    if given.json:
+        print_json(facts)
+        return 0
+    from rich.console import Console
+
+    from halfmoon.cli.console import say
+
+    say(
+        Console(),
+        f"{rounds} rounds with {cohort} of {clients} clients and dp_noise {noise:g}: epsilon {cost:.4g} at delta "
+        f"{delta:g}, for each client's data as a whole",
+    )
+    return 0
+
+
+def _number(given: argparse.Namespace, name: str, kind: type[int] | type[float]) -> float | None:
+    """Return the number that a flag gives, None where it is left out; raise UserError where it is none above 0."""
+    words = getattr(given, name)
+    if words is None:
+        return None
+    value = parse(f"--{name}", kind, words)
+    if not (value > 0 and math.isfinite(value)):
+        raise UserError(f"--{name} is {toml.shown(value)}: it must be a number above 0.")
+    return value

@@ -1,0 +1,187 @@
+"""`halfmoon recipes [NAME ...]`: the tables and figures that `halfmoon sweep` plays, and what one costs here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.cli.commands.base import command, option, print_json
+from halfmoon.core.errors import UserError
+
+if TYPE_CHECKING:
+    from halfmoon.sweep.recipe import Recipe
+
+PLACE = ("data_dir", "cache", "device", "executor", "threads")
+"""The options of a run that change how long it takes and none of its numbers."""
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    about = "list the tables and figures that sweep plays, and with --time what one costs on this machine"
+    parser = command(commands, "recipes", about, "[NAME ...] ")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="only these, one alone in detail; a TOML file too")
+    about = "play a round of one cell of each row of the recipe, and multiply its seconds"
+    parser.add_argument("--time", action="store_true", help=about)
+    parser.add_argument("--scale", metavar="NAME", help="with --time: a scaled-down version, such as small")
+    about = "with --time: only these cells: AXIS=VALUE,AXIS=VALUE, as in halfmoon sweep"
+    parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
+    group = parser.add_argument_group("machine")
+    for name in PLACE:
+        option(group, name)
+
+
+def run(given: argparse.Namespace) -> int:
+    """List the recipes."""
+    from halfmoon.sweep import recipe
+
+    found = [recipe.load(name) for name in given.names or recipe.names()]
+    if given.time and len(found) != 1:
+        raise UserError("--time is about one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
+    if not given.time and (given.scale or given.only):
+        raise UserError("--scale and --only go with --time.")
+    facts = [_facts(each) for each in found]
+    if given.time:
+        facts[0]["cost"] = _cost(found[0], given)
+    if given.json:
+        print_json({"recipes": facts})
+    elif len(facts) == 1:
+        _detail(facts[0])
+    else:
+        _list(facts)
+    return 0
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in the unit that fits, from seconds to years; `-` for none."""
+    if seconds is None:
+        return "-"
+    for size, unit in ((31_557_600, "years"), (86_400, "days"), (3_600, "hours"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:,.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _facts(found: Recipe) -> dict[str, Any]:
+    """Return what there is to say of a recipe, ready for JSON."""
+    from halfmoon.sweep import grid
+
+    return {
+        "name": found.name,
+        "title": found.title,
+        "paper": found.paper,
+        "item": found.item,
+        "about": found.about,
+        "reading": found.reading,
+        "kind": found.kind,
+        "cells": len(grid.combinations(found, {})),
+        "seeds": list(found.seeds),
+        "panels": {name: {axis: list(names) for axis, names in at.items()} for name, at in found.panels.items()},
+        "scales": [{"name": each.name, "about": each.about} for each in found.scales.values()],
+        "axes": [_axis(axis, values) for axis, values in found.axes.items()],
+        "protocol": dict(found.protocol),
+    }
+
+
+def _axis(axis: str, values: Sequence[Any]) -> dict[str, Any]:
+    named = [{"name": value.name, "title": value.title, "extra": value.extra} for value in values]
+    return {"name": axis, "values": named}
+
+
+def _cost(found: Recipe, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what the cells that are asked for cost on this machine: a timed round of each row, multiplied."""
+    from halfmoon.config import schema
+    from halfmoon.sweep import cost, grid
+    from halfmoon.sweep.sweep_folder import machine
+
+    scale = found.scale(given.scale) if given.scale else None
+    over = {name: schema.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
+    cells = grid.cells(found, grid.selection(found, given.only), None, scale, schema.anchored(over, Path()))
+    rows = {
+        name: {
+            "cell": row.cell,
+            "seconds_per_round": round(row.seconds_per_round, 4),
+            "runs": row.runs,
+            "seconds": round(row.seconds, 3),
+        }
+        for name, row in cost.price(found, cells).items()
+    }
+    return {
+        "machine": cost.words_of(machine()),
+        "scale": scale and {"name": scale.name, "about": scale.about},
+        "of": found.rows,
+        "rows": rows,
+        "runs": sum(row["runs"] for row in rows.values()),
+        "seconds": round(sum(row["seconds"] for row in rows.values()), 3),
+    }
+
+
+# For people
+
+
+def _list(facts: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    from halfmoon.cli.console import say, show
+
+    console = Console()
+    rows = [
+        [
+            *(each["name"], each["title"], f"{each['cells']:,}", str(len(each["seeds"]))),
+            ", ".join(scale["name"] for scale in each["scales"]) or "-",
+            each["about"],
+        ]
+        for each in facts
+    ]
+    show(console, ["name", "title", "cells", "seeds", "scales", "what it is"], rows)
+    say(console, "in detail: halfmoon recipes NAME; to play one: halfmoon sweep NAME")
+
+
+def _detail(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from halfmoon.cli.console import say
+
+    console = Console()
+    say(console, f"{facts['name']}: {facts['title']}\n  {facts['about']}")
+    if facts["reading"]:
+        say(console, f"  reading: {facts['reading']}")
+    seeds = ", ".join(map(str, facts["seeds"]))
+    say(console, f"  {facts['cells']:,} cells, each with seeds {seeds}; cells that are alike share a run\n")
+    for axis in facts["axes"]:
+        names = [f"{value['name']}{' (with --only)' if value['extra'] else ''}" for value in axis["values"]]
+        say(console, f"  {axis['name']}: {', '.join(names)}")
+    for name, at in facts["panels"].items():
+        words = "; ".join(f"{axis} {', '.join(names)}" for axis, names in at.items())
+        say(console, f"  panel {name}: {words}")
+    options = [f"{name} = {_shown(value)}" for name, value in facts["protocol"].items()]
+    say(console, f"\n  protocol: {', '.join(options) or 'the defaults'}")
+    for scale in facts["scales"]:
+        say(console, f"  scale {scale['name']}: {scale['about']}")
+    if "cost" in facts:
+        _show_cost(console, facts["cost"])
+    else:
+        say(console, f"\nwhat it costs here: halfmoon recipes {facts['name']} --time")
+
+
+def _show_cost(console: Any, cost: dict[str, Any]) -> None:
+    from halfmoon.cli.console import say, show
+
+    if cost["scale"]:
+        say(console, f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
+    say(console, f"\ncost on {cost['machine']}: a round of one cell of each row was timed, and multiplied")
+    rows = [
+        [name, each["cell"], f"{each['seconds_per_round']:.2f}", f"{each['runs']:,}", duration(each["seconds"])]
+        for name, each in cost["rows"].items()
+    ]
+    rows.append(["all", "", "", f"{cost['runs']:,}", duration(cost["seconds"])])
+    show(console, [cost["of"], "timed", "s a round", "runs", "all runs"], rows)
+
+
+def _shown(value: Any) -> str:
+    from halfmoon.storage import toml
+
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_shown(each)}" for name, each in value.items()) + "}"
+    return toml.shown(value) if isinstance(value, bool | int | float | str) else str(value)

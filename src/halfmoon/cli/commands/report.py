@@ -1,0 +1,37 @@
+"""`halfmoon report`: one page of runs, comparisons and sweeps, with the same numbers as CSV and LaTeX."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from halfmoon.cli.commands.base import command, print_json
+
+PAGE = Path("report.html")
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = command(commands, "report", "write one page of runs, comparisons and sweeps", "RUN... ")
+    about = "the folder of a run, of a comparison or of a sweep, or a sweep.json"
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=about)
+    about = f"the page; CSV and LaTeX go beside it under the same name (default: {PAGE})"
+    parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help=about)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the page and say where it is, and what is missing in it."""
+    from halfmoon.report.writer import write_report
+
+    files, missing = write_report(given.runs, given.out)
+    page, sheet, latex = (str(file) for file in files)
+    if given.json:
+        print_json({"page": page, "csv": sheet, "latex": latex, "missing": missing})
+        return 0
+    from rich.console import Console
+
+    from halfmoon.cli.console import say
+
+    say(Console(), "\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))
+    return 0

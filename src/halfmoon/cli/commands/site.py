@@ -1,0 +1,263 @@
+"""`halfmoon site`: a site's folder of images, the federations that it takes part in, data sets as such folders."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.cli.commands import join, label, terms
+from halfmoon.cli.commands.base import Parser, command, option, print_json, progress
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import SCENARIO, Config
+from halfmoon.core.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from halfmoon.federation.site_data import Survey
+
+OPTIONS = ("data_dir", "cache", "data_share", "image_size", "shrink", *SCENARIO[1:], "split")
+"""What export takes of a run's options; how many clients there are is said by --sites."""
+
+SHOWN_SIZES = 8
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser and those of its actions."""
+    about = "check, label and prepare a site's folder of images, join a federation, or write a data set as such folders"
+    parser = commands.add_parser(
+        "site",
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        usage="halfmoon site ACTION [options]",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    check = _action(actions, "check", "say what is in a site folder, and whether it can take part", "FOLDER ")
+    check.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
+    check.add_argument("--classes", metavar="NAME", nargs="+", default=[], help="the classes of a federation")
+    about = "a folder of test images, none of which may be in this one"
+    check.add_argument("--test", metavar="FOLDER", type=Path, help=about)
+    about = "write a picture of up to 96 images as a network will see them"
+    check.add_argument("--sheet", metavar="FILE.png", type=Path, help=about)
+    _forming(check)
+
+    prepare = _action(actions, "prepare", "decode the images of a site folder once", "FOLDER ")
+    prepare.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
+    _forming(prepare)
+    about = "a folder for the decoded images (default: FOLDER/.halfmoon)"
+    prepare.add_argument("--out", metavar="DIR", type=Path, help=about)
+
+    about = "label images in the browser, the most useful first"
+    label.add(_action(actions, "label", about, "FOLDER "))
+
+    about = "say what the sites of a federation are asked to take part in"
+    terms.add(_action(actions, "terms", about, "CONFIG.toml "))
+
+    about = "take part in a federation; no image leaves the folder"
+    join.add(_action(actions, "join", about, "--server HOST:PORT --site FOLDER --name NAME "))
+
+    about = "write a data set as the folders of several sites, split as a run splits it"
+    export = _action(actions, "export", about, "DATASET --sites K --out FOLDER ")
+    export.add_argument("data", metavar="DATASET", help=settings.helps()["data"])
+    export.add_argument("--sites", metavar="K", required=True, help="how many site folders")
+    about = "the folder for all of them, new or empty, or with an unfinished export of the same sites"
+    export.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=about)
+    export.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
+    for name in OPTIONS:
+        option(export, name)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Do what is asked for; `check` returns 1 for a folder that cannot take part, `join` and `label` 130 once ended."""
+    actions = {"check": _check, "prepare": _prepare, "label": label.run, "terms": terms.run, "join": join.run}
+    actions |= {"export": _export}
+    if given.action is None:
+        raise UserError(f"site needs to know what to do: {nearest('', actions)}")
+    return actions[given.action](given)
+
+
+def _forming(parser: argparse.ArgumentParser) -> None:
+    """Let an action say how images are brought to one form."""
+    parser.add_argument("--size", metavar="HxW", help="height and width of all images (default: their own, if one)")
+    parser.add_argument("--channels", metavar="1|3", help="1: gray, 3: RGB (default: 1 where all images are gray)")
+    about = "keep the sides in proportion, and cut off what is beyond the middle"
+    parser.add_argument("--crop", action="store_true", help=about)
+    about = "values that are black and white in images of 12 and 16 bits (default: the extremes of each image)"
+    parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
+
+
+def _action(actions: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
+    parser = command(actions, name, about)
+    parser.usage = f"halfmoon site {name} {usage}[options]"
+    return parser
+
+
+# Check
+
+
+def _check(given: argparse.Namespace) -> int:
+    from halfmoon.data.preparation import Preparation, checked_window
+    from halfmoon.federation.site_data import check, look
+    from halfmoon.federation.site_data.contact_sheet import ContactSheet
+
+    how = Preparation(_size(given.size), _channels(given.channels), given.crop, checked_window(given.window))
+    sheet = None if given.sheet is None else ContactSheet(len(look(given.folder)[0]), how)
+    seen = None if sheet is None else sheet.add
+    found = check(given.folder, progress(), classes=given.classes, tests=given.test, seen=seen)
+    if sheet is not None and given.sheet is not None:
+        count = sheet.write(given.sheet)
+        sys.stderr.write(f"halfmoon: {given.sheet} shows {count} images\n")
+    if given.json:
+        print_json(found.as_json())
+    else:
+        _show(found)
+    return 0 if found.can_take_part else 1
+
+
+def _show(found: Survey) -> None:
+    from rich.console import Console
+
+    from halfmoon.cli.console import say, show
+    from halfmoon.methods.registry import PLACES
+
+    console = Console()
+    share = f" ({found.labeled / found.readable:.1%})" if found.readable else ""
+    say(
+        console,
+        f"{found.folder}: {found.images:,} images, {found.readable:,} readable, {found.labeled:,} labeled{share}, "
+        f"{len(found.mix)} classes",
+    )
+    if found.labeled:
+        rows = [[name, f"{count:,}", f"{count / found.labeled:.1%}"] for name, count in found.mix.items()]
+        show(console, ["class", "labeled", "share"], rows)
+    if found.sizes:
+        rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in found.sizes.items()]
+        more = sum(list(found.sizes.values())[SHOWN_SIZES:])
+        rest = [[f"{len(rows) - SHOWN_SIZES} others", "", f"{more:,}"]] if more else []
+        say(console, "")
+        show(console, ["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
+    for each in found.findings:
+        _show_finding(console, each)
+    if not found.can_take_part:
+        faults = [each.kind for each in found.findings if each.blocks]
+        why = f"mend this first: {'; '.join(faults)}" if faults else "no image can be read"
+        say(console, f"\nThis folder cannot take part: {why}.")
+        return
+    say(console, "\nThis folder can take part, where a federation has its labels at")
+    for place, methods in found.methods.items():
+        say(console, f"  {PLACES[place]}: {', '.join(methods)}")
+
+
+def _show_finding(console: Any, finding: Any) -> None:
+    from halfmoon.cli.console import say
+    from halfmoon.federation.site_data.site_folder import SHOWN
+
+    lines = finding.lines()
+    more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
+    count = f" ({len(lines):,})"
+    say(console, f"\n{finding.kind}{count}: {finding.remedy}")
+    for line in [*lines[:SHOWN], *more]:
+        say(console, f"  {line}")
+
+
+# Prepare
+
+
+def _prepare(given: argparse.Namespace) -> int:
+    from halfmoon.data.preparation import checked_window
+    from halfmoon.federation.site_data import prepare
+
+    how = (given.crop, checked_window(given.window))
+    done = prepare(given.folder, _size(given.size), _channels(given.channels), given.out, progress(), *how)
+    assert done.site.images is not None
+    count, height, width, channels = done.site.images.shape
+    if given.json:
+        left_out = [{"path": path, "reason": reason} for path, reason in done.left_out.items()]
+        facts = {"folder": str(given.folder), "home": str(done.home), "shape": [count, height, width, channels]}
+        print_json(facts | {"written": done.fresh, "decoded": done.decoded, "left_out": left_out})
+        return 0
+    from rich.console import Console
+
+    from halfmoon.cli.console import say
+    from halfmoon.federation.site_data.site_folder import SHOWN
+
+    labeled = int((done.site.labels >= 0).sum())
+    what = f"{done.decoded:,} decoded now" if done.fresh else "nothing had changed"
+    lines = [f"{path}: {reason}" for path, reason in done.left_out.items()]
+    console = Console()
+    say(
+        console,
+        f"{done.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
+    )
+    if lines:
+        more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
+        say(console, "\n  ".join([f"left out ({len(lines):,}):", *lines[:SHOWN], *more]))
+    return 0
+
+
+def _size(words: str | None) -> tuple[int, int] | None:
+    if words is None:
+        return None
+    sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", words)
+    if not sides:
+        raise UserError(f"--size is {words!r}: it must be height x width in pixels, such as 32x32.")
+    return int(sides[1]), int(sides[2])
+
+
+def _channels(words: str | None) -> int | None:
+    if words not in (None, "1", "3"):
+        raise UserError(f"--channels is {words!r}: it must be 1 (gray) or 3 (RGB).")
+    return words and int(words)
+
+
+# Export
+
+
+def _export(given: argparse.Namespace) -> int:
+    from halfmoon.federation.site_data import export
+    from halfmoon.federation.site_data.export import FEDERATION
+    from halfmoon.runs.factory import source, split_of
+
+    config, sites = _config(given)
+    images = source(config)
+    split = split_of(config, images)
+    if split.clients != sites:
+        raise UserError(f"--sites is {sites}, but {config.split} is a split among {split.clients} clients; say that.")
+    written = export(config, images, split, given.out, _tell)
+    file = given.out / FEDERATION
+    if given.json:
+        print_json({"folder": str(given.out), "federation": str(file), "written": written, "sites": sites})
+        return 0
+    from rich.console import Console
+
+    from halfmoon.cli.console import say
+
+    if not written:
+        say(Console(), f"{given.out} has these very sites already; nothing was written.")
+    say(Console(), f"the same split in the simulator: halfmoon run --config {file}")
+    return 0
+
+
+def _tell(words: str) -> None:
+    sys.stderr.write(f"halfmoon: {words}\n")
+
+
+def _config(given: argparse.Namespace) -> tuple[Config, int]:
+    """Return the configuration that export's options make, and how many sites there are."""
+    if not given.sites.isdecimal() or not int(given.sites):
+        raise UserError(f"--sites is {given.sites!r}: it must be a whole number from 1.")
+    sites = int(given.sites)
+    flags: dict[str, Any] = {name: settings.parse(name, words) for name, words in _given(given, OPTIONS).items()}
+    values = settings.load(given.config) if given.config else {}
+    # Which clients train in a round is decided later.
+    flags |= {"data": given.data, "cohort": 1}
+    if "split" not in {**values, **flags}:
+        flags["clients"] = sites
+    return settings.merge(values, settings.anchored(flags, Path()), given.config or "the file"), sites
+
+
+def _given(given: argparse.Namespace, names: Sequence[str]) -> Mapping[str, str]:
+    return {name: vars(given)[name] for name in names if name in vars(given)}

@@ -1,0 +1,176 @@
+"""`halfmoon sweep RECIPE`: play a table or a figure of a paper, or of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.cli.commands.base import command, complain, option, print_json, tracked
+from halfmoon.config import schema as settings
+from halfmoon.core.errors import UserError
+
+if TYPE_CHECKING:
+    from halfmoon.sweep.engines import Engine
+    from halfmoon.sweep.play import Step
+    from halfmoon.sweep.sweep_folder import SweepFolder
+
+PLACE = ("data_dir", "cache", "device", "executor", "threads", "memory_cap", "checkpoint_every")
+"""The options of a run that change none of its numbers, and so can be said for a whole sweep."""
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a TOML file of one's own")
+    about = "only these cells: AXIS=VALUE,AXIS=VALUE; a further value of one axis is one more; may be repeated"
+    parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
+    parser.add_argument("--seeds", metavar="N", nargs="+", help="seeds of training and split (default: the recipe's)")
+    parser.add_argument("--scale", metavar="NAME", help="a scaled-down version of the recipe, such as small")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where to put it (default: runs)")
+    parser.add_argument("--jobs", metavar="N", default="1", help="runs at a time on a machine (default: 1)")
+    about = "what plays the runs: processes here, or a Ray cluster (needs halfmoon[ray]) (default: local)"
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=about)
+    about = "the Ray cluster (default: RAY_ADDRESS, or that of this machine, or one that is started for the sweep)"
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help=about)
+    tracked(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only list the runs")
+    group = parser.add_argument_group("machine")
+    for name in PLACE:
+        option(group, name)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Play the sweep; 1 where a run failed."""
+    from rich.console import Console
+
+    from halfmoon.cli.console import say, show
+    from halfmoon.sweep import grid, recipe
+    from halfmoon.sweep.sweep_folder import SweepFolder, cores
+
+    found = recipe.load(given.recipe)
+    scale = found.scale(given.scale) if given.scale else None
+    jobs = _whole("--jobs", given.jobs, 1)
+    over = {name: settings.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
+    over = settings.anchored(over, Path())
+    if jobs > 1 and given.engine == "local" and "threads" not in over:
+        over["threads"] = max(1, cores() // jobs)
+    seeds = [_whole("--seeds", word, 0) for word in given.seeds] if given.seeds else None
+    cells = grid.cells(found, grid.selection(found, given.only), seeds, scale, over)
+    words = shlex.join(["halfmoon", *given.words])
+    folder = SweepFolder(given.out, found, scale)
+    if given.dry_run:
+        return _list(cells, given.json)
+    # The table of several commands names them all.
+    said = [*folder.read().get("command", "").splitlines(), words]
+    folder = replace(folder, command="\n".join(dict.fromkeys(said)))
+    code = _play(given, folder, cells, jobs)
+    facts = folder.read()
+    if given.json:
+        print_json({"folder": str(folder.path), **facts})
+    else:
+        console = Console()
+        if scale is not None:
+            say(console, f"SCALED DOWN, not the paper's experiment: {scale.about}")
+        show(console, *_table(facts))
+        say(console, f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
+    return code
+
+
+def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
+    from rich.console import Console
+
+    from halfmoon.cli.console import duration, say, watcher
+    from halfmoon.sweep.play import sweep
+
+    console = Console(stderr=True)
+
+    def tell(step: Step) -> None:
+        words = f"[{step.number}/{step.runs}] {step.words}: "
+        if step.failed:
+            words += f"failed: {step.failed}"
+        elif step.summary and "accuracy" in step.summary:
+            accuracy = step.summary["accuracy"]
+            words += f"last {100 * accuracy['last']:.2f}, best {100 * accuracy['best']:.2f} %"
+            words += ", finished before" if step.before else f" ({duration(step.summary['seconds'])})"
+        else:
+            words += "finished"
+        say(console, words)
+
+    watch = watcher(console, given.json or jobs > 1 or given.engine == "ray")
+    try:
+        with redirect_stdout(sys.stderr), watch, ExitStack() as ends:  # Ray prints remarks; results alone go to stdout
+            failed = sweep(folder, cells, _engine(given, watch, jobs, ends), tell)
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        return complain("stopped; the same command goes on where it was.", 130)
+    return 1 if failed else 0
+
+
+def _engine(given: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
+    from halfmoon.runs.callbacks import NULL_CALLBACK, Callbacks
+    from halfmoon.runs.trackers import tracker
+    from halfmoon.sweep import engines
+
+    if given.ray_address is not None and given.engine != "ray":
+        raise UserError("--ray-address goes with --engine ray.")
+    trackers = NULL_CALLBACK if given.tracker is None else tracker(given.tracker)
+    if given.engine == "ray":
+        from halfmoon.sweep.ray_engine import Rays
+
+        rays = Rays(jobs, given.ray_address, trackers)
+        ends.callback(rays.close)
+        return rays
+    return engines.Processes(jobs, trackers) if jobs > 1 else engines.Here(Callbacks(watch, trackers, warn=watch.say))
+
+
+def _whole(flag: str, word: str, least: int) -> int:
+    if not word.isdecimal() or int(word) < least:
+        raise UserError(f"{flag} is {word!r}: it must be a whole number from {least}.")
+    return int(word)
+
+
+def _list(cells: list[Any], as_json: bool) -> int:
+    from rich.console import Console
+
+    from halfmoon.cli.console import show
+    from halfmoon.config.schema import identity
+
+    rows = [
+        (cell.words, str(seed), identity(config, config.method)[:16])
+        for cell in cells
+        for seed, config in cell.configs.items()
+    ]
+    if as_json:
+        print_json([dict(zip(("cell", "seed", "identity"), row, strict=True)) for row in rows])
+    else:
+        show(Console(), ("cell", "seed", "identity"), rows)
+    return 0
+
+
+def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows: a cell's accuracies over seeds beside the published one, or how many splits it has."""
+    from halfmoon.report.tables import spread
+
+    axes = [axis["name"] for axis in facts["axes"]]
+    if facts["kind"] == "splits":
+        made = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
+        return [*axes, "splits"], made
+    rows = []
+    for cell in facts["cells"]:
+        done = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
+        values = [spread([100 * each[name] for each in done]) if done else None for name in ("last", "best")]
+        known = cell["published"]
+        published = "" if known is None else _plus_minus(known["mean"], known["deviation"])
+        measured = ["-" if value is None else _plus_minus(*value) for value in values]
+        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(done)}", published])
+    return [*axes, "last %", "best %", "seeds", "published %"], rows
+
+
+def _plus_minus(mean: float, deviation: float | None) -> str:
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"

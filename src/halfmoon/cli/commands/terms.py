@@ -1,0 +1,35 @@
+"""`halfmoon site terms`: what the sites of a federation's file are asked to take part in, and the hash that says so."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from halfmoon.cli.commands.base import print_json
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the action."""
+    about = "the server's file: options of a run, and a table [federation]"
+    parser.add_argument("config", metavar="CONFIG.toml", type=Path, help=about)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the terms."""
+    from halfmoon.federation.server.plan import load
+
+    terms = load(given.config).terms
+    offered = terms.offered()
+    if given.json:
+        print_json({"hash": offered.hash, "said": offered.said, "terms": json.loads(terms.text)})
+        return 0
+    from rich.console import Console
+
+    from halfmoon.cli.console import say, show
+
+    console = Console()
+    say(console, f"{offered.said}\n")
+    show(console, ["option", "value", "meaning"], offered.rows)
+    say(console, f"\nhash: {offered.hash}")
+    return 0

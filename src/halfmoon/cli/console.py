@@ -1,0 +1,412 @@
+"""What a user sees while runs are played and when they are over: live rows, plain lines, tables."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from halfmoon.config.schema import GUARDS, Config
+from halfmoon.storage.toml import shown
+
+if TYPE_CHECKING:
+    from halfmoon.methods.registry import MethodEntry
+    from halfmoon.runs.callbacks import RunInfo
+
+Row = dict[str, Any]
+BAR, BAR_WIDTH = "bar", 12  # of progress, where a terminal has room for it
+SHORTEST, GAP = 16, 2  # columns that a method's name has at least, and that lie between two columns
+SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
+STEPS = 10  # lines a method prints where there is no terminal
+
+
+@dataclass
+class Progress:
+    """How far one method is."""
+
+    folder: Path
+    title: str
+    rounds: int
+    first: int
+    began: float
+    done: int = field(init=False)
+    accuracy: float | None = None  # of the last evaluation
+    pseudo: float | None = None
+    confident: float | None = None
+    took: float | None = None  # seconds, once it is through
+    aggregator: Row = field(default_factory=dict)  # what stood between uploads and method says of the last round
+
+    def __post_init__(self) -> None:
+        self.done = self.first
+
+    def add(self, row: Row) -> None:
+        """Take over a round's line of metrics.jsonl."""
+        self.done = row["round"]
+        pseudo = row.get("pseudo") or {}
+        self.pseudo, self.confident = pseudo.get("accuracy"), pseudo.get("share_above")
+        self.aggregator = row.get("aggregation") or {}
+        if "test" in row:
+            self.accuracy = row["test"]["accuracy"]
+
+    def left(self, now: float) -> float | None:
+        """Return the seconds this method still needs at its mean pace, None before its first round."""
+        played = self.done - self.first
+        return (now - self.began) / played * (self.rounds - self.done) if played else None
+
+
+class Watcher(Protocol):
+    """A `halfmoon.runs.callbacks.Callback` that owns a part of the screen while it is entered."""
+
+    played: list[Progress]
+
+    def __enter__(self) -> Watcher: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def begin(self, run: RunInfo) -> None:
+        """A method begins."""
+        ...
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """A round is over."""
+        ...
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        """A method is through."""
+        ...
+
+    def say(self, words: str) -> None:
+        """Something the user should know."""
+        ...
+
+
+class Quiet:
+    """Note how far every method is, and show nothing but what has to be said."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
+        self.played: list[Progress] = []
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def begin(self, run: RunInfo) -> None:
+        """A method begins."""
+        self.played.append(Progress(run.folder, run.title, run.rounds, run.first, self.clock()))
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """A round is over."""
+        self.of(run).add(row)
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        """A method is through; a run that was over before its last round says why."""
+        progress = self.of(run)
+        progress.took = self.clock() - progress.began
+        if summary.get("ended"):
+            self.say(f"{run.title}: {summary['ended']}")
+
+    def say(self, words: str) -> None:
+        """Print a sentence."""
+        say(self.console, f"halfmoon: {words}")
+
+    def of(self, run: RunInfo) -> Progress:
+        """Return how far a run is; several may be played at once."""
+        return next(each for each in reversed(self.played) if each.folder == run.folder)
+
+    def tell_guards(self, run: RunInfo) -> None:
+        """Say which defenses, privacy and attacks a run has, where it has some."""
+        given = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
+        said = [f"{name} {shown(value)}" for name, (value, default) in given.items() if value != default]
+        if said:
+            self.say(f"{run.title}: {', '.join(said)}.")
+
+
+class Lines(Quiet):
+    """Print a plain line about every tenth of the rounds."""
+
+    def begin(self, run: RunInfo) -> None:
+        """A method begins."""
+        super().begin(run)
+        if run.first:
+            self.say(f"{run.title}: going on after round {run.first} of {run.rounds}.")
+        self.tell_guards(run)
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """A round is over."""
+        super().round(run, row)
+        now = self.of(run)
+        if now.done * STEPS // now.rounds > (now.done - 1) * STEPS // now.rounds:
+            say(self.console, line(now, self.clock()))
+
+
+class Rows(Quiet):
+    """Keep one live row a method on a terminal."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self.live = Live(console=console, get_renderable=self.table, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Rows:
+        self.live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def begin(self, run: RunInfo) -> None:
+        """A method begins."""
+        super().begin(run)
+        self.tell_guards(run)
+
+    def table(self) -> Table:
+        """Return the rows as they are now."""
+        table = Table(box=None, pad_edge=False)
+        if not self.played:
+            return table
+        cells = [self._cells(each) for each in self.played]
+        names, room = fitting(cells, self.console.width)
+        table.add_column("method", no_wrap=True, overflow="ellipsis", max_width=room)
+        if BAR in names:
+            table.add_column("")
+        shown = [name for name in cells[0] if name in names and name != BAR]
+        for name in shown:
+            width = max(len(name), *(len(each[name]) for each in cells))
+            table.add_column(name, justify="right", no_wrap=True, min_width=width)
+        for each, values in zip(self.played, cells, strict=True):
+            bar = [ProgressBar(each.rounds, each.done, width=BAR_WIDTH)] if BAR in names else []
+            table.add_row(escape(each.title), *bar, *(values[name] for name in shown))
+        return table
+
+    def _cells(self, each: Progress) -> dict[str, str]:
+        """Return what a row says, by column, in their order."""
+        left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
+        values = {BAR: " " * BAR_WIDTH, "round": f"{each.done}/{each.rounds}", "accuracy": percent(each.accuracy)}
+        values |= {"pseudo-labels": percent(each.pseudo), "confident": percent(each.confident)}
+        if any("epsilon" in other.aggregator for other in self.played):
+            epsilon = each.aggregator.get("epsilon")
+            values["epsilon"] = "-" if epsilon is None else f"{epsilon:.4g}"
+        return {**values, "time": left}
+
+
+def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], int]:
+    """Return the columns that a terminal has room for beside the methods' names, and how much room these have.
+
+    Round and time are always there.
+    """
+    kept = {"round", "time"}
+    room = width - SHORTEST
+    order = [*kept, "accuracy", "epsilon", "pseudo-labels", "confident", BAR]
+    for name in order:
+        if name in cells[0]:
+            needed = GAP + max(len(name) if name != BAR else 0, *(len(each[name]) for each in cells))
+            if needed <= room or name in ("round", "time"):
+                kept.add(name)
+                room -= needed
+    return kept, max(1, SHORTEST + room)
+
+
+def watcher(console: Console, json: bool = False) -> Watcher:
+    """Return live rows for a terminal, plain lines for anything else, and silence there for `--json`."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Rows(console)
+    return Quiet(console) if json else Lines(console)
+
+
+def line(progress: Progress, now: float) -> str:
+    """Return how far a method is, in words."""
+    parts = [f"round {progress.done}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
+    if progress.pseudo is not None:
+        parts.append(f"pseudo-labels {percent(progress.pseudo)}")
+    if progress.confident is not None:
+        parts.append(f"confident {percent(progress.confident)}")
+    numbers = {name: value for name, value in progress.aggregator.items() if isinstance(value, int | float)}
+    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
+    if progress.done < progress.rounds:
+        parts.append(f"{duration(progress.left(now))} left")
+    return f"{progress.title}: {', '.join(parts)}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share of 0 to 1 as a percentage with one decimal, `-` for none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as minutes:seconds, with hours where there are some, `-` for none."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, ruled on a terminal with room for it, else plain; columns of numbers are flush right."""
+    right = [all(_number(row[k]) for row in rows) for k in range(len(header))]
+    widths = [
+        max(map(len, [*name.split(), *(row[k] for row in rows if right[k])]), default=1)
+        for k, name in enumerate(header)
+    ]
+    if not console.is_terminal or sum(widths) + 2 * len(widths) > console.width:
+        say(console, plain(header, rows, right))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name, flush, width in zip(header, right, widths, strict=True):
+        table.add_column(escape(name), justify="right" if flush else "left", min_width=width)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """Return a table as aligned text."""
+    widths = [max(len(each[k]) for each in (header, *rows)) for k in range(len(header))]
+    lines = [
+        "  ".join(
+            f"{cell:{'>' if flush else '<'}{width}}" for cell, flush, width in zip(each, right, widths, strict=True)
+        )
+        for each in (header, *rows)
+    ]
+    return "\n".join(each.rstrip() for each in lines)
+
+
+def show_methods(console: Console, entries: Sequence[MethodEntry], options: Mapping[str, str]) -> None:
+    """Print a table of methods, the centralized ones in one of their own; then each one's places and `options`."""
+    pooled = [each for each in entries if each.pooled]
+    federated = [each for each in entries if not each.pooled]
+    header = ["name", "title", "labels needed", "paper"]
+    for heading, group in (("", federated), ("centralized, all rows in one place:", pooled)):
+        if group and heading:
+            say(console, f"\n{heading}" if federated else heading)
+        if group:
+            rows = [[each.name, each.title, each.labels, each.paper] for each in group]
+            _show_wrapped(console, header, rows)
+    for each in [*federated, *pooled]:
+        say(console, f"\n{each.name}: {each.about}")
+        for words in (f"labels_at: {', '.join(each.places)}", options[each.name]):
+            say(console, _wrapped(console, words))
+
+
+def _show_wrapped(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of words; on a narrow terminal all but the first column go on below themselves, word by word."""
+    widths = [max(len(each[k]) for each in (header, *rows)) for k in range(len(header))]
+    if not console.is_terminal or sum(widths) + 2 * len(widths) <= console.width:
+        show(console, header, rows)
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for k, name in enumerate(header):
+        table.add_column(escape(name), no_wrap=k == 0)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _wrapped(console: Console, words: str) -> str:
+    """Return words behind two blanks; a terminal gets lines that end between words."""
+    if not console.is_terminal:
+        return f"  {words}"
+    wrap = textwrap.TextWrapper(max(20, console.width), initial_indent="  ", subsequent_indent="    ")
+    wrap.break_long_words = wrap.break_on_hyphens = False
+    return wrap.fill(words)
+
+
+def show_data(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
+    split, scenario = facts["split"], facts["scenario"]
+    height, width, channels = facts["shape"]
+    say(
+        console,
+        f"{facts['name']}: {facts['train']:,} training and {facts['test']:,} test images, {height}x{width}, "
+        f"{channels} channel(s), {len(facts['classes'])} classes",
+    )
+    rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
+    show(console, ["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
+    say(console, f"\n{_split_line(scenario, split)}")
+    if len(split["stages"]) > 1:
+        parts = ", ".join(f"{count:,}" for count in split["stages"])
+        say(console, f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
+    named = {
+        "internal imbalance": split["internal"],
+        "external imbalance, labeled": split["external"]["labeled"],
+        "external imbalance, unlabeled": split["external"]["unlabeled"],
+    }
+    spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
+    show(console, ["total variation of class mixes", "mean", "min", "max"], spans)
+    say(console, "")
+    _show_clients(console, facts)
+    for name in ("png", "saved"):
+        if facts[name]:
+            say(console, f"{name}: {facts[name]}")
+
+
+def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
+    """Return in a sentence how a split was made and what it holds."""
+    counts, setting = split["counts"], scenario.get("setting", "of your own")
+    made = setting
+    if "dir" in setting or "fedloke" in setting:
+        made += f" (alpha {scenario['dirichlet_alpha']:g})"
+    elif "shards" in setting:
+        made += f" ({scenario['classes_per_client']} shards a client)"
+    seed = f", seed {scenario['seed']}" if "seed" in scenario else ""
+    labeled = f"{counts['labeled']:,} labeled"
+    holders = sum(client["labeled"] > 0 for client in split["each"])
+    if split["server"]:
+        labeled += " (at the server)"
+    elif holders < counts["clients"]:
+        labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
+    nobody = f"; {counts['nobody']:,} left to nobody" if counts["nobody"] else ""
+    return (
+        f"split: {made}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
+        f"images{nobody}"
+    )
+
+
+def _show_clients(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class; a server's first."""
+    each, server = facts["split"]["each"], facts["split"]["server"]
+    classes = facts["classes"] if len(facts["classes"]) <= SHOWN_CLASSES else []
+    named = [(str(number), client) for number, client in enumerate(each[:SHOWN_CLIENTS])]
+    if server:
+        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(facts["classes"])}
+        named.insert(0, ("server", {**server, **none}))
+    rows = []
+    for name, client in named:
+        pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
+        cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
+        rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
+    show(console, ["client", "labeled", "unlabeled", "internal", *classes], rows)
+    if len(each) > SHOWN_CLIENTS:
+        say(console, f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
+
+
+def say(console: Console, words: str) -> None:
+    """Print words as they are."""
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _number(words: str) -> bool:
+    return words[:1].isdigit() or words in ("-", "")

@@ -1,0 +1,442 @@
+"""The command line: `halfmoon COMMAND`.
+
+Flags are the options of `halfmoon.config.schema` and override a TOML file. Every mistake ends in one sentence on
+stderr: exit code 2 for a mistake of the user, 1 for a run that failed, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.cli import own_sites
+from halfmoon.cli.commands import (
+    calibrate,
+    check_method,
+    evaluate,
+    export,
+    federation,
+    leaderboard,
+    predict,
+    privacy,
+    recipes,
+    report,
+    review,
+    serve,
+    site,
+    sweep,
+    tune,
+    watch,
+)
+from halfmoon.cli.commands.base import Parser, command, complain, flags, option, print_json, tracked
+from halfmoon.cli.ends import catch_end, out_of_memory
+from halfmoon.cli.outcome import print_outcome
+from halfmoon.config import schema as settings
+from halfmoon.config.option_types import expected
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.storage import toml
+
+if TYPE_CHECKING:
+    from halfmoon.runs.runner import Callback, RunResult
+
+MAIN_JOB: dict[str, Any] = {
+    "baselines": ("fedavg", "fedavg-fixmatch", "fedavg-sl"),
+    "rounds": 80, "lr": 6e-3, "steps": 6, "unlabeled_batch": 30, "labeling": "running",
+    "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "tau": 0.7}},
+}  # fmt: skip
+"""What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
+
+MODULES: dict[str, ModuleType] = {
+    "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "federation": federation,
+    "site": site, "serve": serve, "predict": predict, "evaluate": evaluate, "review": review, "watch": watch,
+    "calibrate": calibrate, "export": export, "privacy": privacy, "check-method": check_method,
+}  # fmt: skip
+"""The commands that are modules of their own, by name."""
+
+SPLIT_OPTIONS = ("data_dir", "cache", "data_share", "validation_share", *settings.SCENARIO, "split")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(words)
+        sys.stdout.flush()
+        return code
+    except SystemExit as done:  # argparse, after --help and --version
+        return int(done.code or 0)
+    except UserError as error:
+        if "--debug" in words:
+            raise
+        return complain(str(error), _user_code(error))
+    except KeyboardInterrupt:
+        if "--debug" in words:
+            raise
+        return complain("stopped.", 130)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if "--debug" in words:
+            raise
+        return complain(f"{error.filename or 'a file'}: {error.strerror or error}.", 1)
+
+
+def _main(words: list[str]) -> int:
+    """Parse and do; every mistake is raised."""
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "run": _run,
+        "compare": _compare,
+        "tune": lambda given: tune.tune(given, *_layers(given)),
+        "methods": _methods,
+        "data": _data,
+        "resume": _resume,
+        **{name: module.run for name, module in MODULES.items()},
+    }
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise UserError(f"unknown command {words[0]!r}: {nearest(words[0], commands)}")
+    parser, known = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    given, rest = parser.parse_known_args(words)
+    if rest:
+        raise _leftover(given.command, rest, known)
+    if given.command is None:
+        raise UserError(f"no command is given: {nearest('', commands)}")
+    given.words = words
+    return commands[given.command](given)
+
+
+# The parser
+
+
+def _parser() -> tuple[Parser, dict[str, list[str]]]:
+    """Return the parser, and the flags of every command."""
+    parser = Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    run = command(commands, "run", "train a method; without --method and --config: the main job on digits")
+    own_sites.add(run)
+    tracked(run)
+    _shown(run)
+    _options(run, list(settings.kinds()))
+
+    compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
+    compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
+    compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
+    tracked(compare)
+    _shown(compare)
+    _options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")])
+
+    searching = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ")
+    tune.add_flags(searching)
+    _options(searching, [name for name in settings.kinds() if name not in ("baselines", "seed")])
+
+    methods = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
+    methods.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
+
+    data = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
+    data.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
+    data.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
+    data.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
+    _options(data, ["data", *SPLIT_OPTIONS], own=False)
+
+    resume = command(commands, "resume", "go on with a run that was stopped", "DIR ")
+    resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
+    tracked(resume)
+    _shown(resume)
+
+    for module in MODULES.values():
+        module.add(commands)
+    return parser, {name: flags(each) for name, each in commands.choices.items()}
+
+
+def _shown(parser: argparse.ArgumentParser) -> None:
+    """Let a command that prints a table take --wide."""
+    parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
+
+
+def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = True) -> None:
+    """Add a flag for each option of the configuration; what is not given stays out of the result."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
+    for title, section in settings.SECTIONS.items():
+        group = parser.add_argument_group(title)
+        for name in settings.names_of(section):
+            if name in names:
+                option(group, name)
+    if own:
+        group = parser.add_argument_group("options of a method (see halfmoon methods)")
+        about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
+        group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
+
+
+def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list[str]]) -> UserError:
+    """Return the complaint about the first argument that nobody takes; `known` are the flags of every command."""
+    flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
+    if flag is None:
+        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
+    name = flag[2:].replace("-", "_")
+    if command is None:
+        return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
+    if command == "resume" and name in settings.kinds():
+        return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
+    if command == "compare" and name in ("method", "baselines", "seed"):
+        return UserError(
+            f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
+        )
+    if name in settings.RENAMED:
+        return settings.unknown_option(name, None)
+    return UserError(f"unknown option {flag!r}: {nearest(flag, known[command])}")
+
+
+def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
+    """Return the values of the file, those of the flags, and the file's name."""
+    flags: dict[str, Any] = {}
+    for name in settings.kinds():
+        value = vars(given).get(name)
+        if isinstance(value, str):
+            flags[name] = settings.parse(name, value)
+        elif name in vars(given):
+            flags[name] = value
+    own: dict[str, Any] = {}
+    for words in getattr(given, "option", []):
+        path, sign, value = words.partition("=")
+        if not sign or not path:
+            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option tau=0.9.")
+        method, dot, name = path.rpartition(".")
+        (own.setdefault(method, {}) if dot else own)[name] = _value(value)
+    if own:
+        flags["options"] = own
+    values = settings.load(given.config) if given.config else {}
+    return values, settings.anchored(flags, Path()), given.config or "the file"
+
+
+def _value(words: str) -> Any:
+    """Return a number, true or false as TOML reads it, anything else as text."""
+    try:
+        value = tomllib.loads(f"value = {words}")["value"]
+    except tomllib.TOMLDecodeError:
+        return words
+    return value if isinstance(value, bool | int | float | str) else words
+
+
+# The commands
+
+
+def _run(given: argparse.Namespace) -> int:
+    values, flags, file = _layers(given)
+    if given.sites:
+        return own_sites.run(given, {**values, **flags}, file)
+    own_sites.refuse_federation(given.config, values, flags)
+    if given.config is None and not {"method", "baselines"} & flags.keys():
+        flags = _main_job(flags)
+    config = settings.resolve(values, _at_once(values, flags), file)
+    if {**values, **flags}.get("method") == settings.RECOMMENDED:
+        print(f"recommended with labels at {config.labels_at}: {config.method}", file=sys.stderr)
+    folder = config.run_dir or settings.free_folder(config, config.method)
+    from halfmoon.runs import runner
+
+    return _play(given, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch))
+
+
+def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the main job's options under those of the command line."""
+    said = dict(MAIN_JOB)
+    if {"epochs", "epoch"} & flags.keys():
+        del said["steps"]
+    return {**said, **flags, "options": settings.joined(said["options"], flags.get("options", {}), "--option")}
+
+
+def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags that play runs side by side where nothing says how many.
+
+    A program that calls halfmoon has to say it: a process that is started imports the program's file again.
+    """
+    return flags if "processes" in values else {"processes": "auto", **flags}
+
+
+def _compare(given: argparse.Namespace) -> int:
+    values, flags, file = _layers(given)
+    seeds = []
+    for word in given.seeds:
+        if not word.isdecimal():
+            raise UserError(f"--seeds is {word!r}: it must be whole numbers from 0.")
+        seeds.append(int(word))
+    for layer in (values, flags):
+        bare = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
+        if bare:
+            raise UserError(
+                f"option {bare[0]!r} does not say of which method: in a comparison write {given.methods[0]}.{bare[0]}."
+            )
+    flags |= {"method": given.methods[0], "baselines": ()}
+    config = settings.resolve(values, _at_once(values, flags), file)
+    folder = config.run_dir or settings.free_folder(config, "compare")
+    from halfmoon.runs import runner
+
+    config = replace(config, run_dir=folder)
+    return _play(given, folder, lambda watch: runner.compare(config, given.methods, seeds, watch))
+
+
+def _resume(given: argparse.Namespace) -> int:
+    from halfmoon.runs import runner
+
+    return _play(given, given.folder, lambda watch: runner.resume(given.folder, watch))
+
+
+def _play(given: argparse.Namespace, folder: Path, play: Callable[[Callback], RunResult]) -> int:
+    """Play runs before the user's eyes and print what came out."""
+    from rich.console import Console
+
+    from halfmoon.cli.console import watcher
+    from halfmoon.engine.client_update import Diverged
+    from halfmoon.runs.callbacks import Callbacks
+    from halfmoon.runs.trackers import tracker
+
+    watch = watcher(Console(stderr=True), given.json)
+    catch_end()
+    trackers = [tracker(given.tracker)] if given.tracker is not None else []
+    try:
+        with watch:
+            outcome = play(Callbacks(watch, *trackers, warn=watch.say))
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        kept = any((folder / name).exists() for name in ("run.json", "comparison.json"))
+        return complain(f"stopped; {f'go on with: {_resuming(folder)}' if kept else 'nothing was saved yet.'}", 130)
+    except Diverged as error:
+        if given.debug:
+            raise
+        return complain(f"{error} The run folder is {folder}.", 1)
+    except (MemoryError, RuntimeError) as error:
+        if given.debug or (words := out_of_memory(error)) is None:
+            raise
+        return complain(f"{words} What was saved is intact: go on with: {_resuming(folder)}", 1)
+    if not watch.played:
+        watch.say(f"{folder} is finished already; this is what came out.")
+    print_outcome(outcome, as_json=given.json, wide=given.wide)
+    return 0
+
+
+def _methods(given: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from halfmoon.cli.console import show_methods
+    from halfmoon.methods import registry
+
+    entries = [registry.entry(name) for name in given.names or registry.names()]
+    if given.json:
+        print_json([_method(each.name) for each in entries])
+        return 0
+    options = {
+        each.name: ", ".join(
+            f"{key} = {toml.shown(value.default)}" for key, value in registry.options(each.name).items()
+        )
+        for each in entries
+    }
+    show_methods(Console(), entries, options)
+    return 0
+
+
+def _method(name: str) -> dict[str, Any]:
+    from halfmoon.methods import registry
+
+    entry = registry.entry(name)
+    options = {
+        key: {"default": option.default, "type": expected(option.type)}
+        for key, option in registry.options(name).items()
+    }
+    about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
+    about |= {"labels_at": list(entry.places), "oracle": entry.all_labels, "centralized": entry.pooled}
+    return {"name": name, **about, "options": options}
+
+
+def _data(given: argparse.Namespace) -> int:
+    values, flags, file = _layers(given)
+    names = given.names
+    if names and "data" in flags:
+        raise UserError("data sets are given twice: name them either before the flags or by --data.")
+    if len(names) > 1 and (given.png or given.save or "split" in flags):
+        one = "--png" if given.png else "--save" if given.save else "--split"
+        raise UserError(f"{one} goes with one data set, not with {len(names)}.")
+    # How many clients train in a round is nobody's business here.
+    layers = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
+    found = []
+    for layer in layers or [{**flags, "cohort": 1}]:
+        config = settings.merge(values, layer, file)
+        if config.split is not None and "data" not in {**values, **layer}:
+            config = _of_split(config, config.split)
+        found.append(_facts(config, given))
+    if given.json:
+        print_json({"data": found})
+        return 0
+    from rich.console import Console
+
+    from halfmoon.cli.console import show_data
+
+    for facts in found:
+        show_data(Console(), facts)
+    return 0
+
+
+def _of_split(config: Config, path: Path) -> Config:
+    """Return the configuration with the data set that a saved split was made for."""
+    from halfmoon.data import Split
+
+    return replace(config, data=Split.load(path).origin.source or config.data)
+
+
+def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
+    from halfmoon.data import summary
+    from halfmoon.runs.factory import images, split_of
+
+    source = images(config)
+    split = split_of(config, source)
+    facts = summary(split, source.train.labels, source.classes)
+    if given.png:
+        from halfmoon.report.bubbles import bubbles
+
+        bubbles(facts, given.png)
+    if given.save:
+        split.save(given.save)
+    numbers = range(len(source.classes))
+    return {
+        "name": source.name,
+        "train": len(source.train),
+        "test": len(source.test),
+        "shape": list(source.train.images.shape[1:]),
+        "classes": list(source.classes),
+        "train_classes": [int((source.train.labels == k).sum()) for k in numbers],
+        "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
+        "scenario": split.origin.scenario,
+        "split": facts,
+        "png": given.png and str(given.png),
+        "saved": given.save and str(given.save),
+    }
+
+
+# Words
+
+
+def _resuming(folder: Path) -> str:
+    return shlex.join(["halfmoon", "resume", str(folder)])
+
+
+def _user_code(error: UserError) -> int:
+    """Return 1 where the machine failed the run, 2 where the user has to change something."""
+    cause = error.__cause__
+    return 1 if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2

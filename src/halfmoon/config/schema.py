@@ -1,0 +1,408 @@
+"""The configuration of a run: every option with its type, default and help in one place, strictly checked.
+
+The same fields are the flags of the command line, the keys of a TOML file and the arguments of `Config`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cache as remembered
+from importlib import metadata
+from itertools import count
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from halfmoon.config.option_types import joined, members, typed
+from halfmoon.config.option_types import parse as parsed
+from halfmoon.config.preset import check_preset, paper_run
+from halfmoon.config.ranges import Range
+from halfmoon.config.sections import (
+    SECTIONS,
+    AggregationOptions,
+    BatchOptions,
+    DataOptions,
+    EvaluationOptions,
+    MachineOptions,
+    MethodOptions,
+    NetworkOptions,
+    OptimizerOptions,
+    PartitionOptions,
+    PrivacyOptions,
+    RoundOptions,
+    Scalar,
+    ViewOptions,
+)
+from halfmoon.config.validation import check
+from halfmoon.core import plugins
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.storage import toml
+
+SETTINGS = (
+    *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),
+    *("fedloke", "fedloke-balanced", "pair-dir", "fedmatch-iid", "fedmatch-noniid", "fedmatch-stream"),
+)
+NETWORKS = ("auto", "resnet8", "resnet9", "small", "wrn")
+# Options that name a part, and those of this package.
+_PARTS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
+    "network": (NETWORKS, "network"),
+    "setting": (SETTINGS, "split"),
+}
+
+# In place of a method's name: the one that is recommended for where the labels are.
+RECOMMENDED = "recommended"
+# What does not change a run's numbers, or is said by `method` and its own options.
+PLACE = {"run_dir", "data_dir", "cache", "device", "executor", "threads", "processes", "checkpoint_every", "memory_cap"}
+# Labeled images of each class and client where nothing says how many.
+LABELS = 0.5
+# What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.
+TABLE = "federation"
+# The largest weight of a site in a federation, in medians of its cohort's, where its file says none.
+WEIGHT_CAP = 2.0
+# What a site or a federation can be called: it becomes the name of a folder, and a word of a command line.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# What options were called before version 0.2.
+RENAMED = {
+    "silent": "client_dropout",
+    "beside": "baselines",
+    "gamma": "dirichlet_alpha",
+    "confident": "confidence_threshold",
+}
+# Three ways to say how many labels there are.
+AMOUNTS = ("labels_per_class", "label_ratio", "labels")
+
+
+def names_of(*sections: type) -> tuple[str, ...]:
+    """Return the names of the options of sections."""
+    return tuple(each.name for section in sections for each in fields(section))
+
+
+# What a saved split decides in place of the options.
+SCENARIO = tuple(name for name in names_of(PartitionOptions) if name != "split")
+# Hostile clients exist in simulations alone.
+ATTACKS = ("attack", "attackers", "weight_cap")
+# What stands between the clients' uploads and a method.
+GUARDS = names_of(AggregationOptions, PrivacyOptions)
+# How images are brought to one form while they are decoded.
+IMAGES = ("resize", "channels", "crop", "window")
+# What images are normalized with in place of their own mean and standard deviation.
+PIXELS = ("pixel_mean", "pixel_std")
+
+
+@dataclass(frozen=True)
+class Config(
+    MethodOptions,
+    DataOptions,
+    PartitionOptions,
+    RoundOptions,
+    BatchOptions,
+    NetworkOptions,
+    OptimizerOptions,
+    ViewOptions,
+    EvaluationOptions,
+    AggregationOptions,
+    PrivacyOptions,
+    MachineOptions,
+):
+    """Say everything about a run; the defaults are the main job on the embedded digits.
+
+    Raise UserError where a value has the wrong type or range, or two options exclude each other. The names and
+    options of methods are checked by `check_methods`.
+    """
+
+    def __post_init__(self) -> None:
+        values = {name: _typed(name, name, getattr(self, name)) for name in kinds()}
+        if all(values[name] is None for name in AMOUNTS):
+            values["labels_per_class"] = LABELS
+        values["options"] = joined({}, self.options, "options")
+        for name, value in anchored(values, Path()).items():
+            object.__setattr__(self, name, value)
+        for name, allowed in ranges().items():
+            allowed.check(name, getattr(self, name))
+        check(self)
+
+
+def _typed(said: str, name: str, value: Any) -> Any:
+    """Return an option's value in its type; raise UserError where it is none, or names a part that nobody has."""
+    value = typed(said, kinds()[name], value)
+    known, kind = _PARTS.get(name, ((), "network"))
+    if known and value not in known and not plugins.foreign(value, kind):
+        raise UserError(f"{said} is {value!r}: {nearest(value, [*known, *plugins.announced(kind)])}")
+    return value
+
+
+@remembered
+def _declared() -> Mapping[str, tuple[Any, ...]]:
+    """Return (type, help, range if there is one) of every option, in the order of the sections."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for section in SECTIONS.values():
+        hints = get_type_hints(section, include_extras=True)
+        found |= {each.name: get_args(hints[each.name]) for each in fields(section)}
+    return found
+
+
+@remembered
+def kinds() -> Mapping[str, Any]:
+    """Return the type of every option but `options`."""
+    return {name: said[0] for name, said in _declared().items() if name != "options"}
+
+
+@remembered
+def helps() -> Mapping[str, str]:
+    """Return one line about every option."""
+    return {name: said[1] for name, said in _declared().items()}
+
+
+@remembered
+def ranges() -> Mapping[str, Range]:
+    """Return the range of every option that has one."""
+    return {name: said[2] for name, said in _declared().items() if len(said) > 2}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file without its table [federation]; its relative paths start at the file's folder.
+
+    A simulation of a federation caps weights as its server does, where that sees single weights.
+
+    Raise UserError where the file cannot be read or is no TOML. Names and types are checked by `resolve`.
+    """
+    values = read(path)
+    if isinstance(values.get(TABLE), Mapping):
+        table = values.pop(TABLE)
+        if not values.get("secure_aggregation") and values.get("dp_clip") is None:
+            values.setdefault("weight_cap", table.get("weight_cap", WEIGHT_CAP))
+    return anchored(values, path.parent)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what a TOML file says, as it stands there; raise UserError where it cannot be read or is no TOML."""
+    try:
+        content = path.read_bytes().decode()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text file: byte {error.start} is not UTF-8.") from error
+    try:
+        return toml.loads(content)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
+
+
+def anchored(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `values` with every path, and a `data` that is a path, made absolute from `folder`."""
+    result = dict(values)
+    for name, kind in kinds().items():
+        value = result.get(name)
+        if isinstance(value, str | Path) and Path in members(kind):
+            result[name] = _absolute(folder, value)
+    data = result.get("data")
+    if isinstance(data, str) and _is_folder(data, folder, result):
+        result["data"] = str(_absolute(folder, data))
+    return result
+
+
+def resolve(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
+    """Return the configuration of a file's `values` overridden by `flags`, checked against the catalog.
+
+    Raise UserError with one sentence for the first mistake; `file` is named in it.
+    """
+    config = merge(values, flags, file)
+    check_methods(config)
+    return config
+
+
+def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
+    """Do what `resolve` does, without a look at the methods' own options."""
+    given: dict[str, Any] = {}
+    for layer, spelled in ((values, f"{{}} in {Path(file).name}"), (flags, "--{}")):
+        for name, value in layer.items():
+            said = spelled.format(name if layer is values else _flag(name))
+            if name not in helps():
+                raise unknown_option(name, file if layer is values else None)
+            if name == "options":
+                given[name] = joined(given.get(name, {}), value, said)
+            else:
+                given[name] = _typed(said, name, value)
+        # Of two options that exclude each other, the later layer's displaces the earlier one's.
+        if any(layer.get(name) is not None for name in AMOUNTS):
+            given |= dict.fromkeys(set(AMOUNTS) - set(layer))
+    if given.get("split") is not None:
+        _check_split(given)
+    if given.get("method") == RECOMMENDED:
+        given["method"] = recommended(given.get("labels_at", "clients"))
+    if given.get("preset") == "paper":
+        given = {**paper_run(given, AMOUNTS, SCENARIO), **given}
+    return Config(**given)
+
+
+def recommended(place: str) -> str:
+    """Return the method that `method = "recommended"` is with labels at `place`."""
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    return registry.RECOMMENDED.get(place, RECOMMENDED)
+
+
+def check_methods(config: Config) -> None:
+    """Raise UserError where a method is unknown or cannot use the labels where they are, or for a wrong option."""
+    check_preset(config)
+    reference = [config.reference] if config.reference else []
+    for method in (config.method, *config.baselines, *reference, *_tables(config)):
+        method_options(config, method)
+    if config.split is None:
+        for method in (config.method, *config.baselines):
+            check_place(method, config.labels_at)
+
+
+def check_place(method: str, place: Any) -> None:
+    """Raise UserError where `method` cannot work with labels at `place`, with the methods that can."""
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    entry = registry.entry(method)
+    if place not in entry.places:
+        raise UserError(
+            f"method {method} needs labels at {entry.labels}, but they are at {registry.PLACES[place]}; "
+            f"choose another labels_at, or one of: {', '.join(registry.names_at(place))}."
+        )
+
+
+def method_options(config: Config, method: str) -> dict[str, Any]:
+    """Return what `own_options` does, over the options of the preset."""
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    chosen = own_options(config, method)
+    return {**registry.entry(method).paper_options, **chosen} if config.preset == "paper" else chosen
+
+
+def own_options(config: Config, method: str) -> dict[str, Any]:
+    """Return the options given to `method`: its own table over, for the main method, the bare ones.
+
+    Raise UserError where the method has no such option, or a value has the wrong type.
+    """
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    known = registry.options(method)
+    given = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) if known else "it has no options of its own."
+            raise UserError(f"method {method} has no option {name!r}: {hint}")
+    return {name: typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
+
+
+def text(config: Config) -> str:
+    """Return the configuration as TOML that `load` and `resolve` turn into an equal one, without its `run_dir`.
+
+    Equal runs in different folders save the same bytes.
+    """
+    lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
+    lines += [f"# {each}" for each in origins(config)]
+    for name in kinds():
+        value = getattr(config, name)
+        if value is not None and name not in _unsaid(config):
+            lines.append(f"{name} = {toml.value(value)}")
+    tables = {f"options.{toml.key(method)}": table for method, table in _tables(config).items()}
+    for header, table in {"options": _bare(config), **tables}.items():
+        if table or header != "options":
+            lines += ["", f"[{header}]", *(f"{toml.key(name)} = {toml.value(value)}" for name, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def origins(config: Config) -> list[plugins.Origin]:
+    """Return where the parts come from that are not this package's: method, network and split rule."""
+    methods = filter(None, (config.method, *config.baselines, config.reference))
+    named: list[tuple[str, plugins.Kind]] = [("", "method"), (config.network, "network"), (config.setting, "split")]
+    named[:1] = [(name, "method") for name in methods]
+    return [plugins.origin(name, kind) for name, kind in dict.fromkeys(named) if plugins.foreign(name, kind)]
+
+
+def identity(config: Config, method: str) -> str:
+    """Return the SHA-256 of everything that changes the numbers of `method` in this run.
+
+    Left out is where things lie and how they are computed: folders, device, executor, threads, checkpoints.
+    Of the other methods of the run only the one that sets a shared budget counts.
+    """
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    without = PLACE | {"method", "baselines", "reference", "preset"} | _unsaid(config)
+    facts = {name: getattr(config, name) for name in kinds() if name not in without}
+    defaults = {name: option.default for name, option in registry.options(method).items()}
+    facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
+    if config.budget != "none":
+        facts["reference"] = config.reference or config.method
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def guarding(config: Config) -> dict[str, Any]:
+    """Return the options of defenses, privacy and attacks that a configuration sets: a run's summary has them."""
+    default = {each.name: each.default for each in fields(Config)}
+    return {name: value for name in GUARDS if (value := getattr(config, name)) != default[name]}
+
+
+def _unsaid(config: Config) -> set[str]:
+    """Return the options that a run's file leaves out: where it lies, and what a saved split decides."""
+    return {"run_dir", *(SCENARIO if config.split is not None else ())}
+
+
+def free_folder(config: Config, word: str) -> Path:
+    """Return the next free runs/<data>-<word>-seed<seed>-<n>; `word` is the method, or what the run is."""
+    name = f"{Path(config.data).name}-{word}-seed{config.seed}"
+    return next(path for n in count(1) if not (path := Path("runs", f"{name}-{n}")).exists())
+
+
+def parse(name: str, words: str) -> Any:
+    """Return the value that an option of this name has on the command line; raise UserError where it is none."""
+    return parsed(f"--{_flag(name)}", kinds()[name], words)
+
+
+def _bare(config: Config) -> dict[str, Scalar]:
+    return {name: value for name, value in config.options.items() if not isinstance(value, Mapping)}
+
+
+def _tables(config: Config) -> dict[str, Mapping[str, Scalar]]:
+    return {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def unknown_option(name: str, file: Path | str | None) -> UserError:
+    """Return the sentence about an option that does not exist, of a TOML file or (None) of the command line."""
+    if name in RENAMED:
+        new = RENAMED[name] if file is not None else f"--{_flag(RENAMED[name])}"
+        old = f"option {name!r} in {Path(file).name}" if file is not None else f"option '--{_flag(name)}'"
+        return UserError(f"{old} is called {new} since version 0.2: rename it.")
+    if file is None:
+        flags = [f"--{_flag(known)}" for known in helps()]
+        return UserError(f"unknown option '--{_flag(name)}': {nearest(f'--{_flag(name)}', flags)}")
+    return UserError(f"unknown option {name!r} in {Path(file).name}: {nearest(name, helps())}")
+
+
+def _check_split(given: Mapping[str, Any]) -> None:
+    clash = [name for name in SCENARIO if given.get(name) is not None]
+    if clash:
+        raise UserError(
+            f"{clash[0]} and split exclude each other: the saved split has its own {clash[0]}; give one of them."
+        )
+
+
+def _absolute(folder: Path, path: str | Path) -> Path:
+    with suppress(RuntimeError):  # a tilde before no user's name stays what it is
+        path = Path(path).expanduser()
+    return (folder / path).absolute()
+
+
+def _is_folder(data: str, folder: Path, values: Mapping[str, Any]) -> bool:
+    """Say whether `data` means a folder, not the name of a data set."""
+    if data.startswith((".", "/", "~")):
+        return True
+    if data == "digits" or values.get("data_dir") is not None or not (folder / data).is_dir():
+        return False
+    from halfmoon.data import sources  # not needed for the embedded digits
+
+    return data not in sources.names()

@@ -1,0 +1,276 @@
+"""The sections of a configuration: each option once, with its type, range, default and help.
+
+A section is what the code that needs it takes: `Config` is all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from halfmoon.config.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, at_least
+
+Scalar = bool | int | float | str
+Options = Mapping[str, Scalar | Mapping[str, Scalar]]
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Which method a run trains, which ones beside it, and their own options."""
+
+    method: Annotated[str, "the method to train (see halfmoon methods); recommended: by where labels are"] = "feddure"
+    baselines: Annotated[tuple[str, ...], "methods to train beside it on the same split and cohorts"] = ()
+    preset: Annotated[Literal["none", "paper"], "paper: what the method's paper fixes, where you say nothing"] = "none"
+    options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
+        field(default_factory=dict[str, Any])
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which images, and how they are read."""
+
+    data: Annotated[str, "a data set: its name, its folder, or owner/name on the Hugging Face hub"] = "digits"
+    data_dir: Annotated[Path | None, "the folder where named data sets lie; none: the hub"] = None
+    cache: Annotated[Path | None, "a folder that keeps decoded images; none: nothing is kept"] = None
+    data_share: Annotated[float, "share of the training images of each class that is used at all", SHARE] = 1.0
+    validation_share: Annotated[
+        float, "share of the training images of each class that is set aside to choose a round by; 0: none", BELOW_ONE
+    ] = 0.0
+    resize: Annotated[
+        int | None, "resample all images to this size while they are decoded; none: they have one", at_least(1)
+    ] = None
+    channels: Annotated[int | None, "1: make all images gray, 3: RGB; none: as they are"] = None
+    crop: Annotated[bool, "with resize: keep the sides in proportion, and cut off what is beyond the middle"] = False
+    window: Annotated[
+        tuple[float, ...] | None, "values that become black and white in 12 and 16 bit; none: each image's extremes"
+    ] = None
+    image_size: Annotated[
+        int | None, "pad images with zeros to this size; none: what the network needs", at_least(1)
+    ] = None
+    pixel_mean: Annotated[
+        tuple[float, ...] | None, "what is taken from pixels of 0 to 1, for all channels or each; none: the data's mean"
+    ] = None
+    pixel_std: Annotated[
+        tuple[float, ...] | None, "what they are then divided by; none: the data's standard deviation"
+    ] = None
+    shrink: Annotated[int, "average-pool the images by this factor", at_least(1)] = 1
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """Who holds which images, and which of them are labeled."""
+
+    clients: Annotated[int, "how many clients hold the data", at_least(1)] = 20
+    setting: Annotated[
+        str, "how labeled and unlabeled images lie among the clients (see halfmoon data), or my_module:rule"
+    ] = "dir-dir"
+    dirichlet_alpha: Annotated[float, "concentration of the Dirichlet draws; smaller is more uneven", POSITIVE] = 0.5
+    labels_per_class: Annotated[
+        float | None,
+        "labeled images of each class, a client on average; none: 0.5 where nothing says how many",
+        POSITIVE,
+    ] = None
+    label_ratio: Annotated[float | None, "instead of labels_per_class: the share of images that is labeled", SHARE] = (
+        None
+    )
+    labels: Annotated[
+        int | None, "instead of labels_per_class: labeled images in all, evenly of each class", at_least(1)
+    ] = None
+    labels_at: Annotated[Literal["clients", "some", "server"], "who holds labels: all clients, some, the server"] = (
+        "clients"
+    )
+    labeled_clients: Annotated[int | None, "with labels_at some: how many clients hold labels", at_least(1)] = None
+    classes_per_client: Annotated[
+        int, "with setting semifl-shards: shards, each of one class, of a client", at_least(1)
+    ] = 2
+    stages: Annotated[int, "parts of each client's unlabeled images that are seen one after the other", at_least(1)] = 1
+    unlabeled_share: Annotated[float, "share of each client's unlabeled images that it has", SHARE] = 1.0
+    min_size: Annotated[
+        int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean", at_least(0)
+    ] = None
+    split_seed: Annotated[int, "seed of the split, apart from the seed of training", at_least(0)] = 0
+    split: Annotated[Path | None, "a saved split to load instead of making one"] = None
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """How many rounds are played, by how many clients."""
+
+    cohort: Annotated[int, "clients that train in a round", at_least(1)] = 5
+    rounds: Annotated[int, "rounds to play", at_least(1)] = 40
+    seed: Annotated[int, "seed of the first model, the cohorts, batches and views", at_least(0)] = 0
+    client_dropout: Annotated[
+        float, "probability that a client of the cohort does not answer in a round", BELOW_ONE
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What a step looks at, how long a client trains, and what all methods get the same amount of."""
+
+    labeled_batch: Annotated[
+        int | Literal["all"], "labeled images in a step; all: every one of the client's", at_least(1)
+    ] = 10
+    unlabeled_batch: Annotated[
+        int | Literal["rest"],
+        "unlabeled images in a step; rest: all, spread over one pass of the labeled ones",
+        at_least(1),
+    ] = 10
+    epochs: Annotated[int, "local epochs in a round", at_least(1)] = 1
+    epoch: Annotated[
+        Literal["auto", "labeled", "unlabeled"],
+        "the images an epoch passes over once; auto: labeled with unlabeled_batch rest, else unlabeled",
+    ] = "auto"
+    steps: Annotated[int | None, "local steps in a round instead of epochs", at_least(1)] = None
+    server_batch: Annotated[
+        int | None, "images in a step of the server's own training; none: labeled_batch", at_least(1)
+    ] = None
+    server_epochs: Annotated[
+        int | None, "epochs of the server's own training in a round; none: epochs", at_least(1)
+    ] = None
+    statistics: Annotated[
+        Literal["joint", "separate"], "which views share a forward pass, and so their batch statistics"
+    ] = "joint"
+    labeling: Annotated[Literal["batch", "running"], "which statistics normalize pseudo-labeled views"] = "batch"
+    reuse_labeled: Annotated[bool, "put a client's labeled images among its unlabeled ones as well (FedDB)"] = False
+    budget: Annotated[
+        Literal["none", "labeled-steps", "forwards"], "what all methods of a comparison get the same amount of"
+    ] = "labeled-steps"
+    reference: Annotated[
+        str | None, "the method that sets the shared budget; none: the main one, in compare the one that takes most"
+    ] = None
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """The network."""
+
+    network: Annotated[
+        str, "the network (auto: small for digits, else resnet9), or my_module:make that gives an nn.Module"
+    ] = "auto"
+    width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its own default", at_least(1)] = None
+    norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How clients descend, and how the server averages its models over rounds."""
+
+    optimizer: Annotated[Literal["adam", "sgd"], "the clients' optimizer"] = "adam"
+    lr: Annotated[float, "the clients' learning rate", POSITIVE] = 3e-3
+    momentum: Annotated[float, "momentum of sgd", at_least(0)] = 0.0
+    nesterov: Annotated[bool, "Nesterov's momentum in sgd"] = False
+    weight_decay: Annotated[float, "weight decay of the clients' optimizer", at_least(0)] = 0.0
+    clip_norm: Annotated[float | None, "largest Euclidean norm of a gradient; none: it is not clipped", POSITIVE] = None
+    clip_value: Annotated[float | None, "largest absolute value in a gradient; none: it is not clipped", POSITIVE] = (
+        None
+    )
+    schedule: Annotated[
+        Literal["constant", "cosine", "step"], "the learning rate over the rounds; step: a tenth at 1/2 and at 3/4"
+    ] = "cosine"
+    server_ema: Annotated[
+        float,
+        "share that an average of the server's models keeps each round, which is then evaluated; 0: no average",
+        BELOW_ONE,
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """How images are augmented."""
+
+    labeled_view: Annotated[
+        Literal["cutout", "weak", "plain"], "how labeled images are augmented: weak with cutout, weak, or not at all"
+    ] = "weak"
+    strong_view: Annotated[
+        Literal["feddure", "semifl", "fedloke"], "whose RandAugment makes the strong views (SemiFL's is FedDB's too)"
+    ] = "feddure"
+    shared_views: Annotated[bool, "draw one augmentation for all images of a step, as FedLoKe's code does"] = False
+    flip: Annotated[bool | None, "mirror images at random; none: where the data set allows it"] = None
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is measured, and how often."""
+
+    confidence_threshold: Annotated[
+        float, "confidence from which the diagnostics call a pseudo-label confident", PROBABILITY
+    ] = 0.95
+    test_statistics: Annotated[
+        Literal["running", "batch"], "which statistics normalize test images; batch: of 250 of them (FedDB's code)"
+    ] = "running"
+    evaluate_every: Annotated[int, "rounds between evaluations on the test images", at_least(1)] = 1
+    client_models: Annotated[
+        int, "clients of a round whose own models, and the averaged one at them, are measured as well", at_least(0)
+    ] = 0
+
+
+@dataclass(frozen=True)
+class AggregationOptions:
+    """What the server makes of uploads, and what hostile clients of a simulation do to them."""
+
+    aggregation: Annotated[
+        Literal["mean", "clip", "median", "trimmed", "krum"],
+        "what the server makes of uploads before it averages them; clip: to the cohort's median norm",
+    ] = "mean"
+    byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile", BELOW_HALF] = 0.2
+    secure_aggregation: Annotated[bool, "the server learns the sum of a cohort's uploads alone"] = False
+    attack: Annotated[
+        Literal["none", "sign-flip", "noise", "label-flip", "stale", "nan", "false-counts", "sign-flip-false-counts"],
+        "what hostile clients of a simulation do",
+    ] = "none"
+    attackers: Annotated[float, "share of the clients that is hostile", BELOW_HALF] = 0.0
+    weight_cap: Annotated[
+        float, "largest weight of a simulated upload, in its cohort's medians; 0: no cap", at_least(0)
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class PrivacyOptions:
+    """Client-level differential privacy."""
+
+    dp_clip: Annotated[
+        float | None, "client-level differential privacy: largest norm of a client's update; none: no privacy", POSITIVE
+    ] = None
+    dp_noise: Annotated[
+        float | None, "standard deviation of the noise on the sum of updates, in units of dp_clip", POSITIVE
+    ] = None
+    dp_epsilon: Annotated[float | None, "epsilon at which training stops; none: it is counted alone", POSITIVE] = None
+    dp_delta: Annotated[float, "delta at which epsilon is counted", BETWEEN] = 1e-5
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Where and how a run is computed; nothing here changes its numbers."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
+    executor: Annotated[Literal["auto", "loop", "vmap"], "clients one by one, or batched; auto: vmap on a GPU"] = "auto"
+    threads: Annotated[int | None, "processor threads; none: 1 for the small network, else all", at_least(1)] = None
+    processes: Annotated[
+        int | Literal["auto"],
+        "runs played at once; auto: one a processor where each has one thread (default on the command line: auto)",
+        at_least(1),
+    ] = 1
+    memory_cap: Annotated[int, "MB of clients' memories that stay in RAM; the rest lies on disk", at_least(1)] = 2048
+    checkpoint_every: Annotated[int, "rounds between checkpoints", at_least(1)] = 1
+    run_dir: Annotated[Path | None, "the run's folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None
+
+
+SECTIONS: dict[str, type] = {
+    "method": MethodOptions,
+    "data": DataOptions,
+    "clients and labels": PartitionOptions,
+    "rounds": RoundOptions,
+    "batches": BatchOptions,
+    "network": NetworkOptions,
+    "optimizer": OptimizerOptions,
+    "views": ViewOptions,
+    "evaluation": EvaluationOptions,
+    "aggregation and attacks": AggregationOptions,
+    "privacy": PrivacyOptions,
+    "machine and run folder": MachineOptions,
+}
+"""The sections by the titles that help pages show, in their order."""

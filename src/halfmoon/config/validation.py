@@ -1,0 +1,95 @@
+"""Options that exclude each other, and values that no range can tell (`halfmoon.config.ranges`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from halfmoon.core.errors import UserError
+from halfmoon.storage import toml
+
+
+def check(c: Any) -> None:
+    """Raise UserError for the first impossible value or combination; ranges are declared with the options."""
+    if c.momentum >= 1:
+        raise UserError(f"momentum is {toml.shown(c.momentum)}: it must be below 1.")
+    _check_images(c)
+    _check_together(c)
+    _check_guards(c)
+
+
+def _check_images(c: Any) -> None:
+    if c.channels not in (None, 1, 3):
+        raise UserError(f"channels is {c.channels}: it must be 1 (gray) or 3 (RGB).")
+    _check_pixels(c)
+    if c.window is not None and not (len(c.window) == 2 and -math.inf < c.window[0] < c.window[1] < math.inf):
+        raise UserError(f"window is {toml.shown(c.window)}: it must be two numbers, of black and, larger, of white.")
+
+
+def _check_pixels(c: Any) -> None:
+    for name in ("pixel_mean", "pixel_std"):
+        values, least = getattr(c, name), (0 if name == "pixel_mean" else 1e-9)
+        if values is not None and not (values and all(least <= value < math.inf for value in values)):
+            raise UserError(f"{name} is {toml.shown(values)}: it must be numbers from 0, of a deviation above it.")
+
+
+def _check_together(c: Any) -> None:
+    said = [name for name in ("labels_per_class", "label_ratio", "labels") if getattr(c, name) is not None]
+    if len(said) > 1:
+        raise UserError(f"{said[0]} and {said[1]} exclude each other: give one of them.")
+    if c.labeled_clients is not None and c.labels_at != "some":
+        raise UserError(f"labeled_clients is {c.labeled_clients}, but labels_at is {c.labels_at!r}: set it to 'some'.")
+    if c.split is None and c.cohort > c.clients:
+        raise UserError(f"cohort is {c.cohort}, but clients is {c.clients}: it must be at most {c.clients}.")
+    for name, size in (("labeled_batch", c.labeled_batch), ("unlabeled_batch", c.unlabeled_batch)):
+        if size == 1 and c.norm == "batch" and (name == "labeled_batch" or c.statistics == "separate"):
+            raise UserError(f"{name} is 1: a batch of one image has no variance to normalize by: use at least 2.")
+    if c.unlabeled_batch == "rest" and c.epoch == "unlabeled":
+        raise UserError(
+            "epoch 'unlabeled' needs a number as unlabeled_batch: 'rest' is what one pass over the labeled "
+            "images leaves to each step."
+        )
+    if c.steps is not None and (c.epochs != 1 or c.epoch != "auto"):
+        other = "epochs" if c.epochs != 1 else "epoch"
+        raise UserError(f"steps and {other} exclude each other: both say how long a client trains.")
+    if c.nesterov and not c.momentum:
+        raise UserError("nesterov needs a momentum above 0: set momentum, or leave nesterov out.")
+    if c.shared_views and c.unlabeled_batch == "rest":
+        raise UserError("shared_views needs a number as unlabeled_batch: 'rest' differs from client to client.")
+    if c.shared_views and c.labeled_batch == "all":
+        raise UserError("shared_views needs a number as labeled_batch: 'all' differs from client to client.")
+    if c.momentum and c.optimizer != "sgd":
+        raise UserError(f"momentum is {toml.shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
+    methods = (c.method, *c.baselines)
+    twice = [name for name in methods if methods.count(name) > 1]
+    if twice:
+        raise UserError(f"method {twice[0]} is named twice in method and baselines: name it once.")
+
+
+def _check_guards(c: Any) -> None:
+    private = c.dp_clip is not None
+    if private != (c.dp_noise is not None):
+        there, missing = ("dp_clip", "dp_noise") if private else ("dp_noise", "dp_clip")
+        raise UserError(f"{there} needs {missing}: differential privacy is a clipped update and noise in units of it.")
+    if c.dp_epsilon is not None and not private:
+        raise UserError("dp_epsilon needs dp_clip and dp_noise: without them nothing is private.")
+    for name, wanted in (("dp_clip", private), ("secure_aggregation", c.secure_aggregation)):
+        if wanted and c.aggregation != "mean":
+            raise UserError(
+                f"{name} and aggregation {c.aggregation!r} exclude each other: "
+                f"{'its noise is measured by a mean' if private else 'it hides what the other has to look at'}."
+            )
+    if c.secure_aggregation and c.cohort < 3:
+        raise UserError(f"secure_aggregation needs a cohort of 3 or more, not {c.cohort}: fewer hide nothing.")
+    if private and c.norm == "batch":
+        raise UserError(
+            "dp_clip needs norm 'group' or 'none': statistics of batches would leave the clients without noise."
+        )
+    hostile = math.floor(round(c.byzantine * c.cohort, 9))
+    if c.aggregation == "krum" and c.cohort < 2 * hostile + 3:
+        raise UserError(
+            f"krum cannot tell {hostile} hostile of {c.cohort} clients from the others: it needs a cohort of "
+            f"{2 * hostile + 3} or more; choose a larger cohort or a smaller byzantine."
+        )
+    if (c.attack == "none") != (c.attackers == 0):
+        raise UserError("attack and attackers go together: say what hostile clients do, and how many there are.")

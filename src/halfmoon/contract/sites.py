@@ -1,0 +1,80 @@
+"""The small federation once more with sites behind messages, in one process: nothing is shared but bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine.budget import Budget
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import FederatedDataset, LocalClients
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.sampling import Batching, Views
+from halfmoon.engine.simulation import Simulation
+from halfmoon.federation.protocol.messages import Request, read, write
+from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.site.runtime import SiteRuntime
+from halfmoon.storage.state_store import StateView, Store
+
+SEED, VERSION, HASH, RUN = 3, "0.1.0", "f" * 64, "0" * 32
+
+
+def alone(held: FederatedDataset, k: int) -> FederatedDataset:
+    """Return what a site has: its own rows and nobody else's, without the labels that are hidden."""
+    mine = np.flatnonzero(held.split.client == k)
+    labeled = held.split.labeled[mine]
+    labels = held.train.labels[mine].clone()
+    if not held.all_labels:
+        labels[torch.from_numpy(~labeled)] = 0
+    split = Split(np.full(len(mine), k), labeled, held.split.clients)
+    return FederatedDataset(
+        Examples(held.train.images[mine], labels), split, held.all_labels, reuse_labeled=held.reuse_labeled
+    )
+
+
+def local_clients(held: FederatedDataset, batching: Batching, store: Store) -> LocalClients:
+    """Return what computes at a site, or at the server, with its own store."""
+    state_store = StateView(store, "client/", torch.device("cpu"))
+    return LocalClients(held, Views(), batching, batching, Budget(), SEED, "loop", state_store)
+
+
+class Wire:
+    """A link within one process; it keeps what went over it."""
+
+    def __init__(self, sites: Mapping[str, SiteRuntime]) -> None:
+        """Carry messages to these sites."""
+        self.sites = sites
+        self.seen: list[bytes] = []
+
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        """Have each site answer, last to first: the order of replies is nobody's promise."""
+        self.seen += requests.values()
+        replies = {name: answer(self.sites[name], requests[name]) for name in reversed(list(requests))}
+        self.seen += replies.values()
+        return {name: Answer(data) for name, data in replies.items()}
+
+
+def answer(site: SiteRuntime, data: bytes) -> bytes:
+    """Answer a request as a site does."""
+    return write(site.do(read(data, Request)))
+
+
+def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:
+    """Return the runtime of a server whose clients are sites with what the simulation's clients hold."""
+    held, method, shared = simulation.dataset, simulation.method, simulation.base
+    sites = {}
+    for k in range(held.clients):
+        own = local_clients(alone(held, k), batching, Store())
+        sites[f"site-{k}"] = SiteRuntime(k, method, shared, own, HASH, VERSION)
+    wire, store = Wire(sites), Store()
+    server = local_clients(alone(held, SERVER), batching, store) if simulation.labeled else None
+    remote = RemoteRuntime(
+        method, shared, Views(), SiteCalls(wire, list(sites), RunIdentity(HASH, VERSION, RUN)),
+        RuntimeSettings(simulation.size, SEED), server=server, store=store,
+    )  # fmt: skip
+    return remote, wire

@@ -1,0 +1,1 @@
+"""Trees of tensors, named generators, gradients, optimizers and errors: what every other package stands on."""

@@ -1,0 +1,197 @@
+"""Optimizers as pure functions on trees, so that vmap can lift them; one step equals `torch.optim`'s."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+
+
+class Optimizer(Protocol):
+    """Hyper-parameters of an optimizer; its state is a tree."""
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate."""
+        ...
+
+    def with_lr(self, lr: float) -> Optimizer:
+        """Return the same optimizer with another learning rate; states are interchangeable."""
+        ...
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state before the first step."""
+        ...
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with momentum and coupled weight decay, as `torch.optim.SGD`."""
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise UserError("SGD with nesterov needs a momentum above 0; set one, or leave nesterov out.")
+
+    def with_lr(self, lr: float) -> SGD:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, lr=lr)
+
+    def init(self, params: Tree) -> Tree:
+        """Return zero momentum buffers (none without momentum)."""
+        return {"momentum": tree.zeros_like(params)} if self.momentum else {}
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        gradient = decayed(params, gradient, self.weight_decay)
+        if not self.momentum:
+            return descend(params, gradient, self.lr), state
+        buffer = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, state["momentum"])
+        if self.nesterov:
+            gradient = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, buffer)
+        else:
+            gradient = buffer
+        return descend(params, gradient, self.lr), {"momentum": buffer}
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma and Ba 2015) with coupled weight decay, as `torch.optim.Adam`."""
+
+    lr: float = 5e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def with_lr(self, lr: float) -> Adam:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, lr=lr)
+
+    def init(self, params: Tree) -> Tree:
+        """Return zero moments and the count of steps taken."""
+        device = next(tree.leaves(params)).device
+        return {
+            "first": tree.zeros_like(params),
+            "second": tree.zeros_like(params),
+            "steps": torch.zeros((), dtype=torch.float64, device=device),
+        }
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        gradient = decayed(params, gradient, self.weight_decay)
+        steps = state["steps"] + 1
+        # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
+        c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
+        scale, shift = c1 / c2, c1 * self.eps
+        first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
+        # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
+        second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
+
+        def moved(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            denominator = v.sqrt().mul_(scale.to(v.dtype)).add_(shift.to(v.dtype))
+            return torch.addcdiv(p, m, denominator, value=-self.lr)
+
+        return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Clip the gradient, then step: `value` bounds every entry, `norm` the Euclidean norm of the whole tree.
+
+    As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` before the optimizer's step (weight decay comes after).
+    """
+
+    optimizer: Optimizer
+    norm: float | None = None
+    value: float | None = None
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate."""
+        return self.optimizer.lr
+
+    def with_lr(self, lr: float) -> Clipped:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, optimizer=self.optimizer.with_lr(lr))
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state of the optimizer inside."""
+        return self.optimizer.init(params)
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step on the clipped gradient."""
+        if self.value is not None:
+            bound = self.value
+            gradient = tree.map(lambda g: g.clamp(-bound, bound), gradient)
+        if self.norm is not None:
+            scale = (self.norm / (tree.squared_norm(gradient).sqrt() + 1e-6)).clamp_max(1.0)
+            gradient = tree.map(lambda g: g * scale, gradient)
+        return self.optimizer.step(params, gradient, state)
+
+
+class Schedule(Protocol):
+    """How the learning rate moves over the rounds; all steps of a round share it."""
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return the factor of the learning rate in `round` (from 0) of `rounds`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The learning rate stays."""
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from 1 to `floor` over the run (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
+
+    floor: float = 0.0
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return floor + (1 - floor) * (1 + cos(pi * round / rounds)) / 2."""
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round / rounds)) / 2
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Multiply by `gamma` whenever one of the shares `at` (of the run) is passed."""
+
+    at: tuple[float, ...] = (0.5, 0.75)
+    gamma: float = 0.1
+
+    def factor(self, round: int, rounds: int) -> float:
+        """Return gamma to the number of shares at or before round / rounds."""
+        return self.gamma ** sum(round >= share * rounds for share in self.at)
+
+
+def descend(params: Tree, gradient: Tree, lr: float) -> Tree:
+    """Return params - lr * gradient: the plain, differentiable step."""
+    return tree.map(lambda p, g: torch.add(p, g, alpha=-lr), params, gradient)
+
+
+def decayed(params: Tree, gradient: Tree, weight_decay: float) -> Tree:
+    """Return gradient + weight_decay * params."""
+    if not weight_decay:
+        return gradient
+    return tree.map(lambda p, g: torch.add(g, p, alpha=weight_decay), params, gradient)

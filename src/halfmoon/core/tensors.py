@@ -1,0 +1,39 @@
+"""What PyTorch's own types leave unknown, with types: numbers, arrays, norms, the normal distribution."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def integers(values: Tensor) -> list[int]:
+    """Return the whole numbers of a tensor (n,)."""
+    return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def numbers(values: Tensor) -> list[float]:
+    """Return the numbers of a tensor (n,)."""
+    return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor on the memory of an array."""
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+
+
+def euclidean(values: Tensor, dim: int | None = None) -> Tensor:
+    """Return the Euclidean norm of all values (), or along a dimension."""
+    return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))  # pyright: ignore[reportUnknownMemberType]
+
+
+def normal_cdf(values: Tensor) -> Tensor:
+    """Return the standard normal distribution function of each value."""
+    return cast(Tensor, torch.special.ndtr(values))  # pyright: ignore[reportUnknownMemberType]
+
+
+def normal_quantile(shares: Tensor) -> Tensor:
+    """Return the quantiles of the standard normal distribution at shares in 0..1."""
+    return cast(Tensor, torch.special.ndtri(shares))  # pyright: ignore[reportUnknownMemberType]

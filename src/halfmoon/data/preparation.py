@@ -1,0 +1,104 @@
+"""How images are brought to one form while they are decoded: size, channels, cutting, what is black and white."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from halfmoon.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done to an image of any size and mode; without anything it has to be right already.
+
+    size: height and width that every image gets, resampled (bilinear with antialiasing)
+    channels: 1 (gray) or 3 (RGB)
+    crop: whether the sides stay in proportion, and what is beyond the middle is cut off
+    window: the values that become black and white in images of more than 8 bits; None: each image's own extremes
+    """
+
+    size: tuple[int, int] | None = None
+    channels: int | None = None
+    crop: bool = False
+    window: tuple[float, float] | None = None
+
+    @property
+    def converts(self) -> bool:
+        """Return whether images of any mode are taken."""
+        return self != Preparation()
+
+    @property
+    def form(self) -> str:
+        """Return a word that is another for every other preparation; "" where nothing is done."""
+        return f"-{self.size}-{self.channels}-{self.crop}-{self.window}" if self.converts else ""
+
+    def resized(self, image: Image.Image) -> Image.Image:
+        """Return an image in the size that it gets."""
+        if self.size is None or image.size == (self.size[1], self.size[0]):
+            return image
+        height, width = self.size
+        box = middle(image.height, image.width, height, width) if self.crop else None
+        return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
+
+    def applied(self, images: np.ndarray) -> np.ndarray:
+        """Return decoded images, uint8 (N, H, W, C), in this form; the same array where they have it."""
+        count, height, width, channels = images.shape
+        size, depth = self.size or (height, width), self.channels or channels
+        if (height, width, channels) == (*size, depth):
+            return images
+        made = np.empty((count, *size, depth), np.uint8)
+        for row, pixels in enumerate(images):
+            image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
+            image = self.resized(image if depth == channels else image.convert({1: "L", 3: "RGB"}[depth]))
+            made[row] = np.asarray(image).reshape(*size, depth)
+        return made
+
+
+AS_THEY_ARE = Preparation()
+
+
+def middle(height: int, width: int, tall: int, wide: int) -> tuple[float, float, float, float]:
+    """Return the largest box (left, top, right, bottom) in the middle of an image whose sides are as tall : wide."""
+    scale = min(height / tall, width / wide)
+    left, top = (width - wide * scale) / 2, (height - tall * scale) / 2
+    return left, top, width - left, height - top
+
+
+def eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
+    """Return gray values of any depth (H, W) as uint8: 0 and 255 are the window's ends, or the image's extremes.
+
+    Rounded to nearest. Raise UserError, which names `place`, for values that are not finite, and, without a window, for
+    those of 32 bits, which have no known range.
+    """
+    if window is not None:
+        low, high = window
+        scaled = np.nan_to_num((pixels.astype(np.float64) - low) / (high - low))
+        return np.floor(np.clip(scaled, 0, 1) * 255 + 0.5).astype(np.uint8)
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535:
+        raise UserError(
+            f"{place}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
+            "values are black and white (--window LOW HIGH)."
+        )
+    low, high = int(pixels.min()), int(pixels.max())
+    span = max(high - low, 1)
+    # Whole numbers only: the same bytes on every machine.
+    return ((2 * 255 * (pixels.astype(np.int64) - low) + span) // (2 * span)).astype(np.uint8)
+
+
+def used(pixels: np.ndarray) -> float:
+    """Return which share of a 16-bit range the values of an image take."""
+    return float(pixels.max() - pixels.min()) / 65535
+
+
+def checked_window(window: Any) -> tuple[float, float] | None:
+    """Return a window as given by a user; raise UserError unless it is two numbers, the second larger."""
+    if window is None:
+        return None
+    values = tuple(window)
+    if len(values) != 2 or not np.isfinite(values).all() or not values[0] < values[1]:
+        raise UserError(f"window is {list(values)}: it must be two numbers, the values of black and, larger, of white.")
+    return float(values[0]), float(values[1])

@@ -1,0 +1,121 @@
+"""The binary version of CIFAR-10 and CIFAR-100: files of records of equal length, nothing else in them.
+
+A record is one label byte (CIFAR-10) or two, coarse then fine (CIFAR-100), and 3,072 pixel bytes: red, green and
+blue, each 32 rows of 32 (https://www.cs.toronto.edu/~kriz/cifar.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.images import Images
+from halfmoon.data.known import KNOWN
+
+PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say which files a set has and how many classes each label byte of a record counts; the last byte is the label."""
+
+    train: tuple[str, ...]
+    test: str
+    names: str
+    classes: tuple[int, ...]
+
+
+LAYOUTS = {
+    "cifar10": Layout(
+        tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin", "batches.meta.txt", (10,)
+    ),
+    "cifar100": Layout(("train.bin",), "test.bin", "fine_label_names.txt", (20, 100)),
+}
+
+PICKLES = {
+    "cifar10": ("cifar-10-batches-py", ("data_batch_1", "test_batch", "batches.meta")),
+    "cifar100": ("cifar-100-python", ("train", "test", "meta")),
+}
+"""The archives of the Python version: the folder they make, and files without a suffix that tell them."""
+
+
+def is_here(folder: Path, name: str) -> bool:
+    """Return whether the folder holds a binary file of the set `name` (cifar10 or cifar100)."""
+    layout = LAYOUTS[name]
+    return any((folder / file).is_file() for file in (*layout.train, layout.test))
+
+
+def read(folder: Path, name: str) -> tuple[Images, Images, tuple[str, ...]]:
+    """Return train images, test images (each uint8 (N, 32, 32, 3)) and class names of the set `name`.
+
+    The names are read from batches.meta.txt or fine_label_names.txt where that is there. Raise UserError where a
+    file is missing, holds no whole records or a label that no class has, or where the names are of another number.
+    """
+    layout = LAYOUTS[name]
+    missing = [file for file in (*layout.train, layout.test) if not (folder / file).is_file()]
+    if missing:
+        raise UserError(f"{folder / missing[0]} is missing; the binary version of {name} is {KNOWN[name].files}.")
+    train = [read_records(folder / file, layout.classes) for file in layout.train]
+    joined = Images(np.concatenate([part.images for part in train]), np.concatenate([part.labels for part in train]))
+    return joined, read_records(folder / layout.test, layout.classes), _names(folder / layout.names, name)
+
+
+def read_records(path: Path, classes: Sequence[int]) -> Images:
+    """Return the images of one file whose records begin with a label byte below each number of `classes`.
+
+    Raise UserError, with the record, where the file is cut or a label is out of range.
+    """
+    try:
+        data = np.frombuffer(path.read_bytes(), np.uint8)
+    except OSError as error:
+        raise UserError(f"{path}: the file cannot be read ({error.strerror}).") from error
+    length = len(classes) + PIXELS
+    if not data.size or data.size % length:
+        raise UserError(
+            f"{path}: {data.size} bytes are no whole number of records of {length} bytes "
+            f"({len(classes)} label byte{'s' if len(classes) > 1 else ''}, {PIXELS} pixel bytes); download it again."
+        )
+    records = data.reshape(-1, length)
+    labels = records[:, : len(classes)].astype(np.int64)
+    wrong = np.argwhere(labels >= np.array(classes))
+    if len(wrong):
+        row, byte = wrong[0]
+        raise UserError(
+            f"{path}, record {row}: label byte {byte + 1} is {labels[row, byte]}, but there are {classes[byte]} "
+            "classes, numbered from 0; download it again."
+        )
+    pixels = records[:, len(classes) :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Images(np.ascontiguousarray(pixels), np.ascontiguousarray(labels[:, -1]))
+
+
+def refuse_pickles(folder: Path, names: Sequence[str]) -> None:
+    """Raise UserError where the folder holds the Python version of a set in `names`: pickles can run any program."""
+    for name in names:
+        inside, files = PICKLES[name]
+        for place in (folder, folder / inside):
+            if all((place / file).is_file() for file in files):
+                raise UserError(
+                    f"{place}: this is the Python version of {name}, whose files are pickles, and opening a pickle "
+                    f"can run any program hidden in it; take the binary version ({KNOWN[name].files}) or parquet "
+                    "files instead."
+                )
+
+
+def _names(path: Path, name: str) -> tuple[str, ...]:
+    known = KNOWN[name].classes
+    if not path.is_file():
+        return known
+    try:
+        found = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the class names cannot be read ({error}); download or remove it.") from error
+    if len(found) != len(known) or len(set(found)) != len(found):
+        raise UserError(
+            f"{path}: it has {len(set(found))} different class names, but {name} has {len(known)}; "
+            "download or remove it."
+        )
+    return found

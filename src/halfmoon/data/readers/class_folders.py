@@ -1,0 +1,96 @@
+"""Class folders: train/CLASS/*.png and test/CLASS/*.png; the images of a class may also lie in CLASS/images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data import dicom
+from halfmoon.data.images import Images
+from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.readers import cache as store
+from halfmoon.data.readers.decode import stack
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
+
+
+def read_folders(
+    folder: Path, test: str, cache: Path | None, rgb: bool = False, how: Preparation = AS_THEY_ARE
+) -> tuple[Images, Images, tuple[str, ...]]:
+    """Return train and test images and the class names, sorted, of a folder of class folders.
+
+    With `rgb` gray images are made RGB. Raise UserError where a part or a class is missing or empty, where train
+    and test differ in classes, or where an image cannot be read.
+    """
+    train, held = in_classes(folder / "train"), in_classes(folder / test)
+    same_classes(folder, train, held, test)
+    return read_classes(train, cache, rgb, how), read_classes(held, cache, rgb, how), tuple(train)
+
+
+def in_classes(part: Path) -> dict[str, list[Path]]:
+    """Return the image files of each class folder in `part`, both sorted by name; raise UserError for none."""
+    if not part.is_dir():
+        raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
+    found = {
+        folder.name: images_in(folder) or images_in(folder / "images")
+        for folder in sorted(part.iterdir())
+        if folder.is_dir() and not folder.name.startswith(".")
+    }
+    if not found:
+        raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
+    for name, paths in found.items():
+        if not paths:
+            raise UserError(f"{part / name}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it.")
+    return found
+
+
+def same_classes(folder: Path, train: Mapping[str, object], held: Mapping[str, object], test: str) -> None:
+    """Raise UserError where a class of the training part has no folder in the part `test`, or the other way."""
+    differing = sorted(train.keys() ^ held.keys())
+    if differing:
+        here, there = ("train", test) if differing[0] in train else (test, "train")
+        raise UserError(
+            f"{folder}: class folder {differing[0]} is in {here} but not in {there}; both need the same classes."
+        )
+
+
+def images_in(folder: Path) -> list[Path]:
+    """Return the image files of a folder, sorted by name; none where there is no such folder."""
+    return sorted(path for path in folder.iterdir() if _is_image(path)) if folder.is_dir() else []
+
+
+def read_classes(
+    classes: Mapping[str, Sequence[Path]], cache: Path | None, rgb: bool, how: Preparation = AS_THEY_ARE
+) -> Images:
+    """Return the images of all classes, one class after the other, labeled by the place of their class."""
+    paths = [path for group in classes.values() for path in group]
+    labels = np.repeat(np.arange(len(classes)), [len(group) for group in classes.values()])
+    return read_images(paths, labels.astype(np.int64), cache, rgb, how)
+
+
+def read_images(
+    paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, how: Preparation = AS_THEY_ARE
+) -> Images:
+    """Return the images of these files with `labels`, int64 (N,); raise UserError where one cannot be read."""
+
+    def read(into: Path | None) -> store.Decoded:
+        encoded = ((_bytes(path), str(path)) for path in paths)
+        return Images(stack(encoded, len(paths), rgb, how, into), labels), None
+
+    # Labels are known without decoding, so that those of kept images never are older than the folder's.
+    found = store.keep(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
+    return Images(found.images, labels, found.spread)
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: the file cannot be read ({error.strerror}).") from error

@@ -1,0 +1,208 @@
+"""Encoded image files (PNG, JPEG, WebP ...) into one uint8 array; errors name file and row."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
+
+from halfmoon.core.errors import UserError, one_line
+from halfmoon.data import dicom
+from halfmoon.data.preparation import AS_THEY_ARE, Preparation, eight_bits
+from halfmoon.data.readers.whole_files import Rows
+
+MODES = ("L", "RGB")
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
+"""What is opened: no formats that start other programs (EPS) or are hardly tested."""
+
+MOST_PIXELS = 2**26
+"""Of one image: 8192x8192. A file of 100 kB can claim hundreds of times as many."""
+
+
+_ORIENTATION = 0x0112
+"""EXIF's tag; from 5 on it swaps height and width."""
+
+
+def decode(data: bytes, place: str) -> np.ndarray:
+    """Return one encoded image, uint8 (H, W, 1) for gray or (H, W, 3) for RGB, turned as its EXIF tag says.
+
+    `place` names the file (and row) in messages. Raise UserError for bytes that are no image or are cut off,
+    of another format than `FORMATS`, for a mode other than L and RGB, and for an image of over `MOST_PIXELS`.
+    """
+    image = _open(data, place)
+    if image.mode not in MODES:
+        raise UserError(
+            f"{place}: the image has mode {image.mode}; give --channels 1 (gray) or 3 (RGB), and all are converted."
+        )
+    pixels = np.asarray(_turned(image) if "exif" in image.info else image)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def fitted(
+    data: bytes,
+    place: str,
+    height: int,
+    width: int,
+    channels: int,
+    crop: bool = False,
+    window: tuple[float, float] | None = None,
+) -> np.ndarray:
+    """Return one encoded image (PNG, JPEG, WebP, TIFF, BMP) of any size and mode as uint8 (height, width, channels).
+
+    The image is turned as its EXIF tag says, made gray (`channels` 1) or RGB (3), then resampled (bilinear with
+    antialiasing; the sides are not kept in proportion, or with `crop` what is beyond the middle is cut off). One that
+    has that size and mode keeps its exact pixels. Transparency is left out, 16-bit gray is scaled from its smallest and
+    largest value, or from the `window`, to 0 and 255, DICOM is read by its header (`halfmoon.data.dicom`), CMYK is
+    converted without a color profile; of several frames the first counts. `place` names the file in messages. Raise
+    UserError for bytes that are no image or are cut off, for an image of over `MOST_PIXELS` (or Pillow's own, lower
+    limit), and for pixels without a known range (32-bit).
+    """
+    return prepared(data, place, Preparation((height, width), channels, crop, window))
+
+
+def prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
+    """Return one encoded image as a preparation says, uint8 (H, W, C); without a number of channels it keeps its own.
+
+    Raise UserError as `fitted`.
+    """
+    image = upright(data, place, how.window)
+    if image.mode not in MODES or how.channels is not None:
+        image = converted(image, place, how.channels or _depth(image), how.window)
+    pixels = np.asarray(how.resized(image))
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _depth(image: Image.Image) -> int:
+    return 1 if ImageMode.getmode(image.mode).basemode == "L" or image.mode.startswith(("I", "F")) else 3
+
+
+def upright(data: bytes, place: str, window: tuple[float, float] | None = None) -> Image.Image:
+    """Return one encoded image in its own size and mode, turned as its EXIF tag says; raise UserError as `fitted`.
+
+    A DICOM file is an 8-bit gray image by then, with `window` in place of the file's own.
+    """
+    if dicom.is_dicom(data):
+        return Image.fromarray(dicom.read(data, place, window))
+    return _turned(_open(data, place))
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """Return an image turned as its EXIF tag says, as it is where there is none that can be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ImageOps.exif_transpose(image)
+    except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
+        return image
+
+
+def header(path: Path) -> tuple[int, int, bool] | None:
+    """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
+    try:
+        if path.suffix.lower() in dicom.SUFFIXES:
+            height, width = dicom.sides(path.read_bytes(), str(path))
+            return height, width, True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=FORMATS) as image:
+                gray = ImageMode.getmode(image.mode).basemode == "L"
+                if image.format == "TIFF":  # Pillow says its size turned or not, as its version and the file have it
+                    turned = upright(path.read_bytes(), str(path))
+                    return turned.height, turned.width, gray
+                # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
+                tagged = image.format != "PNG" or "exif" in image.info
+                lying = tagged and _lies(image)
+                return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
+    except MemoryError:
+        raise
+    except Exception:  # as in `_open`; whoever decodes it says what is wrong
+        return None
+
+
+def _lies(image: Image.Image) -> bool:
+    """Say whether an image's EXIF tag swaps its sides; what is no EXIF data swaps nothing, as in `_turned`."""
+    try:
+        return image.getexif().get(_ORIENTATION, 1) >= 5
+    except Exception:
+        return False
+
+
+def converted(image: Image.Image, place: str, channels: int, window: tuple[float, float] | None = None) -> Image.Image:
+    """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `fitted`."""
+    mode = {1: "L", 3: "RGB"}[channels]
+    if deep(image):
+        image = Image.fromarray(eight_bits(np.asarray(image), window, place))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about palettes with transparency, which is left out on purpose
+            return image if image.mode == mode else image.convert(mode)
+    except ValueError as error:
+        raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
+
+
+def deep(image: Image.Image) -> bool:
+    """Return whether an image has more than 8 bits a value."""
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def stack(
+    images: Iterable[tuple[bytes, str]],
+    count: int,
+    rgb: bool = False,
+    how: Preparation = AS_THEY_ARE,
+    into: Path | None = None,
+) -> np.ndarray:
+    """Return `count` encoded images, each with the place it comes from, as uint8 (count, H, W, C).
+
+    With `rgb` a gray image gets three equal channels; sets such as Tiny ImageNet mix both modes. They go through the
+    file `into`, one by one, where there is one: the result is that file, mapped into memory.
+    Raise UserError as `decode` does, and where size or channels differ from the first image.
+    """
+    shape: tuple[int, ...] = ()
+    first = ""
+    with Rows(count, into) as rows:
+        for data, place in images:
+            pixels = prepared(data, place, how) if how.converts else decode(data, place)
+            if rgb and how.channels is None and pixels.shape[2] == 1:
+                pixels = np.repeat(pixels, 3, axis=2)
+            shape, first = shape or pixels.shape, first or place
+            if pixels.shape != shape:
+                raise UserError(
+                    f"{place}: the image is {_form(pixels.shape)}, but {first} is {_form(shape)}; all images need one "
+                    "size and one mode: give them --resize N, --channels 1 or 3, or both."
+                )
+            rows.add(pixels)
+    if not shape:
+        raise UserError("there are no images to read.")
+    return rows.array()
+
+
+def _open(data: bytes, place: str) -> Image.Image:
+    """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata, which Pillow leaves out
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            # Pillow itself only warns up to twice its limit, and what a warning does is one thing for all threads.
+            most = min(MOST_PIXELS, Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
+            if image.width * image.height > most:
+                raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {most:,} at most")
+            image.load()
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
+    except UnidentifiedImageError as error:  # its own words name an object in memory
+        raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files make Pillow's readers fail in ways that it does not list
+        raise UserError(f"{place}: not a readable image ({one_line(error)}); replace or remove it.") from error
+    return image
+
+
+def _form(shape: tuple[int, ...]) -> str:
+    height, width, channels = shape
+    return f"{width}x{height} {'gray' if channels == 1 else 'RGB'}"

@@ -1,0 +1,75 @@
+"""Data sets by name from the Hugging Face hub, through its library `datasets` (extra `hub`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.images import Images
+from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.readers.decode import stack
+from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, column
+
+LAYOUT = (
+    "or give --data-dir a folder with train*.parquet and test*.parquet, with train/CLASS/*.png and "
+    "test/CLASS/*.png, or with the set's official files (docs/data.md names them)"
+)
+
+
+def read(
+    repository: str, test: str, config: str | None = None, rgb: bool = False, how: Preparation = AS_THEY_ARE
+) -> tuple[Images, Images, tuple[str, ...] | None]:
+    """Return train images, test images and class names (None where the set has none) of `owner/name`.
+
+    `test` is the part that evaluates, `config` which set of a repository that holds several; with `rgb` gray images
+    are made RGB.
+    Raise UserError where the library is not installed, the set cannot be fetched, or a row cannot be read.
+    """
+    try:
+        datasets = import_module("datasets")  # an extra, needed here only; by name, as a type checker may lack it
+    except ImportError as error:
+        raise UserError(
+            f"{repository} lies on the Hugging Face hub; install halfmoon[hub] to fetch it, {LAYOUT}."
+        ) from error
+    parts = []
+    names: tuple[str, ...] | None = None
+    for part in ("train", test):
+        try:
+            rows: Any = datasets.load_dataset(repository, config, split=part)
+        except Exception as error:  # the library raises whatever its network layer raises
+            raise UserError(
+                f"{repository}: its {part} part could not be fetched from the Hugging Face hub "
+                f"({type(error).__name__}: {error}); go online, {LAYOUT}."
+            ) from error
+        place = f"{repository}, {part}"
+        image, label = (column(place, rows.column_names, wanted) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
+        names = names or _names(rows.features[label])
+        # Undecoded, so that every image goes through the same checks as a file.
+        rows = rows.cast_column(image, datasets.Image(decode=False))
+        parts.append(Images(stack(_encoded(rows, image, place), len(rows), rgb, how), _labels(rows[label], place)))
+    return parts[0], parts[1], names
+
+
+def _names(feature: Any) -> tuple[str, ...] | None:
+    names = feature.names if hasattr(feature, "names") else None
+    return tuple(str(name) for name in names) if names else None
+
+
+def _encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes, str]]:
+    for row, record in enumerate(rows):
+        data = record[image]["bytes"]
+        if data is None:
+            raise UserError(f"{place}, row {row}: the image has no bytes.")
+        yield data, f"{place}, row {row}"
+
+
+def _labels(values: Any, place: str) -> np.ndarray:
+    values = list(values)
+    for row, value in enumerate(values):
+        if type(value) is not int or value < 0:
+            raise UserError(f"{place}, row {row}: label {value!r} is not a whole number from 0.")
+    return np.array(values, np.int64)

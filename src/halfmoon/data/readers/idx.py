@@ -1,0 +1,90 @@
+"""The idx format of MNIST and Fashion-MNIST: a big-endian header, then raw bytes, usually gzipped.
+
+The format is described on the page of the MNIST database (LeCun, Cortes, Burges): two zero bytes, 0x08 for
+unsigned bytes, the number of axes, then the length of each axis as a 32-bit number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.images import Images
+
+LARGEST = 2**30
+"""Bytes that a gzip file may unpack to, for a thousandth of them can claim to; the largest set, EMNIST, has 0.64e9."""
+
+_PIECE = 2**20
+
+
+def read_idx(path: Path, axes: int) -> np.ndarray:
+    """Return the uint8 array of an idx file with that many axes; raise UserError where it is damaged."""
+    try:
+        data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{path}: not a complete gzip file ({error}); download it again.") from error
+    head = 4 + 4 * axes
+    magic = bytes((0, 0, 8, axes))
+    if len(data) < head or data[:4] != magic:
+        raise UserError(
+            f"{path}: not an idx file of bytes with {axes} axes (it starts with "
+            f"{data[:4].hex() or 'nothing'}, not {magic.hex()}); download it again."
+        )
+    shape = struct.unpack(f">{axes}I", data[4:head])
+    # Python numbers do not overflow, whatever the header claims.
+    wanted = 1
+    for length in shape:
+        wanted *= length
+    if len(data) - head != wanted:
+        raise UserError(
+            f"{path}: the header says {' x '.join(map(str, shape))} = {wanted} bytes, "
+            f"but {len(data) - head} follow; download it again."
+        )
+    if not wanted:  # numpy has no arrays of nothing whose other sides are too long
+        return np.zeros((0,) * axes, np.uint8)
+    return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
+
+
+def _unpacked(path: Path) -> bytes:
+    """Return what a gzip file holds; raise UserError where that is over `LARGEST`, before it is all in memory."""
+    parts, size = [], 0
+    with gzip.open(path) as file:
+        while part := file.read(_PIECE):
+            parts.append(part)
+            size += len(part)
+            if size > LARGEST:
+                raise UserError(f"{path}: it unpacks to over {LARGEST:,} bytes; unpack it yourself if it is no fake.")
+    return b"".join(parts)
+
+
+def read_pair(folder: Path, prefix: str) -> Images:
+    """Return images and labels of `prefix` (train or t10k); raise UserError for missing or damaged files."""
+    images_path = find(folder, f"{prefix}-images-idx3-ubyte")
+    labels_path = find(folder, f"{prefix}-labels-idx1-ubyte")
+    images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
+    if len(images) != len(labels):
+        raise UserError(
+            f"{labels_path}: it has {len(labels)} labels, but {images_path.name} has {len(images)} images; "
+            "download both again."
+        )
+    if not images.size:
+        raise UserError(f"{images_path}: there are no images in it; download it again.")
+    return Images(np.ascontiguousarray(images)[..., None], labels.astype(np.int64))
+
+
+def is_here(folder: Path) -> bool:
+    """Return whether the folder looks like an idx set: it has the images or the labels of train."""
+    return any(folder.glob("train-*-idx?-ubyte*"))
+
+
+def find(folder: Path, stem: str) -> Path:
+    """Return the file `stem`.gz or `stem` in `folder`; raise UserError where neither is there."""
+    for name in (f"{stem}.gz", stem):
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"{folder}: {stem}.gz is missing; the set needs its four official idx files.")

@@ -1,0 +1,128 @@
+"""Parquet files with encoded images, as Hugging Face writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from halfmoon.core.errors import UserError, one_line
+from halfmoon.data.images import Images
+from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.readers.decode import stack
+from halfmoon.storage import atomic_io
+
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels", "fine_label")
+
+
+def shards(folder: Path, part: str) -> list[Path]:
+    """Return the files part*.parquet of a folder, in order; raise UserError if one of several is missing."""
+    inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
+    found = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
+    for path in found:
+        numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.parquet$", path.name)
+        if numbered and len(found) != int(numbered[2]):
+            raise UserError(
+                f"{path.parent}: {path.name} is one of {int(numbered[2])} files, but {len(found)} "
+                f"{'is' if len(found) == 1 else 'are'} there; fetch the missing ones."
+            )
+    return found
+
+
+def read_parquet(
+    paths: Sequence[Path], rgb: bool = False, how: Preparation = AS_THEY_ARE, into: Path | None = None
+) -> tuple[Images, tuple[str, ...] | None]:
+    """Return the images of the files in order, and the class names where the files carry them (else None).
+
+    The image column is `image` or `img` (a struct with `bytes`, or plain binary), the label column `label`,
+    `labels` or `fine_label` (integers). With `rgb` gray images are made RGB. Raise UserError, with file and row, for
+    anything that cannot be read.
+    """
+    opened = [(path, _open(path)) for path in paths]
+    labels = np.concatenate([_labels(path, file) for path, file in opened])
+    if not len(labels):
+        raise UserError(f"{paths[0]}: there are no rows in it.")
+    encoded = (item for path, file in opened for item in _encoded(path, file))
+    path, file = opened[0]
+    return Images(stack(encoded, len(labels), rgb, how, into), labels), _names(
+        file, column(path, file.schema_arrow.names, LABEL_COLUMNS)
+    )
+
+
+def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
+    """Return the first wanted column that is there; raise UserError with the columns that are."""
+    for name in wanted:
+        if name in names:
+            return name
+    raise UserError(
+        f"{place}: there is no column {' or '.join(wanted)}; it has {', '.join(names) or 'no columns'}. Rename one."
+    )
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path)
+        _ = file.schema_arrow.names  # which may be no text
+        return file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({one_line(error)}); fetch it again.") from error
+
+
+def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
+    schema = file.schema_arrow
+    name = column(path, schema.names, LABEL_COLUMNS)
+    if not pa.types.is_integer(schema.field(name).type):
+        raise UserError(
+            f"{path}: column {name} holds {schema.field(name).type}, but labels must be whole numbers "
+            "0, 1, 2 ...; number the classes first."
+        )
+    try:
+        values = file.read(columns=[name]).column(name)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
+    if values.null_count:
+        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise UserError(f"{path}, row {row}: the label is missing; every row of a data set needs one.")
+    labels = values.to_numpy().astype(np.int64)
+    if len(labels) and labels.min() < 0:
+        row = int(np.flatnonzero(labels < 0)[0])
+        raise UserError(f"{path}, row {row}: label {labels[row]} is negative; labels are numbered from 0.")
+    return labels
+
+
+def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
+    schema = file.schema_arrow
+    name = column(path, schema.names, IMAGE_COLUMNS)
+    kind = schema.field(name).type
+    inside = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+    if not inside and not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise UserError(
+            f"{path}: column {name} holds {kind}, but images must be encoded bytes "
+            "(binary, or a struct with a field bytes)."
+        )
+    row = 0
+    try:
+        for batch in file.iter_batches(batch_size=1024, columns=[name]):
+            values = batch.column(0)
+            for value in (values.field("bytes") if inside else values).to_pylist():
+                if value is None:
+                    raise UserError(f"{path}, row {row}: the image has no bytes; store the image itself, not a path.")
+                yield value, f"{path}, row {row}"
+                row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error
+
+
+def _names(file: pq.ParquetFile, label: str) -> tuple[str, ...] | None:
+    # Hugging Face keeps class names in the schema's metadata; other writers have none.
+    try:
+        features = atomic_io.parsed((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
+        names = features[label]["names"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return tuple(str(name) for name in names)

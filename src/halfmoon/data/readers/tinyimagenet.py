@@ -1,0 +1,116 @@
+"""Tiny ImageNet as its archive tiny-imagenet-200 has it (Stanford CS231n): 200 classes of ImageNet, 64x64.
+
+train/WNID/images/*.JPEG are the training images, val/images/*.JPEG with val/val_annotations.txt the test images
+(those of `test` have no labels); wnids.txt lists the classes, words.txt says what a WordNet id means. Scripts often
+move the images of val into class folders: val/WNID/*.JPEG is read as well.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.images import Images
+from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.readers import class_folders
+
+WNID = re.compile(r"n\d{8}")
+ANNOTATIONS = "val_annotations.txt"
+
+
+def is_here(folder: Path) -> bool:
+    """Return whether the folder looks like Tiny ImageNet: by one of its text files, or by WordNet ids and `val`."""
+    if (folder / "wnids.txt").is_file() or (folder / "val" / ANNOTATIONS).is_file():
+        return True
+    return (folder / "val").is_dir() and _has_classes(folder / "train") and not _has_classes(folder / "test")
+
+
+def read(
+    folder: Path, test: str, cache: Path | None, how: Preparation = AS_THEY_ARE
+) -> tuple[Images, Images, tuple[str, ...]]:
+    """Return training images, the images of `val` (both RGB) and class names: `n01443537 goldfish`, or ids alone.
+
+    Classes are numbered in the order of their sorted ids, images lie in the order of their sorted names. `test` is
+    `test` or `val`, which are the same. Raise UserError where folders, wnids.txt and val_annotations.txt disagree,
+    where one is missing, or where an image cannot be read.
+    """
+    if test not in ("test", "val"):
+        raise UserError(f"{folder}: Tiny ImageNet has no part {test!r}, only train and val, which is the test.")
+    train = class_folders.in_classes(folder / "train")
+    _check_ids(folder / "wnids.txt", train)
+    return (
+        class_folders.read_classes(train, cache, rgb=True, how=how),
+        _held(folder, train, cache, how),
+        _words(folder / "words.txt", tuple(train)),
+    )
+
+
+def _has_classes(part: Path) -> bool:
+    return part.is_dir() and any(WNID.fullmatch(path.name) and path.is_dir() for path in part.iterdir())
+
+
+def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:
+    if not path.is_file():
+        return
+    listed = set(_lines(path))
+    for name in sorted(listed ^ train.keys()):
+        if name in listed:
+            raise UserError(f"{path}: it lists {name}, but there is no folder train/{name}; unpack the archive again.")
+        raise UserError(f"{path}: it does not list {name}, which is a folder of train; unpack the archive again.")
+
+
+def _held(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
+    """Return the images of `val`, labeled by the annotations, or by class folders where there are none to label."""
+    images = class_folders.images_in(folder / "val" / "images")
+    if not images:
+        held = class_folders.in_classes(folder / "val")
+        class_folders.same_classes(folder, train, held, "val")
+        return class_folders.read_classes(held, cache, rgb=True, how=how)
+    path = folder / "val" / ANNOTATIONS
+    if not path.is_file():
+        raise UserError(f"{path} is missing; it says which class each image of val/images has.")
+    classes = _annotated(path, list(train))
+    there = {image.name for image in images}
+    lost = sorted(classes.keys() - there)
+    if lost:
+        raise UserError(f"{path}: it names {lost[0]}, which is not in val/images; unpack the archive again.")
+    extra = sorted(there - classes.keys())
+    if extra:
+        raise UserError(f"{path}: it has no line for {extra[0]} of val/images; unpack the archive again.")
+    labels = np.array([classes[image.name] for image in images], np.int64)
+    return class_folders.read_images(images, labels, cache, rgb=True, how=how)
+
+
+def _annotated(path: Path, wnids: list[str]) -> dict[str, int]:
+    """Return the label of each image that a line `name <tab> wnid <tab> ...` names (the rest is a box)."""
+    numbers = {wnid: label for label, wnid in enumerate(wnids)}
+    found: dict[str, int] = {}
+    for row, line in enumerate(_lines(path), 1):
+        name, wnid, *_ = [*line.split("\t"), "", ""]
+        if not name or not wnid:
+            raise UserError(f"{path}, line {row}: expected an image and a class apart by a tab, but it is {line!r}.")
+        if wnid not in numbers:
+            raise UserError(f"{path}, line {row}: {name} is of class {wnid}, which is no folder of train.")
+        if name in found:
+            raise UserError(f"{path}, line {row}: {name} has a line before; an image has one class.")
+        found[name] = numbers[wnid]
+    return found
+
+
+def _words(path: Path, wnids: tuple[str, ...]) -> tuple[str, ...]:
+    """Return each id with the first of its words (`goldfish` of `goldfish, Carassius auratus`), if they are there."""
+    if not path.is_file():
+        return wnids
+    words = dict(line.split("\t", 1) for line in _lines(path) if "\t" in line)
+    # Two ids may share a word (crane is a bird and a machine), so the id stays.
+    return tuple(f"{wnid} {words[wnid].split(',')[0].strip()}" if wnid in words else wnid for wnid in wnids)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the file cannot be read ({error}); unpack the archive again.") from error

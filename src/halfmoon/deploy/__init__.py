@@ -1,6 +1,0 @@
-"""A trained model at work: load it, label images, measure it on labeled ones, hand it to other programs."""
-
-from halfmoon.deploy.card import Card
-from halfmoon.deploy.model import Model, load_model
-
-__all__ = ["Card", "Model", "load_model"]

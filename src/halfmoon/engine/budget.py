@@ -1,0 +1,120 @@
+"""How much a method may look at: the shared batch rule, and comparisons at an equal budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Literal
+
+from halfmoon.api.types import ClientUpdate, Passes
+from halfmoon.engine.sampling import Amount, Batching
+
+Rule = Literal["none", "labeled-steps", "forwards"]
+
+
+@dataclass(frozen=True)
+class ClientSize:
+    """How many rows of each kind a client trains on."""
+
+    labeled: int
+    unlabeled: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the client updates of one method are measured by.
+
+    "none": its own reading of the batch rule. "labeled-steps": as many steps an update as `reference` takes at the same
+    client. "forwards": as many images through the classifier as `reference`, a backward pass counted as two forward
+    ones. `all_labels` says that the reference trains on all rows as labeled ones.
+    """
+
+    rule: Rule = "none"
+    reference: ClientUpdate | None = None
+    all_labels: bool = False
+
+    def amount(self, batching: Batching, work: ClientUpdate, own: ClientSize, given: ClientSize) -> Amount:
+        """Return the amount of a client update of `work` to a client that trains on `own` rows of the `given` split."""
+        amount = natural(batching, work, own)
+        if self.rule == "none" or self.reference is None or not work.trains or not amount.steps:
+            return amount
+        holding = ClientSize(given.labeled + given.unlabeled, 0) if self.all_labels else given
+        if work == self.reference and own == holding:
+            return amount
+        wanted = natural(batching, self.reference, holding)
+        if self.rule == "labeled-steps":
+            return amount._replace(steps=wanted.steps, epochs=0)
+        images = wanted.steps * cost(self.reference, wanted) + self.reference.swept(*astuple(holding))
+        steps = (images - work.swept(*astuple(own))) / cost(work, amount)
+        return amount._replace(steps=max(1, round(steps)), epochs=0)
+
+
+def natural(batching: Batching, work: ClientUpdate, own: ClientSize) -> Amount:
+    """Return what the batch rule alone says."""
+    if not work.trains:
+        return Amount(0, 0, 0)
+    labeled = batching.labeled_size(own.labeled)
+    if not work.views:
+        return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
+    size = batching.unlabeled_size(own.labeled, own.unlabeled)
+    by_unlabeled = batching.unlabeled != "rest" and batching.epoch != "labeled" and not batching.steps
+    epochs = batching.epochs if by_unlabeled else 0
+    return Amount(batching.steps_both(own.labeled, own.unlabeled), labeled, size, epochs)
+
+
+def largest(
+    rule: Rule, batching: Batching, works: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
+) -> str:
+    """Return the name of the work that takes most by the batch rule alone, the first of equal ones.
+
+    `works` are (work, whether it trains on all rows as labeled ones) by name, `sizes` what the split gives to each
+    client. "forwards" counts images through the classifier, another rule steps.
+    """
+
+    def taken(work: ClientUpdate, all_labels: bool) -> int:
+        total = 0
+        for given in sizes:
+            own = ClientSize(given.labeled + given.unlabeled, 0) if all_labels else given
+            amount = natural(batching, work, own)
+            images = amount.steps * cost(work, amount) + work.swept(*astuple(own))
+            total += images if rule == "forwards" else amount.steps
+        return total
+
+    return max(works, key=lambda name: taken(*works[name]))
+
+
+def cost(work: ClientUpdate, amount: Amount) -> int:
+    """Return the images of one step in forward passes, a backward pass counted as two; at least 1."""
+    passes = work.passes(amount.labeled, amount.unlabeled)
+    return max(1, passes.forward + 2 * passes.backward)
+
+
+@dataclass
+class Cost:
+    """What a run has used so far; every field only grows.
+
+    `stored_client` is the largest memory that a client keeps between its rounds, `stored_server` the most that the
+    server has kept between rounds, in bytes.
+    """
+
+    labeled_steps: int = 0
+    labeled_images: int = 0
+    unlabeled_images: int = 0
+    forward: int = 0
+    backward: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    stored_client: int = 0
+    stored_server: int = 0
+
+    def visit(self, amount: Amount, passes: Passes, swept: int = 0) -> None:
+        """Count one client's update; `swept` images went through the network outside its steps."""
+        self.labeled_steps += amount.steps
+        self.labeled_images += amount.steps * amount.labeled
+        self.unlabeled_images += amount.steps * amount.unlabeled
+        self.forward += amount.steps * passes.forward + swept
+        self.backward += amount.steps * passes.backward
+
+    def row(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)

@@ -1,0 +1,295 @@
+"""The driver of a client's update: begin, step by step, finish; for one client in a loop, or for K lifted by vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import Batch, ClientUpdate, Local, Pseudo, StepMetrics, WeightedMetric
+from halfmoon.core import rng, tree
+from halfmoon.core.autodiff import lifted
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, Wanted, batches, draw, sweep
+
+Observer = Callable[[int, Tensor, StepMetrics], None]
+"""Called after each step with the client's place in the group, the unlabeled rows that were looked at, and the notes.
+
+Before the steps it is called with all rows, where a work gives all of them a pseudo-label at once (diagnostics).
+"""
+
+
+class Diverged(RuntimeError):
+    """A loss, or a weight, that is not a finite number: training has to stop."""
+
+    def __init__(self, round: int, client: int, step: int, value: float, what: str = "loss") -> None:
+        super().__init__(
+            f"The {what} became {value} in round {round + 1} at client {client}, step {step + 1}: training stopped. "
+            "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
+        )
+        self.round, self.client, self.step, self._value, self._what = round, client, step, value, what
+
+    def __reduce__(self) -> tuple[type[Diverged], tuple[int, int, int, float, str]]:
+        """Return how to make it again in another process."""
+        return type(self), (self.round, self.client, self.step, self._value, self._what)
+
+
+def images_a_call(device: torch.device) -> int:
+    """Return of how many images views are made in one call: what fits a CPU's cache, or fills a GPU."""
+    return 512 if device.type == "cpu" else 8192
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """One query to the clients: what they are asked, when, and under which seed."""
+
+    work: ClientUpdate
+    views: Views
+    seed: int
+    round: int
+    query: int
+    rows: int = 512  # images whose views are made in one call
+
+    def path(self, client: int) -> tuple[str, int, int, int]:
+        """Return where the random numbers of a client update come from, with the seed."""
+        return ("visit", self.round, self.query, client)
+
+
+class ClientResult(NamedTuple):
+    """What one client's update leaves: its upload, its memory, and what was counted.
+
+    `swept` images went through the network outside the steps; `kept` are the bytes of the memory, wherever that is.
+    """
+
+    up: Tree
+    memory: Tree
+    samples: dict[str, WeightedMetric]
+    amount: Amount
+    traffic: tuple[int, int]  # bytes down and up
+    swept: int = 0
+    kept: int = 0
+
+
+def update_one(
+    context: ClientContext, client: int, down: Tree, memory: Tree, data: Local, amount: Amount, observe: Observer
+) -> ClientResult:
+    """Run a client update in a plain loop: what a CPU, and a site in a real federation, does.
+
+    On a CPU everything is laid out channels-last in here, and plain again outside: what goes up and what is remembered
+    does not depend on how it was computed.
+    """
+    work = context.work
+    laid = data.x.device.type == "cpu"
+    if laid:
+        down, memory = tree.channels_last(down), tree.channels_last(memory)
+    data = _swept(context, client, data)
+    carry = work.begin(down, memory, data)
+    judged = _judged(work, carry, data, observe, 0, len(data.u))
+    visit = _drawn(context, client, data, amount, work.keep(carry, data))
+    log = _Log()
+    for stacked in batches([data], [visit], context.views, work.task.normalize, context.rows):
+        batch = _one(stacked, 0)
+        batch = _laid(batch) if laid else batch
+        carry, notes = work.step(down, carry, batch)
+        observe(0, batch.u_rows, notes._replace(pseudo=()) if judged else notes)
+        log.add(notes)
+    log.check(context, client)
+    up, memory = work.finish(down, carry, data)
+    _check_upload(context, client, up, visit.amount.steps)
+    traffic = work.traffic(down, up)
+    return _result(work, tree.contiguous(up), tree.contiguous(memory), log, visit, traffic, data)
+
+
+def update_many(
+    context: ClientContext,
+    clients: Sequence[int],
+    downlinks: Tree,
+    each: Tree,
+    memories: Sequence[Tree],
+    datas: Sequence[Local],
+    amounts: Sequence[Amount],
+    observe: Observer,
+) -> list[ClientResult]:
+    """Run K client updates with equal images a step as one program; `downlinks` is shared, `each` differs (leaves (K,
+    ...)).
+
+    Clients with fewer steps are frozen when theirs are over. The clients of a work that looks at `whole` clients have
+    to be of one size.
+    """
+    work = context.work
+    datas = [_swept(context, client, data) for client, data in zip(clients, datas, strict=True)]
+    padded = _padded(datas)
+    memory = tree.stack(list(memories)) if memories[0] else {}
+
+    def merged(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Lift, and merge the shared and the private part of `down` inside the lifted function."""
+
+        def one(private: Tree, *rest: Any) -> Any:
+            return function({**downlinks, **private}, *rest)
+
+        return lifted(one)
+
+    carry: Tree = merged(work.begin)(each, memory, padded)
+    judged = _each_judged(work, carry, padded, datas, observe)
+    visits = [
+        _drawn(context, client, data, amount, _kept(work, carry, padded, k))
+        for k, (client, data, amount) in enumerate(zip(clients, datas, amounts, strict=True))
+    ]
+    device = padded.y.device
+    steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
+    fewest = min(visit.amount.steps for visit in visits)
+    step = merged(work.step)
+    logs = [_Log() for _ in clients]
+    for t, batch in enumerate(batches(datas, visits, context.views, work.task.normalize, context.rows)):
+        new, notes = step(each, carry, batch)
+        carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
+        for k in range(len(clients)):
+            if t < visits[k].amount.steps:
+                mine = _note(notes, k)
+                observe(k, batch.u_rows[k], mine._replace(pseudo=()) if judged[k] else mine)
+                logs[k].add(mine)
+    for log, client in zip(logs, clients, strict=True):
+        log.check(context, client)
+    up, memory = merged(work.finish)(each, carry, padded)
+    results: list[ClientResult] = []
+    for k, client in enumerate(clients):
+        mine = tree.index(up, k)
+        _check_upload(context, client, mine, visits[k].amount.steps)
+        # A clone: a slice would keep the memories of the whole group alive.
+        kept = tree.map(torch.clone, tree.index(memory, k))
+        traffic = work.traffic({**downlinks, **tree.index(each, k)}, mine)
+        results.append(_result(work, mine, kept, logs[k], visits[k], traffic, datas[k]))
+    return results
+
+
+def _result(
+    work: ClientUpdate, up: Tree, memory: Tree, log: _Log, drawn: DrawnUpdate, traffic: tuple[int, int], data: Local
+) -> ClientResult:
+    swept = work.swept(len(data.x), len(data.u))
+    return ClientResult(up, memory, log.samples, drawn.amount, traffic, swept, tree.nbytes(memory))
+
+
+def first_memory(work: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
+    """Return the memory of a client that is met for the first time."""
+    return work.remember(down, rng.generator(seed, "remember", *((client,) if work.own_memory else ())))
+
+
+class _Log:
+    """Losses and samples of one client update, on the device until it ends."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.samples: dict[str, WeightedMetric] = {}
+
+    def add(self, notes: StepMetrics) -> None:
+        loss = notes.loss.detach()
+        self.losses.append(loss)
+        one = torch.ones_like(loss)
+        for name, new in {"loss": WeightedMetric(loss, loss.square(), one), **notes.samples}.items():
+            self.samples[name] = add(self.samples.get(name), new)
+
+    def check(self, context: ClientContext, client: int) -> None:
+        if not self.losses:
+            return
+        losses = torch.stack(self.losses)
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad):
+            step = int(bad[0])
+            raise Diverged(context.round, client, step, float(losses[step]))
+
+
+def _check_upload(context: ClientContext, client: int, up: Tree, steps: int) -> None:
+    """Refuse an upload that the last step has spoiled: its loss was still finite."""
+    fine = [leaf.isfinite().all() for leaf in tree.leaves(up)]
+    if not fine or bool(torch.stack(fine).all()):  # asked of the device once
+        return
+    for name, leaf in tree.flatten(up).items():
+        if not bool(leaf.isfinite().all()):
+            worst = float(leaf[~leaf.isfinite()].flatten()[0])
+            raise Diverged(context.round, client, max(0, steps - 1), worst, f"upload '{name}'")
+
+
+def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
+    """Add two samples."""
+    if old is None:
+        return new
+    return WeightedMetric(old.total + new.total, old.squares + new.squares, old.count + new.count)
+
+
+def _drawn(context: ClientContext, client: int, data: Local, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
+    work = context.work
+    wanted = Wanted(work.views, work.others, work.mixup, work.labeled_views)
+    return draw(amount, data, context.views, wanted, keep, context.seed, *context.path(client))
+
+
+def _swept(context: ClientContext, client: int, data: Local) -> Local:
+    normalize = context.work.task.normalize
+    return sweep(data, context.views, context.work.sweep, normalize, context.seed, *context.path(client))
+
+
+def _one(batch: Batch, k: int) -> Batch:
+    u, others, drawn, more = (
+        {name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.drawn, batch.x_views)
+    )
+    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k], others, drawn, more)
+
+
+def _laid(batch: Batch) -> Batch:
+    u, others, more = (tree.channels_last(part) for part in (batch.u, batch.others, batch.x_views))
+    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others, x_views=more)
+
+
+def _note(notes: StepMetrics, k: int) -> StepMetrics:
+    samples = {name: WeightedMetric(*(leaf[k] for leaf in s)) for name, s in notes.samples.items()}
+    pseudo = tuple(Pseudo(*(leaf[k] for leaf in each)) for each in notes.pseudo)
+    models = {name: Pseudo(*(leaf[k] for leaf in each)) for name, each in notes.models.items()}
+    return StepMetrics(notes.loss[k], samples, pseudo, models)
+
+
+def _kept(work: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | None:
+    return work.keep(tree.index(carry, k), _local(padded, k))
+
+
+def _local(padded: Local, k: int) -> Local:
+    """Return what the k-th of several clients holds, with the rows that fill it up."""
+    return Local(*(leaf[k] for leaf in padded[:5]), views=tree.index(padded.views, k))
+
+
+def _judged(work: ClientUpdate, carry: Tree, data: Local, observe: Observer, k: int, rows: int) -> bool:
+    """Show the pseudo-labels of the client's own `rows` where a client update makes them once, and say whether it
+    does."""
+    made = work.guesses(carry, data)
+    for pseudo in made:
+        own = Pseudo(*(leaf[:rows] for leaf in pseudo))
+        observe(k, torch.arange(rows, device=own.label.device), StepMetrics(own.confidence.sum(), {}, (own,)))
+    return bool(made)
+
+
+def _each_judged(
+    work: ClientUpdate, carry: Tree, padded: Local, datas: Sequence[Local], observe: Observer
+) -> list[bool]:
+    """Do what `_judged` does, for several clients whose carries and rows are stacked."""
+    sizes = [len(data.u) for data in datas]
+    return [_judged(work, tree.index(carry, k), _local(padded, k), observe, k, n) for k, n in enumerate(sizes)]
+
+
+def _padded(datas: Sequence[Local]) -> Local:
+    """Stack clients of unequal size: rows beyond a client's own repeat them from the start."""
+
+    def wrap(images: Tensor, length: int) -> Tensor:
+        if not len(images):
+            return images.new_zeros((length, *images.shape[1:]))
+        return images[torch.arange(length, device=images.device) % len(images)]
+
+    longest_x, longest_u = max(len(d.x) for d in datas), max(len(d.u) for d in datas)
+    return Local(
+        torch.stack([wrap(d.x, longest_x) for d in datas]),
+        torch.stack([wrap(d.y, longest_x) for d in datas]),
+        torch.stack([wrap(d.u, longest_u) for d in datas]),
+        torch.stack([d.labeled for d in datas]),
+        torch.stack([d.unlabeled for d in datas]),
+        {name: torch.stack([d.views[name] for d in datas]) for name in datas[0].views},
+    )

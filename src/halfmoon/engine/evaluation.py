@@ -1,0 +1,160 @@
+"""Accuracy on a test set, the quality of pseudo-labels where the hidden labels live, and what a model leans to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.api.types import NO_MODELS, Labeling, Pseudo
+from halfmoon.augment import Normalize
+from halfmoon.core import tree
+from halfmoon.core.tensors import numbers
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
+from halfmoon.models import Network
+
+TOGETHER = 250
+"""Test images that share batch statistics where these are what normalizes them, in their order."""
+
+
+class Examples(NamedTuple):
+    """Images with their labels."""
+
+    images: Tensor  # (N, C, H, W) uint8
+    labels: Tensor  # (N,) int64
+
+
+class Tally(NamedTuple):
+    """What a model said of a test set, counted in one pass."""
+
+    confusion: Tensor  # (classes, classes) int64; rows: true class, columns: predicted class
+    loss: float  # mean cross-entropy
+
+    @property
+    def per_class(self) -> list[float]:
+        """Return the accuracy of each class, to six digits; 0 for a class without test images."""
+        shares = self.confusion.diagonal() / self.confusion.sum(1).clamp_min(1)
+        return [round(value, 6) for value in numbers(shares)]
+
+    def row(self) -> dict[str, float | list[float]]:
+        """Return {"accuracy", "loss", "per_class"}."""
+        accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
+        return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
+
+
+@torch.no_grad()
+def tally(
+    network: Network,
+    model: Tree,
+    normalize: Normalize,
+    test: Examples,
+    batch: int = 1000,
+    statistics: Labeling = "running",
+) -> Tally:
+    """Count what `model` says of the test set under its tracked statistics, or under those of every `TOGETHER`."""
+    classes = network.classes
+    cells = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
+    loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
+    params = tree.channels_last(model["params"])
+    batch = batch if statistics == "running" else TOGETHER
+    for images, labels in zip(torch.split(test.images, batch), torch.split(test.labels, batch), strict=True):
+        x = normalize(images)
+        logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
+        loss += F.cross_entropy(logits, labels, reduction="sum").double()
+        cells += torch.bincount(labels * classes + logits.argmax(-1), minlength=classes * classes)
+    return Tally(cells.reshape(classes, classes), float(loss) / len(test.labels))
+
+
+def scores(
+    network: Network, model: Tree, normalize: Normalize, test: Examples, batch: int = 1000
+) -> dict[str, float | list[float]]:
+    """Return {"accuracy", "loss", "per_class"} of `model` under its tracked statistics."""
+    return tally(network, model, normalize, test, batch).row()
+
+
+@torch.no_grad()
+def mean_prediction(
+    network: Network, model: Tree, normalize: Normalize, images: Tensor, batch: int = 1000
+) -> np.ndarray:
+    """Return the mean class probabilities, float64 (classes,), of one or more images, uint8 (N, C, H, W).
+
+    Over unlabeled images it is FedDB's APP-U (IJCAI 2024, Equation 8), here under the model's tracked statistics.
+    """
+    total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
+    params = tree.channels_last(model["params"])
+    for some in torch.split(images, batch):
+        total += network.predict(params, model["stats"], normalize(some)).double().softmax(-1).sum(0)
+    return (total / len(images)).cpu().numpy()
+
+
+def leaning(
+    app_u: np.ndarray, labeled: np.ndarray, unlabeled: np.ndarray, per_class: Sequence[float]
+) -> dict[str, Any]:
+    """Return what a model's bias follows: its prior over unlabeled images, or the labeled mix.
+
+    `app_u` (classes,) is its mean prediction of unlabeled images, `labeled` and `unlabeled` (classes,) count rows, and
+    `per_class` (classes,) is its test accuracy by class. The row holds app_u and the three others scaled to sum 1, None
+    where all are zero, and the Jensen-Shannon divergences (bits, 0 to 1) between "accuracy" and "app_u", js_app_u, and
+    between "accuracy" and "labeled", js_labeled (FedDB, IJCAI 2024, Figures 1 and 3).
+    """
+    accuracy, labeled, unlabeled = (mix(np.asarray(each, np.float64)) for each in (per_class, labeled, unlabeled))
+    shares = {"app_u": app_u, "labeled": labeled, "unlabeled": unlabeled, "accuracy": accuracy}
+    distances = {"js_app_u": jensen_shannon(accuracy, app_u), "js_labeled": jensen_shannon(accuracy, labeled)}
+    row: dict[str, Any] = {name: None if np.isnan(s).any() else s.round(6).tolist() for name, s in shares.items()}
+    return row | {name: None if np.isnan(js) else round(float(js), 6) for name, js in distances.items()}
+
+
+class Quality:
+    """Counts over pseudo-labels, summed over steps and clients; no method ever sees it."""
+
+    def __init__(self, classes: int, threshold: float, device: torch.device) -> None:
+        self.classes, self.threshold = classes, threshold
+        self.totals = torch.zeros(6, dtype=torch.float64, device=device)
+        self.per_class = torch.zeros(2, classes, dtype=torch.float64, device=device)
+        self.models: dict[str, Quality] = {}
+
+    def add(self, pseudo: Pseudo, hidden: Tensor, models: Mapping[str, Pseudo] = NO_MODELS) -> None:
+        """Compare pseudo-labels (b,) with the labels (b,) that the method does not see.
+
+        Those that each of several `models` makes are counted apart, by its name.
+        """
+        for name, each in models.items():
+            if name not in self.models:
+                self.models[name] = Quality(self.classes, self.threshold, self.totals.device)
+            self.models[name].add(each, hidden)
+        right = (pseudo.label == hidden).double()
+        above = (pseudo.confidence >= self.threshold).double()
+        used = (pseudo.weight > 0).double()
+        self.totals += torch.stack(
+            [
+                right.new_tensor(len(right)),
+                right.sum(),
+                above.sum(),
+                (above * right).sum(),
+                used.sum(),
+                (used * right).sum(),
+            ]
+        )
+        belongs = F.one_hot(hidden, self.classes).double()
+        self.per_class += torch.stack([(belongs * right[:, None]).sum(0), belongs.sum(0)])
+
+    def row(self) -> dict[str, Any] | None:
+        """Return the shares and accuracies, None where nothing was counted; "models" holds those of several models."""
+        seen, right, above, above_right, used, used_right = numbers(self.totals)
+        if not seen:
+            return None
+        hits, rows = (numbers(part) for part in self.per_class)
+        return {
+            "accuracy": right / seen,
+            "share_above": above / seen,
+            "accuracy_above": above_right / above if above else None,
+            "share_used": used / seen,
+            "accuracy_used": used_right / used if used else None,
+            "per_class": [h / n if n else None for h, n in zip(hits, rows, strict=True)],
+            **({"models": {name: each.row() for name, each in self.models.items()}} if self.models else {}),
+        }

@@ -1,0 +1,221 @@
+"""The client half of a federation, wherever it runs: who holds which rows, and what a client update to them does.
+
+In a simulation `LocalClients` has all clients; a site of a real federation has its own rows alone.
+Both draw from (seed, round, query, client), so that a site computes what its client computes in a simulation, bit by
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import ClientUpdate, Local, StateStore, StepMetrics
+from halfmoon.core import tree
+from halfmoon.core.tensors import tensor_of
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine.budget import Budget, ClientSize, natural
+from halfmoon.engine.client_update import ClientContext, ClientResult, Observer, first_memory, update_many, update_one
+from halfmoon.engine.evaluation import Examples, Quality
+from halfmoon.engine.sampling import Amount, Batching, Views
+
+Executor = Literal["loop", "vmap"]
+
+
+@dataclass(frozen=True)
+class FederatedDataset:
+    """Who holds what: the training images (on the device that trains), and the split.
+
+    With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers. `pooled`
+    puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one. With
+    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1). `liars` label
+    their rows wrongly, class c as `classes` - 1 - c; guesses are still compared with what is true.
+    """
+
+    train: Examples
+    split: Split
+    all_labels: bool = False
+    pooled: bool = False
+    reuse_labeled: bool = False
+    liars: frozenset[int] = frozenset()
+    classes: int = 0  # needed where there are liars
+
+    @property
+    def clients(self) -> int:
+        """Return how many clients there are."""
+        return 1 if self.pooled else self.split.clients
+
+    def stage(self, round: int, rounds: int) -> int | None:
+        """Return which part of a stream has come by `round`; None where nothing streams."""
+        return None if self.split.stage is None else round * self.split.stages // rounds
+
+    def own(self, client: int, stage: int | None = None) -> ClientSize:
+        """Return how many rows the client trains on."""
+        given = self.given(client, stage)
+        return ClientSize(len(self._union(client, stage)), 0) if self.all_labels else given
+
+    def given(self, client: int, stage: int | None = None) -> ClientSize:
+        """Return how many rows the split gives to the client."""
+        return ClientSize(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
+
+    def local(self, client: int, stage: int | None = None) -> tuple[Local, Tensor]:
+        """Return what the client (or the `SERVER`) sees, and the labels of its unlabeled rows, which no method may see.
+
+        In a stream, `stage` says which unlabeled rows are there by now.
+        """
+        images, labels = self.train
+        x, u = (tensor_of(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
+        counts = torch.tensor([len(x), len(u)], device=labels.device)
+        told = self.classes - 1 - labels[x] if client in self.liars else labels[x]
+        # Of images that are mapped into memory, channels lie last.
+        return Local(images[x].contiguous(), told, images[u].contiguous(), counts[0], counts[1]), labels[u]
+
+    def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
+        """Return the training rows, int64, that the client (or the `SERVER`) has as labeled ones, or as unlabeled.
+
+        In a stream, `stage` says which unlabeled rows are there by now.
+        """
+        if self.all_labels:
+            return self._union(client, stage) if labeled else np.zeros(0, np.int64)
+        return self._rows(client, labeled, stage)
+
+    def _rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+        if self.reuse_labeled and not labeled and client != SERVER:
+            return self._union(client, stage)
+        return self._given(client, labeled, stage)
+
+    def _union(self, client: int, stage: int | None) -> np.ndarray:
+        return np.union1d(*(self._given(client, labeled, stage) for labeled in (True, False)))
+
+    def _given(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+        if self.pooled:
+            return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
+        return self.split.rows(client, labeled, stage)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How clients train: batch rule, budget and executor, and the batch rule of the server's own training.
+
+    Without `serving` the server trains by the clients' rule.
+    """
+
+    batching: Batching
+    budget: Budget
+    serving: Batching | None = None
+    executor: Executor = "loop"
+
+
+@dataclass
+class LocalClients:
+    """Clients (and perhaps the server's own rows) on this machine, visited one by one or lifted together by vmap.
+
+    `serving` is the batch rule of the server's own training. What clients remember lies in `memories`, by number.
+    """
+
+    dataset: FederatedDataset
+    views: Views
+    batching: Batching
+    serving: Batching
+    budget: Budget
+    seed: int
+    executor: Executor
+    memories: StateStore
+
+    def visit(
+        self,
+        context: ClientContext,
+        clients: Sequence[int],
+        stage: int | None,
+        down: Tree,
+        each: Tree,
+        quality: Quality,
+    ) -> list[ClientResult]:
+        """Visit clients (or the `SERVER`), remember what they keep, and return what comes of it in their order.
+
+        `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `quality` compares
+        pseudo-labels with the labels that are hidden from the work.
+        """
+        with torch.no_grad():
+            outcomes = self._visit(context, clients, stage, down, each, quality)
+        for client, outcome in zip(clients, outcomes, strict=True):
+            if outcome.memory:
+                self.memories.put(str(client), outcome.memory)
+        return outcomes
+
+    def _visit(
+        self,
+        context: ClientContext,
+        clients: Sequence[int],
+        stage: int | None,
+        down: Tree,
+        each: Tree,
+        quality: Quality,
+    ) -> list[ClientResult]:
+        work = context.work
+        amounts = [self._amount(work, client, stage) for client in clients]
+        outcomes: dict[int, ClientResult] = {}
+        # Asked once, not of every client: what a client that is known would start from may be a network to draw.
+        remembers = bool(first_memory(work, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
+        for group in self._groups(work, clients, stage, amounts):
+            memories: dict[int, Tree] = {k: {} for k in group}
+            if remembers:
+                memories = {k: self._memory(context, clients[k], {**down, **tree.index(each, k)}) for k in group}
+            for part in _alike(memories):
+                seen = [self.dataset.local(clients[k], stage) for k in part]
+                datas = [data for data, _ in seen]
+                observe = _observer(quality, [hidden for _, hidden in seen])
+                private = tree.map(lambda leaf, g=part: leaf[g], each)
+                mine, kept = [clients[k] for k in part], [memories[k] for k in part]
+                if self.executor == "vmap":
+                    own = [amounts[k] for k in part]
+                    made = update_many(context, mine, down, private, kept, datas, own, observe)
+                else:
+                    one = {**down, **tree.index(private, 0)}
+                    made = [update_one(context, mine[0], one, kept[0], datas[0], amounts[part[0]], observe)]
+                outcomes.update(zip(part, made, strict=True))
+        return [outcomes[k] for k in range(len(clients))]
+
+    def _amount(self, work: ClientUpdate, client: int, stage: int | None) -> Amount:
+        if client == SERVER:
+            return natural(self.serving, work, self.dataset.own(client))
+        own, given = self.dataset.own(client, stage), self.dataset.given(client, stage)
+        return self.budget.amount(self.batching, work, own, given)
+
+    def _groups(
+        self, work: ClientUpdate, clients: Sequence[int], stage: int | None, amounts: Sequence[Amount]
+    ) -> list[list[int]]:
+        """Return the places in the cohort that run as one program: equal images a step and, where it matters, size."""
+        if self.executor == "loop":
+            return [[k] for k in range(len(amounts))]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for k, (client, amount) in enumerate(zip(clients, amounts, strict=True)):
+            size = astuple(self.dataset.own(client, stage)) if work.whole else ()
+            groups.setdefault((amount.labeled, amount.unlabeled, *size), []).append(k)
+        return list(groups.values())
+
+    def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
+        """Return what the client remembers, for a work that remembers."""
+        return self.memories.get(str(client)) or first_memory(context.work, down, self.seed, client)
+
+
+def _observer(quality: Quality, hidden: Sequence[Tensor]) -> Observer:
+    def observe(k: int, rows: Tensor, notes: StepMetrics) -> None:
+        for pseudo in notes.pseudo:
+            quality.add(pseudo, hidden[k][rows], notes.models)
+
+    return observe
+
+
+def _alike(memories: dict[int, Tree]) -> list[list[int]]:
+    """Return the keys in groups of equally shaped trees: a memory may hold something for each row of a client."""
+    groups: dict[tuple[torch.Size, ...], list[int]] = {}
+    for key, memory in memories.items():
+        groups.setdefault(tuple(leaf.shape for leaf in tree.leaves(memory)), []).append(key)
+    return list(groups.values())

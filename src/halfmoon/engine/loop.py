@@ -1,0 +1,354 @@
+"""The only round loop: ask the method for a round, measure, write down, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from halfmoon.api.types import Federation, Method, Task, WeightedMetric
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import integers
+from halfmoon.core.tree import Tree
+from halfmoon.engine.budget import Cost
+from halfmoon.engine.evaluation import Examples, Tally, tally
+from halfmoon.storage.manifest import Contents
+from halfmoon.storage.run_folder import METRICS, Loaded, RunFolder
+from halfmoon.storage.state_store import Store
+
+_COUNTS = {each.name for each in fields(Cost)}
+
+NOTHING: Tree = {}
+Row = dict[str, Any]
+"""One round's line of metrics.jsonl."""
+
+
+class TooFew(UserError):
+    """A round that too few clients have answered: nothing of it counts, and it is played again."""
+
+
+class Report(NamedTuple):
+    """What a runtime measured in one round."""
+
+    cohort: list[int]
+    samples: dict[str, WeightedMetric]
+    pseudo: Row | None
+    cost: dict[str, int]  # of the run so far
+    evaluation: Row | None = None  # how the model before this round did on test images that only the clients have
+    aggregator: Row | None = None  # what stood between the uploads and the method says of the round
+
+
+class Runtime(Federation, Protocol):
+    """A federation that the round loop can drive: on this machine, or over a network."""
+
+    store: Store  # what has to be saved beside the server's tree
+    device: torch.device  # where the server computes
+
+    def open(self, round: int) -> None:
+        """Begin a round, or begin it again: draw its cohort."""
+        ...
+
+    def again(self, few: TooFew) -> None:
+        """Make ready to play the round again that too few have answered, or raise `few`."""
+        ...
+
+    def ended(self, round: int) -> str | None:
+        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
+        ...
+
+    def bring(self, model: Tree) -> None:
+        """Have the model tested with the next query, where clients have test images of their own."""
+        ...
+
+    def saved(self, round: int) -> None:
+        """Take note that the first `round` rounds are on the disk."""
+        ...
+
+    def stored(self, server: int) -> None:
+        """Take note of the bytes of the server's tree."""
+        ...
+
+    def close(self) -> Report:
+        """End a round: what it measured."""
+        ...
+
+    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+        """Return what the model {"params", "stats"} leans to: the row of `halfmoon.engine.evaluation.leaning`.
+
+        It is measured on the unlabeled rows of this round's cohort and adds nothing to the cost; None where there is
+        no such row. `per_class` (classes,) is the model's test accuracy by class.
+        """
+        ...
+
+    def client_priors(
+        self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
+    ) -> Row | None:
+        """Return what the models that single clients have sent lean to, and what `model` does on their images.
+
+        `test` returns the test accuracy by class of a model. None where that is not wanted or cannot be known.
+        """
+        ...
+
+    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+        """Go on from a checkpoint: with what the store held then."""
+        ...
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One method on one federation; without `test` images nothing is evaluated here.
+
+    With `validation` images the model of the round that is best on them is the run's. With `ema` > 0 what is evaluated
+    is an average of the server's models, which keeps that share of itself in each round (`averaged`).
+    """
+
+    method: Method
+    task: Task
+    runtime: Runtime
+    test: Examples | None
+    seed: int
+    evaluate_every: int = 1
+    checkpoint_every: int = 1
+    validation: Examples | None = None
+    ema: float = 0.0
+
+
+class _State(NamedTuple):
+    """What the rounds carry on; a part that is not wanted is {}."""
+
+    server: Tree
+    average: Tree = NOTHING  # of the server's models
+    chosen: Tree = NOTHING  # the model of the round that is best on the validation images
+
+    def solution(self, experiment: Experiment) -> Tree:
+        """Return the model {"params", "stats"} that is evaluated."""
+        return self.average or experiment.method.solution(experiment.task, self.server)
+
+
+def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
+    """Return the model {"params", "stats"} that every method of a seed starts from."""
+    return tree.to(task.network.init(rng.generator(seed, "model")), device)
+
+
+def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
+    """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended"}.
+
+    "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is
+    that of "model" on the test set: rows are true classes, columns predicted ones. Without a test set it and "accuracy"
+    are None. "aggregation" is what the last row says of aggregators. "ended" says why the run is over before its last
+    round, None where it is not. The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the
+    run goes on from `loaded`, the folder's newest checkpoint, if there is one. Raises
+    `halfmoon.engine.client_update.Diverged` when a loss is not a number.
+    """
+    task, runtime = experiment.task, experiment.runtime
+    state, first = _start(experiment, folder, loaded, runtime.device)
+    seen, told = _validated(folder.rows()), None
+    number, ended = first, runtime.ended(first) if first < task.rounds else None
+    if ended is not None and not first:
+        raise UserError(ended)
+    while number < task.rounds and ended is None:
+        began = time.perf_counter()
+        server = _round(experiment, number, state)
+        runtime.stored(tree.nbytes(server))
+        state = state._replace(server=server, average=_follow(experiment, number, server, state.average))
+        row = _row(number, runtime.close())
+        number += 1
+        ended = runtime.ended(number) if number < task.rounds else None
+        last = number == task.rounds or ended is not None
+        if number % experiment.evaluate_every == 0 or last:
+            state, seen, told = _evaluate(experiment, state, seen, told, row)
+        folder.log(row)
+        if number % experiment.checkpoint_every == 0 or last:
+            _save(folder, number, state, runtime, row["cost"])
+        folder.time({"round": number, "seconds": round(time.perf_counter() - began, 4)})
+        watch(row)
+    model = state.chosen or state.solution(experiment)
+    if told is None and experiment.test is not None:  # it was stopped between an evaluation and its end
+        told = _tally(experiment, model, experiment.test)
+    confusion = None if told is None else [integers(row) for row in told.confusion]
+    return {"model": model, "confusion": confusion, **_result(folder.verified_rows()), "ended": ended}
+
+
+def _round(experiment: Experiment, number: int, state: _State) -> Tree:
+    """Return the server's tree after a round, which is played until enough clients have answered."""
+    while True:
+        experiment.runtime.open(number)
+        if experiment.test is None and number and number % experiment.evaluate_every == 0:
+            experiment.runtime.bring(state.solution(experiment))
+        try:
+            return experiment.method.round(experiment.task.at(number), state.server, experiment.runtime)
+        except TooFew as few:
+            experiment.runtime.again(few)
+
+
+def averaged(average: Tree, model: Tree, round: int, keep: float) -> Tree:
+    """Return the average of the server's models after `model` of `round` (from 0): keep average + (1 - keep) model.
+
+    `keep` is at most round / (round + 1), so that the first models count alike and the initial one not at all. Tracked
+    statistics are averaged with the same weights as the parameters that they belong to.
+    """
+    if not average:
+        return model
+    new = 1 - min(keep, round / (round + 1))
+    return tree.map(lambda old, now: old + new * (now - old), average, model)
+
+
+def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
+    """Return the average of the server's models after round `number`; {} where none is wanted."""
+    if not experiment.ema:
+        return {}
+    return averaged(average, experiment.method.solution(experiment.task, server), number, experiment.ema)
+
+
+def _tally(experiment: Experiment, model: Tree, images: Examples) -> Tally:
+    task = experiment.task
+    return tally(task.network, model, task.normalize, images, statistics=task.testing)
+
+
+def _evaluate(
+    experiment: Experiment, state: _State, seen: list[_Validated], told: Tally | None, row: Row
+) -> tuple[_State, list[_Validated], Tally | None]:
+    """Put into the row what the round's model is worth; keep it if the validation images say that it is the best.
+
+    `seen` is what they have said so far; `told` and the tally that is returned are the test set's of the run's model.
+    """
+    model = state.solution(experiment)
+    images = experiment.test
+    test = None if images is None else _tally(experiment, model, images)
+    if images is not None and test is not None:
+        row["test"] = test.row()
+        row["prior"] = experiment.runtime.prior(model, test.per_class)
+        at_clients = experiment.runtime.client_priors(
+            model, test.per_class, lambda local: _tally(experiment, local, images).per_class
+        )
+        row |= {} if at_clients is None else {"clients": at_clients}
+    if experiment.validation is None:
+        return state, seen, test
+    row["validation"] = _tally(experiment, model, experiment.validation).row()
+    seen = [*seen, *_validated([row])]
+    if max(seen) == seen[-1]:
+        return state._replace(chosen=model), seen, test
+    return state, seen, told
+
+
+class _Validated(NamedTuple):
+    """What the validation images say of a round; the largest is the best."""
+
+    accuracy: float
+    lead: float  # minus the loss: it decides between equal accuracies
+    round: int
+
+
+def _validated(rows: list[Row]) -> list[_Validated]:
+    said = [(row["validation"], row["round"]) for row in rows if "validation" in row]
+    return [_Validated(told["accuracy"], -told["loss"], round) for told, round in said]
+
+
+def _start(
+    experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device
+) -> tuple[_State, int]:
+    """Return what the rounds start from, and the first round: from the newest sound checkpoint, or from nothing."""
+    if loaded is None:
+        server = experiment.method.start(experiment.task, initial_model(experiment.task, experiment.seed, device))
+        state = _State(tree.to(server, device))
+        _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
+        return state, 0
+    _check(folder, loaded)
+    experiment.runtime.restore(loaded.clients, loaded.meta["cost"])
+    return _State(**{name: tree.to(part, device) for name, part in loaded.state.items()}), loaded.round
+
+
+def _check(folder: RunFolder, loaded: Loaded) -> None:
+    """Raise UserError where a checkpoint, or a row of metrics before it, lacks what the end of a run needs of it."""
+    cost: Any = loaded.meta.get("cost")
+    counted = (
+        isinstance(cost, dict)
+        and cost.keys() <= _COUNTS
+        and all(type(each) is int for each in cast(Row, cost).values())
+    )
+    parts = loaded.state.keys() <= set(_State._fields) and all(isinstance(part, dict) for part in loaded.state.values())
+    if not counted or not parts or "server" not in loaded.state:
+        raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
+    rows = folder.rows()
+    fine = [_is_round(row, number) for number, row in enumerate(rows, start=1)]
+    if len(rows) != loaded.round or not all(fine):
+        line = fine.index(False) + 1 if False in fine else len(rows)
+        raise UserError(
+            f"{folder.path / METRICS}, line {line}: the rows are not those of rounds 1 to {loaded.round}; restore the "
+            "file, or start the run again in another --run-dir."
+        )
+
+
+def _is_round(row: Row, number: int) -> bool:
+    """Return whether a row of metrics has what the end of a run needs of it."""
+    told: list[Any] = [row.get("test", {"accuracy": 0.0}), row.get("validation", {"accuracy": 0.0, "loss": 0.0})]
+    said = all(isinstance(each, dict) and type(cast(Row, each).get("accuracy")) is float for each in told)
+    loss = said and type(told[1].get("loss")) is float
+    return row.get("round") == number and isinstance(row.get("cost"), dict) and loss
+
+
+def _save(folder: RunFolder, number: int, state: _State, runtime: Runtime, cost: dict[str, int]) -> None:
+    parts = {name: part for name, part in state._asdict().items() if part or name == "server"}
+    folder.save(number, parts, {"cost": cost}, runtime.store)
+    runtime.saved(number)
+
+
+def _row(number: int, report: Report) -> Row:
+    """Return the line of one round; a sample becomes its mean and, where it varies, its spread."""
+    train: Row = {}
+    for name, each in report.samples.items():
+        total, squares, count = (float(value) for value in each)
+        mean = total / count
+        train[name] = mean
+        train[f"{name}_spread"] = math.sqrt(max(0.0, squares / count - mean * mean))
+    return {
+        "round": number + 1,
+        "cohort": report.cohort,
+        "train": train,
+        "pseudo": report.pseudo,
+        "cost": report.cost,
+        **({} if report.evaluation is None else {"evaluation": report.evaluation}),
+        **({} if report.aggregator is None else {"aggregation": report.aggregator}),
+    }
+
+
+def _result(rows: list[Row]) -> Row:
+    """Return the last and the best accuracy, of the test and of pseudo-labels, and the last row's cost and
+    aggregators."""
+    tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
+    said = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
+    if not tested:
+        return {"accuracy": None, **said}
+    accuracy = _last_and_best(tested)
+    if seen := _validated(rows):
+        chosen = max(seen)
+        by_round = {round: share for share, round in tested}
+        accuracy |= {"chosen": by_round[chosen.round], "chosen_round": chosen.round, "validation": chosen.accuracy}
+    return {"accuracy": accuracy, **said}
+
+
+def measured(rows: Sequence[Row]) -> Row:
+    """Return what else a figure may compare, the last and the best over the rounds that measured it, as shares.
+
+    "pseudo" is the accuracy of the pseudo-labels that a method teaches with, "pseudo.MODEL" that of one of several
+    models, "used" the share of the unlabeled images whose pseudo-label teaches.
+    """
+    found: dict[str, list[tuple[float, int]]] = {}
+    for row in rows:
+        made = row.get("pseudo")
+        if made:
+            each = {"pseudo": made["accuracy"], "used": made["share_used"]}
+            each |= {f"pseudo.{name}": its["accuracy"] for name, its in made.get("models", {}).items()}
+            for name, value in each.items():
+                found.setdefault(name, []).append((value, row["round"]))
+    return {name: _last_and_best(values) for name, values in found.items()}
+
+
+def _last_and_best(measured: Sequence[tuple[float, int]]) -> Row:
+    best, best_round = max(measured, key=lambda each: (each[0], -each[1]))
+    return {"last": measured[-1][0], "best": best, "best_round": best_round}

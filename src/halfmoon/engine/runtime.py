@@ -1,0 +1,225 @@
+"""The server half of a runtime, wherever the clients are: draws cohorts, asks them, and counts what it costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfmoon.aggregation import AggregationContext, Aggregator
+from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
+from halfmoon.core import rng, tree
+from halfmoon.core.tensors import integers
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.budget import Cost
+from halfmoon.engine.client_update import ClientContext, ClientResult, add, images_a_call
+from halfmoon.engine.evaluation import Quality
+from halfmoon.engine.loop import Report, Row, TooFew
+from halfmoon.engine.sampling import Views
+from halfmoon.storage.manifest import Contents
+from halfmoon.storage.state_store import StateView, Store
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """How a runtime draws and measures.
+
+    cohort: how many clients train in a round.
+    seed: what cohorts, batches and views are drawn from.
+    clients: how many are registered; a simulation takes the number of its data set.
+    device: where the server computes; a simulation takes that of its data set.
+    confidence_threshold: the confidence from which diagnostics call a pseudo-label confident.
+    client_models: of how many clients a round the models that they send are kept, to be measured.
+    client_dropout: the probability that a client of the cohort does not answer, for a whole round.
+    cohort_secret: what a server draws cohorts from in place of the seed, if sites must not foresee them.
+    """
+
+    cohort: int
+    seed: int = 0
+    clients: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a device is immutable)
+    confidence_threshold: float = 0.95
+    client_dropout: float = 0.0
+    client_models: int = 0
+    cohort_secret: bytes | None = None
+
+
+class ServerRuntime(ABC):
+    """A `halfmoon.engine.loop.Runtime` whose clients are somewhere: `_visit` knows where.
+
+    A round is `open`, any number of queries, `close`. Everything drawn depends on (seed, round, query, client) alone. A
+    client of the cohort fails to answer with probability `settings.client_dropout`, for a whole round; one always
+    answers. What the server's state store remembers lies in `store`. Uploads pass through `aggregators`, one after the
+    other, to the method.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        views: Views,
+        settings: RuntimeSettings,
+        store: Store | None = None,
+        aggregators: Sequence[Aggregator] = (),
+    ) -> None:
+        self.method, self.base, self.task, self.views = method, task, task, views
+        self.settings, self.seed, self.device = settings, settings.seed, settings.device
+        self.client_updates = method.client_updates(task)
+        self.clients, self.size = settings.clients, settings.cohort
+        self.aggregators = tuple(aggregators)
+        self.store = Store() if store is None else store
+        self.state_store: StateStore = StateView(self.store, "state/", self.device)
+        self.cost = Cost()
+        self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
+        self._round = self._attempt = self._query = 0
+        self._fair = True  # whether the cohort was drawn from all clients alike
+        self._samples: dict[str, WeightedMetric] = {}
+        self._quality = self._fresh_quality()
+
+    @property
+    @abstractmethod
+    def labeled(self) -> int:
+        """Return how many labeled images the server itself has."""
+
+    @abstractmethod
+    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+        """Return what the model leans to (`halfmoon.engine.evaluation.leaning`), None where that cannot be known."""
+
+    def client_priors(
+        self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
+    ) -> Row | None:
+        """Return what models lean to at single clients, None where that is not wanted or cannot be known."""
+        return None
+
+    @abstractmethod
+    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
+        """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
+
+        Return what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
+        """
+
+    @abstractmethod
+    def again(self, few: TooFew) -> None:
+        """Make ready to play the round again that too few have answered, or raise `few`."""
+
+    @abstractmethod
+    def bring(self, model: Tree) -> None:
+        """Have the model tested with the next query, where clients have test images of their own."""
+
+    @abstractmethod
+    def saved(self, round: int) -> None:
+        """Take note that the first `round` rounds are on the disk."""
+
+    def open(self, round: int) -> None:
+        """Begin a round: draw its cohort, the same for every method of one seed."""
+        g = rng.generator(self.seed, "cohort", round)
+        self.cohort = torch.randperm(self.clients, generator=g)[: self.size].sort().values
+        self.task = self.base.at(round)
+        self.client_updates = self.method.client_updates(self.task)
+        self._round, self._query = round, 0
+        self._samples, self._quality = {}, self._fresh_quality()
+
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...).
+
+        Of `to` nobody may answer; then there are no uploads: {}.
+        """
+        asked = self.cohort if to is None else to.cpu()
+        there = self._there(asked)
+        private = {} if each is None else each
+        outcomes = self._ask(
+            self.client_updates[work], integers(asked[there]), down, tree.map(lambda leaf: leaf[there], private)
+        )
+        up = tree.stack([outcome.up for outcome in outcomes.values()]) if outcomes else {}
+        if up and self.aggregators:
+            place = {client: k for k, client in enumerate(integers(asked))}
+            mine = torch.tensor([place[client] for client in outcomes], dtype=torch.int64)
+            each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
+            at = (self._round, self._attempt, self._query - 1)
+            drawn = to is None and self._fair
+            up = self._aggregated(AggregationContext(*at, work, down, each, tuple(outcomes), len(asked), drawn), up)
+        else:
+            self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
+        mute = asked[~torch.isin(asked, self.answered)]
+        self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
+        lost = len(asked) - len(self.answered)  # they are sent something too
+        self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
+        return up
+
+    def _aggregated(self, question: AggregationContext, up: Tree) -> Tree:
+        """Return the uploads as the aggregators let them through; those whose answers do not count have not
+        answered."""
+        for aggregator in self.aggregators:
+            places, up = aggregator.uploads(question, up)
+            if not places:
+                what = f"round {question.round + 1}, query {question.query + 1} ({question.work})"
+                raise TooFew(f"{what} has no usable upload of {question.asked}.")
+            question = question if len(places) == len(question.clients) else question.only(places)
+        self.answered = torch.tensor(question.clients, dtype=torch.int64)
+        return up
+
+    def ended(self, round: int) -> str | None:
+        """Return why `round` may not be played, None where it may."""
+        return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
+        traffic = self.cost.bytes_down, self.cost.bytes_up
+        outcome = self._ask(self.client_updates[work].at_server, [SERVER], down, {})[SERVER]
+        self.cost.bytes_down, self.cost.bytes_up = traffic
+        return outcome.up
+
+    def stored(self, server: int) -> None:
+        """Take note of the bytes of the server's tree; what lies on its state store counts too."""
+        beside = self.store.held("state/") + self.store.held(f"client/{SERVER}")
+        self.cost.stored_server = max(self.cost.stored_server, server + beside)
+
+    def close(self) -> Report:
+        """End the round: what it measured and what the run has cost so far."""
+        said = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
+        return Report(
+            integers(self.cohort), self._samples, self._quality.row(), self.cost.row(), aggregator=said or None
+        )
+
+    def state(self) -> Tree:
+        """Return a copy of all that is remembered here; a checkpoint commits the store instead."""
+        state_stores = {"state": self.state_store}
+        return {name: {key: kept.get(key) for key in kept.keys()} for name, kept in state_stores.items()}  # noqa: SIM118
+
+    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.store.restore(clients)
+        self.cost = Cost(**cost)
+
+    def _ask(self, work: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
+        """Visit clients (or the server) and count what it takes."""
+        context = ClientContext(work, self.views, self.seed, self._round, self._query, images_a_call(self.device))
+        self._query += 1
+        outcomes = self._visit(context, clients, down, each)
+        for client, outcome in outcomes.items():
+            if client != SERVER:
+                self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
+            for name, new in outcome.samples.items():
+                self._samples[name] = add(self._samples.get(name), new)
+            passes = work.passes(outcome.amount.labeled, outcome.amount.unlabeled)
+            self.cost.visit(outcome.amount, passes, outcome.swept)
+            self.cost.bytes_down += outcome.traffic[0]
+            self.cost.bytes_up += outcome.traffic[1]
+        return outcomes
+
+    def _there(self, asked: Tensor) -> Tensor:
+        """Return the places in `asked` of those who answer in this round; at least one does."""
+        if not self.settings.client_dropout:
+            return torch.arange(len(asked))
+        draws = [
+            float(torch.rand((), generator=rng.generator(self.seed, "silent", self._round, k))) for k in integers(asked)
+        ]
+        there = [place for place, drawn in enumerate(draws) if drawn >= self.settings.client_dropout]
+        return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
+
+    def _fresh_quality(self) -> Quality:
+        return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)

@@ -1,0 +1,305 @@
+"""What a client's update looks at: how many steps, which rows in which order, and the draws of their views.
+
+All of it is decided here from (seed, round, query, client), outside every method, so that a loop, a batched cohort and
+a real network see the same images. Labeled and unlabeled rows have generators of their own: methods that look at
+labeled images only see, with as many steps, the same labeled batches as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.augment import Drawn, Labeled, Normalize, Plain, Shared, Strong, View, Weak
+from halfmoon.core import rng
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import tensor_of
+
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The batch rule that all methods of a comparison share.
+
+    `labeled` and `unlabeled` are images a step; "rest" spreads the unlabeled rows over the steps (FedDure's released
+    code: N_u // steps); labeled "all" puts all labeled rows into every step. One epoch is one pass over the labeled
+    rows, round(N_l / labeled) steps, or one over the unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which;
+    the other set is cycled. "auto" is unlabeled where `unlabeled` is a number and labeled where it is "rest". `steps`
+    fixes the number of steps instead. A set smaller than its batch is cycled, never padded.
+    """
+
+    labeled: int | Literal["all"] = 10
+    unlabeled: int | Literal["rest"] = "rest"
+    epochs: int = 1
+    epoch: Literal["auto", "labeled", "unlabeled"] = "auto"
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"epochs": self.epochs, "steps": 1 if self.steps is None else self.steps}
+        if self.labeled != "all":
+            sizes["labeled"] = self.labeled
+        if self.unlabeled != "rest":
+            sizes["unlabeled"] = self.unlabeled
+        for name, value in sizes.items():
+            if value < 1:
+                raise UserError(f"batch {name} is {value}: it must be at least 1.")
+        if self.unlabeled == "rest" and self.epoch == "unlabeled":
+            raise UserError(
+                "batch epoch = 'unlabeled' needs a number of unlabeled images a step, not 'rest': the rest is what one "
+                "pass over the labeled rows leaves to each step."
+            )
+
+    def steps_labeled(self, labeled: int) -> int:
+        """Return the steps of a client update to a client with `labeled` rows that trains on labels alone."""
+        return self.steps or self.epochs * max(1, round(labeled / max(1, self.labeled_size(labeled))))
+
+    def labeled_size(self, labeled: int) -> int:
+        """Return the labeled images of each step: none at a client that has none."""
+        if not labeled:
+            return 0
+        return labeled if self.labeled == "all" else self.labeled
+
+    def steps_both(self, labeled: int, unlabeled: int) -> int:
+        """Return the steps of a client update that trains on both sets, at least 1; `draw` needs unlabeled rows."""
+        by_labels = self.epoch == "labeled" or (self.epoch == "auto" and self.unlabeled == "rest")
+        if self.steps or by_labels or self.unlabeled == "rest":
+            return self.steps_labeled(labeled)
+        return self.epochs * max(1, -(-unlabeled // self.unlabeled))
+
+    def unlabeled_size(self, labeled: int, unlabeled: int) -> int:
+        """Return the unlabeled images of each step."""
+        if self.unlabeled == "rest":
+            return max(1, unlabeled * self.epochs // self.steps_both(labeled, unlabeled))
+        return self.unlabeled
+
+
+@dataclass(frozen=True)
+class Views:
+    """The recipes of a run: the labeled images' view, and the unlabeled ones by name."""
+
+    labeled: View = field(default_factory=Labeled)
+    unlabeled: Mapping[str, View] = field(
+        default_factory=lambda: {"plain": Plain(), "weak": Weak(), "strong": Strong()}
+    )
+
+
+class Amount(NamedTuple):
+    """How much one client update looks at."""
+
+    steps: int
+    labeled: int  # images a step
+    unlabeled: int  # images a step, 0 for a work without views
+    epochs: int = 0  # if not 0: as many passes over the kept unlabeled rows in place of `steps`
+
+
+class DrawnUpdate(NamedTuple):
+    """The draws of one client's update, on the CPU."""
+
+    amount: Amount
+    x_rows: Tensor  # (steps * labeled,) int64
+    x_drawn: Drawn
+    u_rows: Tensor  # (steps * unlabeled,) int64
+    u_drawn: dict[str, Drawn]
+    o_rows: Tensor  # (steps * unlabeled,) int64, of the second minibatches; empty where none is wanted
+    o_drawn: dict[str, Drawn]
+    mixed: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"
+    more_drawn: dict[str, Drawn]  # by name, of the labeled images' further views
+
+
+class Wanted(NamedTuple):
+    """What a work wants in its batches."""
+
+    views: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    mixup: float | None = None
+    labeled: tuple[str, ...] = ()
+
+
+def recipe(views: Views, name: str) -> View:
+    """Return the recipe of an unlabeled view: "weak2" is one more draw of "weak"."""
+    return views.unlabeled[name.rstrip("0123456789")]
+
+
+def on_labels(views: Views, labeled: int) -> Views:
+    """Return the recipes for labeled images, `labeled` a step: a draw shared by a step's images is shared by these."""
+    shared = {
+        name: replace(view, rows=max(1, labeled)) if isinstance(view, Shared) else view
+        for name, view in views.unlabeled.items()
+    }
+    return replace(views, unlabeled=shared)
+
+
+def cycle(rows: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """Return `length` entries of `rows` (n,): one shuffled pass after another, the last one cut."""
+    passes = -(-length // len(rows))
+    return torch.cat([rows[torch.randperm(len(rows), generator=generator)] for _ in range(passes)])[:length]
+
+
+def draw(
+    amount: Amount,
+    local: Local,
+    views: Views,
+    wanted: Wanted,
+    keep: Tensor | None,
+    seed: int,
+    *path: int | str,
+) -> DrawnUpdate:
+    """Draw a client update from (seed, *path); a client whose `keep` (U,) allows no row takes no step."""
+    shape = _shape(local)
+    count = int(local.unlabeled)
+    allowed = torch.arange(count)
+    if keep is not None:
+        allowed = allowed[keep.cpu()[:count]]
+        if amount.epochs:
+            amount = amount._replace(steps=amount.epochs * -(-len(allowed) // amount.unlabeled))
+    if wanted.views and not len(allowed):
+        amount = amount._replace(steps=0)
+    g = rng.generator(seed, *path, "labeled")
+    total = amount.steps * amount.labeled
+    x_rows = cycle(torch.arange(int(local.labeled)), total, g) if total else NO_ROWS
+    x_drawn = views.labeled.draw(total, shape, g)
+    more_drawn = _drawn(on_labels(views, amount.labeled), wanted.labeled, total, shape, seed, *path, "labeled")
+    total = amount.steps * amount.unlabeled
+    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if wanted.views and total else NO_ROWS
+    u_drawn = _drawn(views, wanted.views, total, shape, seed, *path)
+    o_rows, o_drawn = NO_ROWS, {}
+    if wanted.others and total:
+        o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
+        o_drawn = _drawn(views, wanted.others, total, shape, seed, *path, "others")
+    mixed = {} if wanted.mixup is None else _mixed(amount, wanted, wanted.mixup, seed, *path, "mixup")
+    return DrawnUpdate(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
+
+
+def sweep(local: Local, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str) -> Local:
+    """Return what a client holds together with the named views of all its unlabeled rows."""
+    if not names:
+        return local
+    n = len(local.u)
+    drawn = _drawn(views, names, n, _shape(local), seed, *path, "sweep")
+    return local._replace(views={name: recipe(views, name).apply(local.u, drawn[name], normalize) for name in names})
+
+
+def _shape(local: Local) -> tuple[int, int, int]:
+    channels, height, width = local.x.shape[1:]
+    return channels, height, width
+
+
+def _drawn(
+    views: Views, names: Sequence[str], total: int, shape: tuple[int, int, int], seed: int, *path: int | str
+) -> dict[str, Drawn]:
+    return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
+
+
+def _mixed(amount: Amount, wanted: Wanted, concentration: float, seed: int, *path: int | str) -> dict[str, Tensor]:
+    """Return the coefficients ~ Beta(a, a), permutations and quarter turns of every step."""
+    steps, images = amount.steps, amount.labeled + len(wanted.views) * amount.unlabeled
+    g = rng.generator(seed, *path)
+    mix = np.random.Generator(np.random.PCG64(rng.number(seed, *path))).beta(concentration, concentration, steps)
+    orders = [torch.randperm(images, generator=g) for _ in range(steps)]
+    return {
+        "mix": tensor_of(mix),
+        "order": torch.stack(orders) if orders else torch.zeros(0, images, dtype=torch.int64),
+        "turn": torch.randint(4, (steps, amount.unlabeled), generator=g),
+    }
+
+
+def batches(
+    locals_: Sequence[Local], visits: Sequence[DrawnUpdate], views: Views, normalize: Normalize, rows: int
+) -> Iterator[Batch]:
+    """Yield the batches of K clients' visits step by step, every leaf (K, ...).
+
+    Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. All visits
+    share the images a step; a client update that is over repeats its last step, and one without any shows the longest
+    one's images, which the caller discards.
+    """
+    longest = max(range(len(visits)), key=lambda k: visits[k].amount.steps)
+    seats = [k if visit.amount.steps else longest for k, visit in enumerate(visits)]
+    locals_, visits = [locals_[k] for k in seats], [visits[k] for k in seats]
+    labeled, unlabeled = visits[0].amount.labeled, visits[0].amount.unlabeled
+    last = max(visit.amount.steps for visit in visits)
+    together = max(1, rows // max(1, len(visits) * max(labeled, unlabeled)))
+    for first in range(0, last, together):
+        steps = range(first, min(first + together, last))
+        span = [_positions(visit, steps, labeled) for visit in visits]
+        x_rows = [visit.x_rows[at] for visit, at in zip(visits, span, strict=True)]
+        x = _view(views.labeled, [v.x_drawn for v in visits], span, [c.x for c in locals_], x_rows, normalize)
+        more = _named(views, [v.more_drawn for v in visits], span, [c.x for c in locals_], x_rows, normalize)
+        y = torch.stack([c.y[r.to(c.y.device)] for c, r in zip(locals_, x_rows, strict=True)])
+        span = [_positions(visit, steps, unlabeled) for visit in visits]
+        u_rows = [
+            visit.u_rows[at] if len(visit.u_rows) else visit.u_rows for visit, at in zip(visits, span, strict=True)
+        ]
+        images = [c.u for c in locals_]
+        u = _named(views, [v.u_drawn for v in visits], span, images, u_rows, normalize)
+        o_rows = [
+            visit.o_rows[at] if len(visit.o_rows) else visit.o_rows for visit, at in zip(visits, span, strict=True)
+        ]
+        others = _named(views, [v.o_drawn for v in visits], span, images, o_rows, normalize)
+        x_index, u_index = torch.stack(x_rows).to(y.device), torch.stack(u_rows).to(y.device)
+        o_index = torch.stack(o_rows).to(y.device)
+        mixed = [_at(visit, steps) for visit in visits]
+        mixed = {name: torch.stack([each[name] for each in mixed]).to(y.device) for name in mixed[0]}
+        for step in range(len(steps)):
+            a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
+            extra = {name: leaf[:, step] for name, leaf in mixed.items()}
+            if others:
+                extra["other_rows"] = o_index[:, b]
+            yield Batch(
+                x[:, a],
+                y[:, a],
+                x_index[:, a],
+                {name: view[:, b] for name, view in u.items()},
+                u_index[:, b],
+                {name: view[:, b] for name, view in others.items()},
+                extra,
+                {name: view[:, a] for name, view in more.items()},
+            )
+
+
+def _at(visit: DrawnUpdate, steps: range) -> dict[str, Tensor]:
+    """Return the mixing draws of `steps`; steps beyond the client update's end repeat the last."""
+    at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
+    return {name: leaf[at] for name, leaf in visit.mixed.items()}
+
+
+def _positions(visit: DrawnUpdate, steps: range, size: int) -> Tensor:
+    """Return where the images of `steps` stand in the client update; steps beyond its end repeat the last."""
+    at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
+    return (at[:, None] * size + torch.arange(size)).flatten()
+
+
+def _named(
+    views: Views,
+    drawn: Sequence[dict[str, Drawn]],
+    span: Sequence[Tensor],
+    images: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    normalize: Normalize,
+) -> dict[str, Tensor]:
+    """Return the views that are drawn, by name, each as `_view` makes it."""
+    return {
+        name: _view(recipe(views, name), [each[name] for each in drawn], span, images, rows, normalize)
+        for name in drawn[0]
+    }
+
+
+def _view(
+    view: View,
+    drawn: Sequence[Drawn],
+    span: Sequence[Tensor],
+    images: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    normalize: Normalize,
+) -> Tensor:
+    """Return one view of every client's rows, (K, n, C, H, W), made in one call."""
+    picked = torch.cat([each[r.to(each.device)] for each, r in zip(images, rows, strict=True)])
+    joined = {name: torch.cat([d[name][at] for d, at in zip(drawn, span, strict=True)]) for name in drawn[0]}
+    made = view.apply(picked, joined, normalize)
+    return torch.unflatten(made, 0, (len(rows), -1))

@@ -1,0 +1,234 @@
+"""Who may come in while a federation is served: sites' keys, registered with the SuperLink and bound to their names.
+
+Flower knows nodes by keys and calls them by numbers. Which number each site's key has is written into a file; the
+server's program believes no node another name than that (`halfmoon.federation.server.sessions`). The one module that
+calls Flower's Control API, which Flower does not promise to keep.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower.contact import Address, trust
+from halfmoon.federation.pki import Access
+from halfmoon.storage import atomic_io
+
+KEYS = "keys.json"
+"""The file with whose key each node has, among those of Flower's processes."""
+
+EVERY = 3.0
+"""Seconds between two looks at the keys and at the nodes."""
+HOUR = 3600.0
+"""Seconds between two looks at what runs out."""
+ANSWER = 10.0
+"""Seconds that the SuperLink has for an answer."""
+
+_GONE = "unregistered"
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A node that the SuperLink knows: its number, its public key (PEM), and when its process connected."""
+
+    number: int
+    key: bytes
+    since: str
+
+
+class Registry(Protocol):
+    """Where keys are registered; every method may raise ConnectionError, and ValueError for what is refused."""
+
+    def nodes(self) -> Sequence[Node]:
+        """Return the nodes that are registered."""
+        ...
+
+    def register(self, key: bytes, name: str) -> int:
+        """Register a public key (PEM), and return its node's number."""
+        ...
+
+    def unregister(self, number: int) -> None:
+        """Let a node not come in any more."""
+        ...
+
+
+class Control:
+    """The registry of a SuperLink that listens at an address of this machine with a certificate of `ca`."""
+
+    def __init__(self, address: Address, ca: Path) -> None:
+        """Call at `address`."""
+        from flwr.supercore.control import ControlHttpClient
+
+        self._client = ControlHttpClient(f"https://{address}", verify=trust(ca), timeout=ANSWER)
+
+    def nodes(self) -> Sequence[Node]:
+        """Return the nodes that are registered."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        found = _called(lambda: self._client.ListNodes(ListNodesRequest())).nodes_info
+        return [Node(each.node_id, each.public_key, each.last_activated_at) for each in found if each.status != _GONE]
+
+    def register(self, key: bytes, name: str) -> int:
+        """Register a public key."""
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        number = _called(lambda: self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))).node_id
+        if not number:
+            raise ValueError("the SuperLink gave it no number")
+        return number
+
+    def unregister(self, number: int) -> None:
+        """Let a node not come in any more."""
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        _called(lambda: self._client.UnregisterNode(UnregisterNodeRequest(node_id=number)))
+
+
+def pem(line: bytes) -> bytes:
+    """Return a public key's line of OpenSSH as Flower compares keys; raise ValueError where it is none."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+    return load_ssh_public_key(line).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+class Admission:
+    """Keeps the registered keys those of an access folder, and the file `path` true; `say` writes into the log.
+
+    `names` are the sites of the federation.
+    """
+
+    def __init__(
+        self, access: Access, registry: Registry, path: Path, names: Sequence[str], say: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.folder, self.registry, self.path, self.names, self.say, self.now = (
+            access.folder, registry, path, names, say, now,
+        )  # fmt: skip
+        self._access = access
+        self._keys: dict[bytes, str] = {}
+        self._stamp: object = None
+        self._looked, self._warned = -1e9, -1e9
+        self._said: set[str] = set()
+
+    def open(self) -> None:
+        """Register the keys with a SuperLink that has just started; raise UserError where that fails."""
+        self._read()
+        try:
+            self._agree()
+        except (ConnectionError, ValueError) as error:
+            raise UserError(f"the keys of {self.folder} cannot be registered with the SuperLink: {error}.") from error
+        missing = [name for name in self.names if name not in self._access.sites]
+        if missing:
+            self._once(f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs")
+        self._warn()
+
+    def look(self) -> None:
+        """Take in what has changed, if it is time; what fails is said once, and tried again at the next look."""
+        if self.now() - self._looked < EVERY:
+            return
+        try:
+            self._read()
+        except UserError as error:
+            self._once(f"who may come in stays as it was: {error}")
+        try:
+            self._agree()
+        except ValueError as error:
+            self._once(f"Flower does not say who is registered: {error}")
+        except ConnectionError:
+            pass  # a SuperLink that does not answer is noticed by whoever watches its process
+        self._warn()
+        self._looked = self.now()
+
+    def _read(self) -> None:
+        """Read the folder anew where its record has changed; raise UserError where it cannot be read."""
+        stamp = self._access.stamp()
+        if stamp == self._stamp:
+            return
+        access = Access.open(self.folder)
+        keys = {}
+        for name, path in access.sites.items():
+            try:
+                keys[pem(path.read_bytes())] = name
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path} is no public key ({error}).") from error
+        self._access, self._keys, self._stamp = access, keys, stamp
+
+    def _agree(self) -> None:
+        """Bring the registered keys to those of the folder: first who may not come in, then who may."""
+        nodes = self.registry.nodes()
+        may = {node.key: node for node in nodes if node.key in self._keys}
+        before = _written(self.path)
+        self._write(may)  # before Flower is told: what a removed site answers counts no more from here on
+        for node in nodes:
+            if node.key not in self._keys:
+                self.registry.unregister(node.number)
+                self.say(self._left(node.number, before.get(str(node.number), {}).get("name")))
+        new = [key for key in self._keys if key not in may]
+        for key in new:
+            name = self._keys[key]
+            try:
+                may[key] = Node(self.registry.register(key, name), key, "")
+            except ValueError as error:
+                self._once(
+                    f"{name} cannot come in: its key was removed from this run earlier, or Flower does not take it "
+                    f"({error}); give it a new one: halfmoon federation rotate {self.folder} --site {name}"
+                )
+                continue
+            self._write(may)
+            self.say(f"{name} may come in: its key is registered")
+
+    def _left(self, number: int, name: str | None) -> str:
+        """Return in words who was put out."""
+        if name is None:
+            return f"node {number} was registered by others: its key is removed"
+        if name in self._keys.values():
+            return f"the old key of {name} is removed"
+        return f"{name} may not come in any more: its key is removed"
+
+    def _write(self, may: Mapping[bytes, Node]) -> None:
+        """Write down whose key each node has, where that is news."""
+        nodes = {str(node.number): {"name": self._keys[key], "since": node.since} for key, node in sorted(may.items())}
+        if _written(self.path) == nodes and self.path.exists():
+            return
+        try:
+            atomic_io.replace(self.path, (json.dumps({"nodes": nodes}, indent=1) + "\n").encode())
+        except OSError as error:  # Flower is told all the same
+            self._once(f"{self.path} cannot be written: {atomic_io.reason(error)}")
+
+    def _warn(self) -> None:
+        """Say what runs out soon; a sentence counts the days, so it comes once a day."""
+        if self.now() - self._warned < HOUR:
+            return
+        self._warned = self.now()
+        try:
+            found = self._access.warnings()
+        except (OSError, ValueError):  # of a folder that cannot be read `look` has told
+            return
+        for words in found:
+            self._once(words)
+
+    def _once(self, words: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            self.say(words)
+
+
+def _written(path: Path) -> dict[str, dict[str, str]]:
+    """Return whose key each node has, by its number, as it was written down last."""
+    return (atomic_io.read_json(path) or {}).get("nodes", {})
+
+
+def _called(call: Callable[[], T]) -> T:
+    """Return what a call of the Control API returns; raise ConnectionError, or ValueError where it is refused."""
+    import httpx
+
+    try:
+        return call()
+    except httpx.HTTPStatusError as error:
+        raise ValueError(f"HTTP {error.response.status_code}: {error.response.text[:200]}") from error
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error

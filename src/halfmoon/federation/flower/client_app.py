@@ -1,0 +1,65 @@
+"""The one ClientApp: whatever the method, it hands a message to the site's `SiteClient` and sends back what that
+answers.
+
+`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" (a folder), and on what terms it
+takes part: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without "terms" its people are
+asked. In a rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the folder of that name in
+`run_config` "sites", and takes part in whatever is played there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+# The first gradient of torch.func needs it, 800 modules in a second: a warm process has them before it forks.
+import torch._dynamo  # noqa: F401
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from halfmoon.config.schema import origins
+from halfmoon.federation.flower.link import unwrapped, wrapped
+from halfmoon.federation.server.plan import load
+from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.site.consent import ANY
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Do a round's work."""
+    return _answered(message, context)
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Join, or say why not."""
+    return _answered(message, context)
+
+
+def _answered(message: Message, context: Context) -> Message:
+    said = {name: str(value) for name, value in context.node_config.items()}
+    if "name" not in said:
+        said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
+    member = _member(
+        *(said.get(word, "") for word in ("folder", "name", "home", "device", "tests", "terms", "methods", "trusted"))
+    )
+    return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
+
+
+@cache
+def _member(
+    folder: str, name: str, home: str, device: str, tests: str, terms: str, methods: str, trusted: str
+) -> SiteClient:
+    """Return the member; a process that answers several messages opens its images once."""
+    paths = [Path(each) if each else None for each in (home, tests)]
+    parts = tuple(methods.split()), tuple(trusted.split())
+    return SiteClient.at(Path(folder), name, paths[0], device or "auto", paths[1], terms, *parts)
+
+
+@cache
+def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
+    terms = load(Path(federation)).terms  # of this very machine: what its file names may be loaded
+    name, trusted = terms.sites[int(number)], [each.part for each in origins(terms.config)]
+    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY, "trusted": " ".join(trusted)}

@@ -1,0 +1,118 @@
+"""Where a server is, and whether it is one: asked with Python's own means before Flower tries forever."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from halfmoon.core.errors import UserError
+
+SECONDS = 3.0
+"""How long an answer is waited for."""
+
+
+class Absent(UserError):
+    """Nobody answers at an address, or not yet."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host (a name, IPv4 or IPv6) and a port of TCP."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, words: str, flag: str = "--server") -> Address:
+        """Return the address in HOST:PORT; raise UserError where there is none."""
+        host, colon, port = words.rpartition(":")
+        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        plain = host and "/" not in host and (":" not in host or words.startswith("["))
+        if not colon or not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise UserError(f"{flag} is {words!r}: it must be HOST:PORT, such as 192.0.2.7:9092.")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Return whether the address is on this machine, where nobody listens in."""
+        with suppress(ValueError):
+            return ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+    @property
+    def near(self) -> Address:
+        """Return the address at which this machine reaches a server that listens here: everywhere is also here."""
+        return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
+
+
+def trust(ca: Path) -> ssl.SSLContext:
+    """Return what trusts the certificates that `ca` (PEM) has signed; raise UserError where the file is none."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise UserError(
+            f"--ca {ca} is no file of certificates in PEM ({why}); ask the server's people for it."
+        ) from error
+
+
+def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
+    """Return once a federation's server has answered at an address, over TLS where `ca` is given.
+
+    Raise Absent where nobody answers, UserError where somebody does who cannot be talked to like this.
+    """
+    if ca is None:
+        link = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
+    else:
+        link = http.client.HTTPSConnection(address.host, address.port, timeout=seconds, context=trust(ca))
+    try:
+        link.request("GET", "/health")
+        status = link.getresponse().status
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(
+            f"the certificate of {address} is not to be trusted ({error.verify_message}): --ca must be the file of "
+            "the authority that signed it, and the certificate must name this host."
+        ) from error
+    except ssl.SSLError as error:
+        raise UserError(
+            f"{address} does not speak TLS ({error.reason}); it was started without certificates."
+        ) from error
+    except (http.client.HTTPException, ConnectionResetError) as error:
+        if ca is None and _speaks_tls(address, seconds):
+            raise _tls_only(address) from error
+        raise Absent(f"{address} closes the connection") from error
+    except OSError as error:
+        raise Absent(f"{address} does not answer ({error.strerror or error})") from error
+    finally:
+        link.close()
+    if status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE, http.client.GATEWAY_TIMEOUT):
+        raise Absent(f"{address} is a proxy whose server does not answer ({status})")
+    if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address, seconds):  # a proxy's answer
+        raise _tls_only(address)
+    if status != http.client.OK:
+        raise UserError(f"something answers at {address}, but it is no server of a federation; check host and port.")
+
+
+def _tls_only(address: Address) -> UserError:
+    return UserError(f"{address} speaks TLS only: give the file of its authority by --ca FILE.")
+
+
+def _speaks_tls(address: Address, seconds: float) -> bool:
+    """Say whether a TLS handshake works at all; nothing is sent, and nobody is trusted."""
+    blind = ssl.create_default_context()
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    link = http.client.HTTPSConnection(address.host, address.port, timeout=seconds, context=blind)
+    try:
+        link.connect()
+    except OSError:
+        return False
+    finally:
+        link.close()
+    return True

@@ -1,0 +1,360 @@
+"""`halfmoon serve`: Flower's SuperLink and the federation's ServerApp, kept alive until the run is finished.
+
+Nothing here computes: the ServerApp plays the rounds and writes the run folder; whatever dies is started again, and
+the ServerApp goes on from the last completed round.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower.admission import KEYS, Admission, Control
+from halfmoon.federation.flower.contact import Absent, Address, reach, trust
+from halfmoon.federation.flower.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
+from halfmoon.federation.pki import Access
+from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
+from halfmoon.federation.protocol.log import EventLog, Tail
+from halfmoon.storage import atomic_io, toml
+
+LOG, METRICS, SUMMARY, MODEL = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"
+"""Files of a run folder, by name: `halfmoon.storage.run_folder`, which writes them, would bring torch."""
+
+RUN_CONFIG = "run.toml"
+"""The file, in the folder of Flower's processes, of what the ServerApp is told."""
+
+STARTING = 60.0
+"""Seconds until a SuperLink has to answer, or a ServerApp to have begun."""
+EVERY = 0.1
+"""Seconds between two looks at processes and logs."""
+CLOSING = 10.0
+"""Seconds that a ServerApp has for its last words to Flower once its run is finished."""
+LONGEST_PAUSE = 10.0
+"""Seconds of pause, at most, before what has died twice is started again."""
+
+_STOPPED = re.compile(r"\S+ \S+  stopped: (.*)")
+_WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")
+_COLORS = re.compile(r"\x1b\[\d*m")
+_CONNECTION = "halfmoon"
+_IN_USE = {errno.EADDRINUSE}
+
+Ended = Literal["finished", "link", "app"]
+
+
+class Halted(UserError):
+    """The federation cannot go on; what it has played is in its run folder."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a federation is served: its file, its run folder, where it listens, and how often it is started again.
+
+    `certificate` and `key` are the server's for TLS, `ca` has the authority that signed them; without them the
+    connection is plain, which away from this machine needs `insecure`. `access` says which sites may come in, of whom
+    `sites` are those of the federation; without it any may. `restarts` is how often, without a new round in between,
+    what dies is started again. Raise UserError where these do not fit.
+    """
+
+    config: Path
+    run: Path
+    host: str = "127.0.0.1"
+    port: int = 9092
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    insecure: bool = False
+    access: Access | None = None
+    sites: tuple[str, ...] = ()
+    restarts: int = 5
+    apps: tuple[str, str] = APPS
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit."""
+        files = {"--ca": self.ca, "--certificate": self.certificate, "--key": self.key}
+        missing = [flag for flag, path in files.items() if path is None]
+        if missing and len(missing) < len(files):
+            raise UserError(f"{missing[0]} is missing: --ca, --certificate and --key go together.")
+        if self.ca is not None and self.insecure:
+            raise UserError("--insecure and certificates contradict each other; leave one of them out.")
+        for flag, path in files.items():
+            if path is not None and not path.is_file():
+                raise UserError(f"{flag} {path}: there is no such file.")
+        if self.ca is not None:
+            trust(self.ca)
+        elif not self.insecure and not self.address.loopback:
+            raise UserError(
+                f"--host {self.host} is open to other machines, and nothing would be encrypted: give --ca, "
+                "--certificate and --key, or --insecure where the network itself is safe."
+            )
+
+    @classmethod
+    def guarded(cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int) -> Server:
+        """Return a server that only sites with a key of `access` reach: by its proxy, so it listens here alone."""
+        return cls(
+            config,
+            run,
+            port=access.port,
+            ca=access.ca,
+            certificate=access.certificate,
+            key=access.key,
+            access=access,
+            sites=tuple(sites),
+            restarts=restarts,
+        )
+
+    @property
+    def address(self) -> Address:
+        """Return where the server listens."""
+        return Address(self.host, self.port)
+
+    @property
+    def home(self) -> Home:
+        """Return the folder of Flower's processes."""
+        return Home(self.run / "flower")
+
+
+def superlink(server: Server) -> list[str]:
+    """Return the arguments of `flower-superlink`."""
+    files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
+    given = [word for flag, path in files.items() if path is not None for word in (flag, str(path.absolute()))]
+    return [
+        *("--host", server.host, "--port", str(server.port)),
+        *("--database", str(server.home.folder / "state.db")),
+        # Everything that the apps need is installed: it is what runs here.
+        "--disable-runtime-dependency-installation",
+        *(given or ["--insecure"]),
+        *(["--enable-supernode-auth"] if server.access else []),
+    ]
+
+
+def run_config(server: Server) -> str:
+    """Return what the ServerApp is told, as TOML; it stays on this machine, and is no part of the app bundle."""
+    facts = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
+    facts |= {"keys": (server.home.folder / KEYS).absolute()} if server.access else {}
+    return "".join(f"{name} = {toml.value(path)}\n" for name, path in facts.items())
+
+
+def connection(server: Server) -> str:
+    """Return the config.toml by which `flwr` finds the SuperLink."""
+    ca = server.ca
+    safety = "insecure = true" if ca is None else f"root-certificates = {toml.value(ca.absolute())}"
+    address = toml.value(str(server.address.near))
+    return f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\naddress = {address}\n{safety}\n'
+
+
+def finished(run: Path) -> bool:
+    """Say whether a run folder's run is finished."""
+    return atomic_io.read_json(run / SUMMARY) is not None
+
+
+def serve(server: Server, show: Callable[[str], None]) -> None:
+    """Serve a federation until its run is finished; `show` gets every line of its log as it comes.
+
+    Raise Halted where it cannot go on, UserError where it cannot start. Whatever ends this, no process is left.
+    """
+    require_flower()
+    home = server.home
+    with alone(home.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."):
+        home.prepare()
+        home.kill()  # what a server left behind that was killed
+        _write(server)
+        tail = Tail(server.run / LOG)
+        try:
+            _Serving(server, tail, show).play()
+        finally:
+            for line in tail.lines():
+                show(line)
+
+
+def _write(server: Server) -> None:
+    app = server.home.folder / "app"
+    app.mkdir(exist_ok=True)
+    atomic_io.replace(app / PROJECT, project(server.apps).encode())
+    atomic_io.replace(server.home.folder / RUN_CONFIG, run_config(server).encode())
+    atomic_io.replace(server.home.folder / "config.toml", connection(server).encode())
+    for script in (SUPERLINK, SERVER_APP):
+        server.home.log(script).write_bytes(b"")
+
+
+class _Serving:
+    """What lives while a federation is served: the SuperLink's process, and in a file the number of Flower's run."""
+
+    def __init__(self, server: Server, tail: Tail, show: Callable[[str], None]) -> None:
+        self.server, self.tail, self.show = server, tail, show
+        self.home, self.log = server.home, EventLog(server.run / LOG)
+        self.link: subprocess.Popen[bytes] | None = None
+        self.number = self.home.folder / "number"
+        self.failures, self.rounds = 0, _rounds(server.run)
+        self.admission: Admission | None = None
+
+    def play(self) -> None:
+        """Start what is not there, watch it, and start it again."""
+        try:
+            self._start()
+            while (ended := self._submit() or self._watch()) != "finished":
+                self._again(ended)
+            self._wait(lambda: not self.home.running(SERVER_APP), CLOSING)
+            self.number.unlink(missing_ok=True)
+        finally:
+            stop(self.link)
+            self.home.kill()
+
+    def _start(self) -> None:
+        """Start a SuperLink and wait until it answers; raise UserError where it does not."""
+        address = self.server.address
+        if _taken(address):
+            raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")
+        for script in (SUPEREXEC, SUPERLINK):
+            self.home.forget(script)
+        log = Tail(self.home.log(SUPERLINK))
+        self.link = self.home.start(SUPERLINK, superlink(self.server))
+        if not self._wait(self._answers, STARTING):
+            raise Halted(f"the SuperLink did not start: {_last(log.lines()) or 'it said nothing'}; see {log.path}.")
+        self._admit()
+        self._forget_run()
+
+    def _admit(self) -> None:
+        """Let the sites in that may come in, and no others, where they are known by their keys."""
+        server = self.server
+        if server.access is None or server.ca is None:
+            return
+        control, path = Control(server.address.near, server.ca), self.home.folder / KEYS
+        self.admission = Admission(server.access, control, path, server.sites, self.log.say)
+        self.admission.open()
+        self._show()
+
+    def _forget_run(self) -> None:
+        """Tell Flower that its last run is over.
+
+        It would take a minute to believe it, and all the while sites would wait for what is left of its messages.
+        """
+        if number := atomic_io.read(self.number):
+            with suppress(subprocess.TimeoutExpired):
+                self.home.flwr(["stop", number.decode(), _CONNECTION])
+            self.number.unlink()
+
+    def _answers(self) -> bool:
+        with suppress(Absent):
+            reach(self.server.address.near, self.server.ca)
+            return True
+        return False
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something is so; return False where the SuperLink dies first, or it takes too long."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.link is None or self.link.poll() is not None or time.monotonic() > end:
+                return False
+            time.sleep(EVERY / 2)
+        return True
+
+    def _submit(self) -> Ended | None:
+        """Give Flower a run that goes on where the last one ended; return what died instead, None where all is well.
+
+        Raise Halted where Flower will not have it.
+        """
+        assert self.link is not None
+        self.home.forget(SERVER_APP)
+        with suppress(subprocess.TimeoutExpired):
+            given = ["--run-config", str(self.home.folder / RUN_CONFIG), "--format", "json"]
+            done = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, *given], STARTING)
+            with suppress(ValueError, LookupError, TypeError):
+                atomic_io.replace(self.number, str(json.loads(done.stdout)["run-id"]).encode())
+                return None
+            if self.link.poll() is None:
+                said = " ".join((done.stdout + done.stderr).decode(errors="replace").split())
+                raise Halted(f"Flower did not take the run: {said}")
+        return "link"
+
+    def _watch(self) -> Ended:
+        """Show the log until something ends, and return what it was; raise Halted where the log says so."""
+        begin = time.monotonic()
+        errors = Tail(self.home.log(SERVER_APP))
+        while True:
+            # Looked at before the log is read: what is dead has written its last line.
+            ended = self._ended(time.monotonic() - begin)
+            if ended is None and self.admission is not None:
+                self.admission.look()
+            self._show()
+            if ended is not None:
+                if ended == "app" and (reason := _last(errors.lines(), _ERROR)):
+                    self.log.say(f"the last words of the server's program: {reason}")
+                return ended
+            time.sleep(EVERY)
+
+    def _ended(self, seconds: float) -> Ended | None:
+        assert self.link is not None
+        begun = self.home.begun(SERVER_APP)
+        silent = begun and not self.home.running(SERVER_APP)
+        if finished(self.server.run):
+            return "finished"
+        if self.link.poll() is not None or (self.home.begun(SUPEREXEC) and not self.home.running(SUPEREXEC)):
+            return "link"
+        if silent:
+            return "app"
+        return "link" if not begun and seconds > STARTING else None
+
+    def _show(self) -> None:
+        for line in self.tail.lines():
+            self.show(line)
+            if halt := _STOPPED.fullmatch(line):
+                raise Halted(halt[1])
+
+    def _again(self, died: Ended) -> None:
+        """Start again what died; raise Halted where that was done too often in a row."""
+        now = _rounds(self.server.run)
+        self.failures = 1 if now > self.rounds else self.failures + 1
+        self.rounds = now
+        what = "the SuperLink" if died == "link" else "the server's program"
+        if self.failures > self.server.restarts:
+            times = f"{self.failures} times" if self.failures > 1 else "once"
+            raise Halted(
+                f"{what} died, {times} in a row without a new round; {self.home.folder} has the logs, and "
+                "halfmoon serve goes on with the run."
+            )
+        self.log.say(f"{what} died; it is started again, and the federation goes on after round {now}")
+        self._show()
+        time.sleep(min(2.0 ** (self.failures - 2), LONGEST_PAUSE) if self.failures > 1 else 0)
+        if died == "app":
+            self._forget_run()
+            if self.link is not None and self.link.poll() is None:
+                return
+        stop(self.link)
+        self.home.kill()
+        self._start()
+
+
+def _rounds(run: Path) -> int:
+    return (atomic_io.read(run / METRICS) or b"").count(b"\n")
+
+
+def _taken(address: Address) -> bool:
+    """Say whether somebody listens at an address; raise UserError where this machine does not have it."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+    except PermissionError as error:
+        raise UserError(f"port {address.port} may not be used by you: give a --port from 1024.") from error
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno not in _IN_USE:
+            raise UserError(f"--host {address.host} is no address of this machine ({error.strerror}).") from error
+        return True
+    return False
+
+
+def _last(lines: list[str], sought: re.Pattern[str] = _WORDS) -> str:
+    """Return the last line with what is sought, without colors; nothing where there is none."""
+    plain = [_COLORS.sub("", line).strip() for line in lines]
+    return next((line for line in reversed(plain) if sought.search(line)), "")

@@ -1,0 +1,186 @@
+"""Flower's Grid as a `halfmoon.federation.server.sessions.Transport`: bytes in the arrays of a record, which Flower
+cuts into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+
+from halfmoon.federation.server.sessions import NodeIdentity, TransportReply
+from halfmoon.storage import atomic_io
+
+NAME, HEAD, BODY = "message", "head", "body"
+"""Of the record, and of the arrays in it. Flower stores equal arrays once: a model that goes to all sites is one."""
+
+UNREADABLE = "what it sent is no message"
+
+OVERSIZED = "it is larger than any answer in this federation"
+
+PIECE = 5 * 2**20
+"""Bytes into which Flower cuts an array at least; behind `halfmoon.federation.pki` nginx lets none through of over 6
+MiB."""
+
+PARTS = 16
+"""Objects that a message of ours is made of, beside its pieces, and some to spare."""
+
+PROBLEMS = {
+    1: "its program cannot be loaded",
+    2: "its program failed",
+    3: "its request or its answer is lost",
+    4: "it did not answer in time",
+    5: "it is not connected any more",
+    7: "it was sent another program",
+    8: "its process was ended",
+}
+"""What the codes of `flwr.common.constant.ErrorCode` mean, as far as they can come."""
+
+
+def wrapped(data: bytes) -> RecordDict:
+    """Return a message's content that holds the bytes: the header, and the tensors, equal for many sites."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    parts = {HEAD: data[:end], BODY: data[end:]}
+    arrays = {
+        name: Array(dtype="uint8", shape=(len(part),), stype="halfmoon", data=part) for name, part in parts.items()
+    }
+    return RecordDict({NAME: ArrayRecord(arrays)})
+
+
+def unwrapped(content: RecordDict) -> bytes:
+    """Return the bytes in a message's content, none where there are none."""
+    try:
+        record = content.array_records[NAME]
+        return record[HEAD].data + record[BODY].data
+    except KeyError:
+        return b""
+
+
+def held(path: Path) -> dict[int, NodeIdentity]:
+    """Return whose key each node has, as `halfmoon serve` wrote it down; nobody's where it cannot be read."""
+    nodes = (atomic_io.read_json(path) or {}).get("nodes", {})
+    return {int(number): NodeIdentity(said["name"], said["since"]) for number, said in nodes.items()}
+
+
+class Oversized(ValueError):
+    """A message of more pieces than any may have; nothing of it was fetched."""
+
+
+class GridPost:
+    """Carries bytes over a Grid; `keys` is the file that says whose key each node has, where sites have keys.
+
+    An answer that may have more than `most` bytes, by the number of its pieces, is not fetched.
+    """
+
+    def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
+        """Carry over `grid`."""
+        self.grid, self.keys, self.most = grid, keys, most
+        self._desk: _Desk | None = None
+
+    def nodes(self) -> Sequence[int]:
+        """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
+        with _connecting():
+            return list(self.grid.get_node_ids())
+
+    def holders(self) -> Mapping[int, NodeIdentity] | None:
+        """Return whose key each node has now; None where sites have no keys."""
+        return None if self.keys is None else held(self.keys)
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""
+        kind = MessageType.QUERY if asks else MessageType.TRAIN
+        contents = {data: wrapped(data) for data in mail.values()}  # equal bytes are made into one object
+        messages = [Message(contents[data], node, kind, ttl=seconds) for node, data in mail.items()]
+        with _connecting():
+            message_ids = list(self.grid.push_messages(messages))
+        # Where the whole post is refused, Flower returns no ticket at all.
+        return {node: message_id for node, message_id in zip(mail, message_ids, strict=False) if message_id}
+
+    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
+        """Return what has come for these tickets; raises ConnectionError."""
+        with _connecting():
+            client = getattr(self.grid, "_runtime_client", None)
+            if self._desk is None or self._desk.client is not client:
+                self._desk = _Desk(client, self.most)
+            ready = self._desk.look(message_ids)
+        return [reply for message_id in ready for reply in self._collect(message_id)]
+
+    def _collect(self, message_id: str) -> list[TransportReply]:
+        """Return what has come for a ticket, and that it cannot be read where Flower fails over it.
+
+        Each is fetched alone: what comes together with an answer that Flower cannot put together is lost with it.
+        """
+        try:
+            with _connecting():
+                return [_parcel(message) for message in self.grid.pull_messages([message_id])]
+        except Oversized:
+            return [TransportReply(message_id, b"", OVERSIZED)]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
+            return [TransportReply(message_id, None, UNREADABLE)]
+
+
+class _Desk:
+    """What stands between a Grid and the client by which it asks the SuperLink: one question for all that has come.
+
+    A Grid asks which messages there are and fetches them at once. Here the list is asked for once for all tickets, a
+    hundredth of a second each time, and handed to the Grid ticket by ticket; and a message of too many pieces is seen
+    before the first of them is fetched. Flower offers no place for either: a Grid without such a client is asked for
+    each ticket, and what comes is judged when it is there.
+    """
+
+    def __init__(self, client: Any, most: int | None) -> None:
+        """Stand before a Grid's client, None where it has none."""
+        self.client = client
+        self._most = None if most is None else PARTS + most // PIECE
+        self._listed: dict[str, tuple[Any, Any]] = {}
+        if client is not None:
+            self._ask = client.PullMessages
+            client.PullMessages = self._hand
+
+    def look(self, message_ids: Sequence[str]) -> Sequence[str]:
+        """Return the tickets for which something has come; all of them where nobody can say."""
+        if self.client is None or not message_ids:
+            return message_ids
+        said = self._ask(PullAppMessagesRequest(message_ids=message_ids))
+        found = zip(said.messages_list, said.message_object_trees, strict=True)
+        listed = {each.metadata.reply_to_message_id: (each, tree) for each, tree in found}
+        self._listed |= {message_id: listed[message_id] for message_id in message_ids if message_id in listed}
+        return [message_id for message_id in message_ids if message_id in self._listed]
+
+    def _hand(self, request: Any) -> PullAppMessagesResponse:
+        """Answer in place of the SuperLink."""
+        found = [self._listed.pop(message_id) for message_id in request.message_ids if message_id in self._listed]
+        for _, tree in found:
+            if self._most is not None and next(islice(iterate_object_tree(tree), self._most, None), None) is not None:
+                raise Oversized
+        return PullAppMessagesResponse(
+            messages_list=[each for each, _ in found], message_object_trees=[tree for _, tree in found]
+        )
+
+
+def _parcel(message: Message) -> TransportReply:
+    message_id = message.metadata.reply_to_message_id
+    if message.has_error():
+        # The reason may hold a traceback with paths of the site: its code is enough.
+        return TransportReply(message_id, None, problem(message.error.code))
+    return TransportReply(message_id, unwrapped(message.content))
+
+
+def problem(code: int) -> str:
+    """Return in words why Flower has an error instead of an answer."""
+    return f"{PROBLEMS.get(code, 'nobody knows why')} (error {code} of Flower)"
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error

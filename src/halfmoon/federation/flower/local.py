@@ -1,0 +1,114 @@
+"""Flower's two apps in one process, without a network: a rehearsal, and the proof that the adapter changes no bit.
+
+The only module that touches what Flower does not promise to keep (a task's identity, a message's number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.user_config import UserConfig
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+CRASHED = 2
+"""Flower's code of a ClientApp that raised."""
+
+
+class LocalGrid(Grid):
+    """A Grid whose nodes are in this process: `sites` has each node's configuration, by its number.
+
+    A message is answered when it is pushed; its reply waits to be pulled.
+    """
+
+    def __init__(self, app: ClientApp, sites: Mapping[int, Mapping[str, str]]) -> None:
+        """Connect nodes that run `app`."""
+        self.app = app
+        self.contexts = {
+            node: Context(run_id=1, node_id=node, node_config=dict(said), state=RecordDict(), run_config={})
+            for node, said in sites.items()
+        }
+        self._replies: dict[str, Message] = {}
+        self._count = 0
+
+    def set_run(self, run: Run) -> None:
+        """Raise ValueError: there is one run."""
+        raise ValueError("a grid in one process has one run")
+
+    @property
+    def run(self) -> Run:
+        """Raise ValueError: there is no SuperLink that would know a run."""
+        raise ValueError("a grid in one process has no run of Flower's")
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Return a message, as Flower's constructor does."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the numbers of the nodes."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Have the nodes answer, one after the other, and return the messages' numbers."""
+        numbers = []
+        for message in messages:
+            self._count += 1
+            number = f"message-{self._count}"
+            message.metadata.__dict__["_message_id"] = number
+            self._replies[number] = self._answered(message)
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that have not been pulled yet."""
+        return [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Push and pull."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answered(self, message: Message) -> Message:
+        try:
+            return self.app(message, self.contexts[message.metadata.dst_node_id])
+        except Exception as error:
+            return Message(Error(code=CRASHED, reason=repr(error)), reply_to=message)
+
+
+@contextmanager
+def identity() -> Iterator[None]:
+    """Let messages be made outside Flower's processes."""
+    before = TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    try:
+        yield
+    finally:
+        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
+
+
+def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, Path] | None = None) -> None:
+    """Play a federation in this process, through both of Flower's apps; the site folders are in `sites`, by name.
+
+    `tests` has the folders of test images of sites that have some.
+
+    Raise UserError for what stops it, as a served federation would.
+    """
+    from halfmoon.federation.flower import client_app, server_app
+    from halfmoon.federation.server.plan import load
+    from halfmoon.federation.site.consent import ANY
+
+    names = load(federation).terms.sites
+    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY} for k, name in enumerate(names)}
+    for said in nodes.values():
+        if tests and said["name"] in tests:
+            said["tests"] = str(tests[said["name"]])
+    config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
+    with identity():
+        context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
+        server_app.app(LocalGrid(client_app.app, nodes), context)

@@ -1,0 +1,193 @@
+"""Flower's processes of one server or one site: started in a folder, watched by locks, ended without a remainder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, lock_of
+from halfmoon.storage import atomic_io, locks
+
+SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
+SERVER_APP, FLWR = "flwr-serverapp", "flwr"
+SCRIPTS = (SUPERLINK, SUPERNODE, SUPEREXEC, SERVER_APP, CLIENT_APP, FLWR)
+
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A second by default, between a message's arrival and the start of the app that answers it.
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+}
+"""What every process of Flower is told: to report nothing to anybody, and to look for work five times a second."""
+
+GRACE = 5.0
+"""Seconds that a process has to end by itself once it is asked to."""
+
+
+def require_flower() -> None:
+    """Raise UserError where Flower is not installed."""
+    try:
+        metadata.version("flwr")
+    except metadata.PackageNotFoundError as error:
+        raise UserError("a federation needs Flower, which is not installed: pip install 'halfmoon[flower]'.") from error
+
+
+@dataclass(frozen=True)
+class Home:
+    """A folder with the locks, logs and configuration of Flower's processes; a lock that is held names a living one."""
+
+    folder: Path
+
+    def prepare(self) -> None:
+        """Make the folder and the scripts by which Flower's processes find one another; raise OSError if it cannot."""
+        scripts = self.folder / "bin"
+        scripts.mkdir(parents=True, exist_ok=True)
+        for name in SCRIPTS:
+            # Flower throws away what a ServerApp prints, and with it the reason of one that cannot start.
+            log = f" >>{shlex.quote(str(self.log(name)))} 2>&1" if name == SERVER_APP else ""
+            text = f'#!/bin/sh\nexec {shlex.join(self._command(name))} "$@"{log}\n'
+            path = scripts / name
+            if atomic_io.read(path) != text.encode():
+                atomic_io.replace(path, text.encode())
+                path.chmod(0o755)
+
+    def log(self, script: str) -> Path:
+        """Return the file with what a process prints."""
+        return self.folder / f"{script.removeprefix('flower-').removeprefix('flwr-')}.log"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the processes: this one's, with Flower's own folder, silence, and our scripts."""
+        paths = [str(self.folder / "bin"), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+        own = {FOLDER: str(self.folder), "FLWR_HOME": str(self.folder), "PATH": os.pathsep.join(paths)}
+        return {**os.environ, **ENVIRONMENT, **own}
+
+    def start(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a process in a session of its own: the keys that stop us do not reach it, we end it ourselves."""
+        with self.log(script).open("ab") as log:
+            return subprocess.Popen(
+                [*self._command(script), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,
+            )
+
+    def flwr(self, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
+        """Run `flwr ARGUMENTS`; raise subprocess.TimeoutExpired where it takes too long."""
+        command = [*self._command(FLWR), *arguments]
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=self.environment(),
+            timeout=seconds,
+            start_new_session=True,
+            check=False,
+        )
+
+    def begun(self, script: str) -> bool:
+        """Say whether a process of this script was started since `forget`."""
+        return bool(atomic_io.read(lock_of(self.folder, script)))
+
+    def forget(self, script: str) -> None:
+        """Forget a process that has ended."""
+        atomic_io.cut(lock_of(self.folder, script), 0)
+
+    def running(self, script: str) -> bool:
+        """Say whether a process of this script lives."""
+        try:
+            handle = os.open(lock_of(self.folder, script), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            atomic_io.flock(handle)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    def kill(self) -> None:
+        """End every process of this folder, whoever started it; raise UserError for one that does not end."""
+        end = time.monotonic() + GRACE
+        for script in (*SCRIPTS, WARM):
+            while self.running(script):
+                words = atomic_io.read(lock_of(self.folder, script)) or b""
+                if words.isdigit():
+                    _kill_group(int(words))
+                if time.monotonic() > end:
+                    number = words.decode(errors="replace")
+                    raise UserError(f"{self.folder}: process {number} ({script}) does not end; end it, and try again.")
+                time.sleep(0.02)
+
+    def _command(self, script: str) -> list[str]:
+        # -P: what lies in the user's folder is no module of ours.
+        return [sys.executable, "-P", "-m", "halfmoon.federation.flower.child_main", script]
+
+
+def stop(process: subprocess.Popen[bytes] | None, seconds: float = GRACE) -> None:
+    """Ask a process to end, and kill it with its group where it does not."""
+    if process is None or process.poll() is not None:
+        return
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    if process.poll() is None:
+        _kill_group(process.pid)
+        process.wait()
+
+
+@contextmanager
+def alone(path: Path, words: str) -> Iterator[None]:
+    """Hold a lock; raise UserError with `words` where another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = locks.take(path)
+    except locks.Held as error:
+        raise UserError(words) from error
+    try:
+        yield
+    finally:
+        lock.free()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let an order to end (SIGTERM, and SIGINT even where a shell switched it off) raise KeyboardInterrupt."""
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _kill_group(number: int) -> None:
+    """Kill a process with those of its group, never our own group."""
+    with suppress(ProcessLookupError, PermissionError):
+        group = os.getpgid(number)
+        if group != os.getpgid(0):
+            os.killpg(group, signal.SIGKILL)
+        else:
+            os.kill(number, signal.SIGKILL)

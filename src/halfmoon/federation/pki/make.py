@@ -1,0 +1,316 @@
+"""What changes who may come in: a new folder, a site more or less, other keys. Each says what has to be done then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from halfmoon.config.schema import NAME
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.federation.pki import keys, paths, texts
+from halfmoon.federation.pki.changes import File, change, make
+from halfmoon.federation.pki.key_folder import (
+    DAYS,
+    HERE,
+    LISTEN,
+    MOST_DAYS,
+    PORT,
+    REMOVED,
+    REPLACED,
+    THERE,
+    Record,
+    Refused,
+    SiteKeys,
+    guarded,
+    reading,
+)
+from halfmoon.storage import atomic_io
+
+LONGEST_KEY = 2**16
+"""Bytes of a public key's file at most."""
+
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?=[a-z0-9-]*[a-z]){_LABEL}")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was changed, and in sentences what has to be handed out and started again; nothing of it is secret."""
+
+    facts: Mapping[str, Any]
+    advice: tuple[str, ...] = ()
+
+
+def init(
+    folder: Path,
+    sites: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    days: int = DAYS,
+    port: int = PORT,
+    listen: int = LISTEN,
+    now: datetime | None = None,
+) -> Done:
+    """Make a folder with an authority, a server's certificate, and a key for each site.
+
+    Raise UserError where a name, a host or a number cannot be used, or something is there already.
+    """
+    folder = folder.absolute()
+    _free(sites, ())
+    _numbers(days, port, listen)
+    called = tuple(dict.fromkeys(map(host, hosts)))
+    now = now or datetime.now(UTC)
+    authority = keys.authority(MOST_DAYS, now)
+    pair = keys.server(authority, called, days, now)
+    record = Record(called, port, listen, days, keys.seal(authority.certificate), keys.seal(pair.certificate), {})
+    files = {
+        paths.CA_KEY: File(authority.key, private=True),
+        paths.CA: File(authority.certificate),
+        **_server(pair),
+        paths.PROXY: File(texts.proxy(folder, record).encode()),
+        paths.SUPERLINK: File(texts.superlink(folder, record).encode()),
+        f"{paths.LOGS}/README": File(b"nginx writes its logs here.\n"),
+    }
+    for name in sites:
+        record, more = _with_site(record, name, None, authority.certificate, now)
+        files |= more
+    make(folder, files | {paths.RECORD: record.file()})
+    advice = [_handing(folder, name, True) for name in sites]
+    if not called:
+        advice.append("No --host was given: sites on other machines will not accept the server's certificate.")
+    return Done(_facts(folder, record, *record.sites), (*advice, _safe(folder)))
+
+
+def add(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
+    """Let one more site come in, with a public key that was made there, or with a new key.
+
+    Raise UserError where the name is taken, or the key is none, another site's, or one that was taken away.
+    """
+    folder = folder.absolute()
+    line = None if key is None else _read_public(key, name)
+    with reading(folder) as record:
+        _free([name], list(record.sites))
+        record, files = _with_site(record, name, line, _authority(folder, record), now or datetime.now(UTC))
+        change(folder, files | {paths.RECORD: record.file()})
+    advice = _handing(folder, name, line is None)
+    return Done(_facts(folder, record, name), (advice, f"A running halfmoon serve lets {name} in within seconds."))
+
+
+def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
+    """Let a site come in no more; its key never comes back. Raise UserError where there is no such site."""
+    folder = folder.absolute()
+    with reading(folder) as record:
+        site = _site(record, name)
+        rest = {other: each for other, each in record.sites.items() if other != name}
+        record = replace(_refusing(record, name, REMOVED, now or datetime.now(UTC)), sites=rest)
+        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name)]
+        change(folder, {paths.RECORD: record.file()}, gone)
+    facts = {**_facts(folder, record), "removed": {name: site.fingerprint}}
+    return Done(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
+
+
+def renew(
+    folder: Path, hosts: Sequence[str] = (), days: int | None = None, ca: bool = False, now: datetime | None = None
+) -> Done:
+    """Make a new certificate of the server with a new key, and with `ca` a new authority above it.
+
+    `hosts` and `days` take the place of those before. Raise UserError where the authority's key is needed and is not
+    there, or does not fit its certificate.
+    """
+    folder, now = folder.absolute(), now or datetime.now(UTC)
+    with reading(folder) as record:
+        called = tuple(dict.fromkeys(map(host, hosts))) or record.hosts
+        record = replace(record, hosts=called, days=record.days if days is None else days)
+        _numbers(record.days, record.port, record.listen)
+        files: dict[str, File] = {}
+        issuer = keys.authority(MOST_DAYS, now) if ca else _issuer(folder, record)
+        if ca:
+            files |= {paths.CA_KEY: File(issuer.key, private=True), paths.CA: File(issuer.certificate)}
+            files |= {paths.authority(name): File(issuer.certificate) for name in record.sites}
+        pair = keys.server(issuer, record.hosts, record.days, now)
+        files |= _server(pair)
+        for name, site in record.sites.items() if hosts else ():
+            files[paths.join(name)] = File(texts.join(name, record, site.made == HERE).encode())
+        record = replace(record, authority=keys.seal(issuer.certificate), certificate=keys.seal(pair.certificate))
+        change(folder, files | {paths.RECORD: record.file()})
+    return Done(_facts(folder, record), _renewed(folder, record, ca, bool(hosts)))
+
+
+def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
+    """Give a site another key, made here or there; the one before never comes back.
+
+    Raise UserError where there is no such site, or its key was made there and no new public key is given.
+    """
+    folder, now = folder.absolute(), now or datetime.now(UTC)
+    line = None if key is None else _read_public(key, name)
+    with reading(folder) as record:
+        here = _site(record, name).made == HERE
+        if not here and line is None:
+            raise UserError(f"the key of {name} was made at the site: have a new one made, and give --public-key FILE.")
+        record = _refusing(record, name, REPLACED, now)
+        record, files = _with_site(record, name, line, _authority(folder, record), now)
+        change(folder, files | {paths.RECORD: record.file()}, [paths.private(name)] if here and line else [])
+    advice = _handing(folder, name, line is None)
+    serving = f"A running halfmoon serve takes the new key of {name} within seconds, and the old one no more."
+    return Done(_facts(folder, record, name), (advice, serving))
+
+
+def host(words: str) -> str:
+    """Return a name or an address by which sites call the server; raise UserError where it cannot be one."""
+    plain = words.removeprefix("[").removesuffix("]") if words.startswith("[") else words
+    try:
+        address = ip_address(plain)
+    except ValueError:
+        address = None
+    if address is not None:
+        if address.is_unspecified or address.is_multicast or "%" in plain:
+            raise UserError(f"--host {words} is no address that a site can call: give the one that this machine has.")
+        return str(address)
+    if not _HOST.fullmatch(plain.lower()):
+        raise UserError(
+            f"--host is {words!r}: it must be a name or an address of this machine, such as federation.example or "
+            "192.0.2.7, without a port."
+        )
+    return plain.lower()
+
+
+def _free(names: Sequence[str], taken: Sequence[str]) -> None:
+    """Raise UserError where a name cannot be one of a site, or is taken."""
+    seen = {name.casefold() for name in taken}
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise UserError(
+                f"{name!r} cannot be a site's name: use up to 64 letters, digits, dots, dashes and underscores, of "
+                "which the first is a letter or a digit."
+            )
+        if name.casefold() in seen:
+            raise UserError(f"there are two sites {name!r}: a name is one site's alone, in capitals or not.")
+        seen.add(name.casefold())
+
+
+def _numbers(days: int, port: int, listen: int) -> None:
+    if not 1 <= days <= MOST_DAYS:
+        raise UserError(f"--days is {days}: it must be a whole number from 1 to {MOST_DAYS}.")
+    if port == listen:
+        raise UserError(f"--port and --listen are both {port}: the SuperLink and the proxy need one each.")
+
+
+def _server(pair: keys.Pair) -> dict[str, File]:
+    return {paths.KEY: File(pair.key, private=True), paths.CERTIFICATE: File(pair.certificate)}
+
+
+def _with_site(
+    record: Record, name: str, line: bytes | None, ca: bytes, now: datetime
+) -> tuple[Record, dict[str, File]]:
+    """Return the record with a site, and its files; `line` is its public key, None: it gets a new key."""
+    files: dict[str, File] = {}
+    here = line is None
+    if line is None:
+        secret, line = keys.site(name)
+        files[paths.private(name)] = File(secret, private=True)
+    mark = keys.fingerprint(line)
+    for other, site in record.sites.items():
+        if site.fingerprint == mark and other != name:
+            raise UserError(f"that is the key of {other} already: each site has a key of its own.")
+    if mark in {each.fingerprint for each in record.refused}:
+        raise UserError(f"that key ({mark}) was removed or replaced, and never comes back: make a new one at the site.")
+    site = SiteKeys(mark, _stamp(now), HERE if here else THERE)
+    record = replace(record, sites={**record.sites, name: site})
+    files |= {
+        paths.public(name): File(line),
+        paths.authority(name): File(ca),
+        paths.join(name): File(texts.join(name, record, here).encode()),
+    }
+    return record, files
+
+
+def _site(record: Record, name: str) -> SiteKeys:
+    if name not in record.sites:
+        raise UserError(f"there is no site {name!r}: {nearest(name, record.sites) if record.sites else 'none at all.'}")
+    return record.sites[name]
+
+
+def _refusing(record: Record, name: str, why: str, now: datetime) -> Record:
+    key = Refused(name, record.sites[name].fingerprint, _stamp(now), why)
+    return replace(record, refused=(*record.refused, key))
+
+
+def _read_public(path: Path, name: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LONGEST_KEY)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({atomic_io.reason(error)}): give the file of a public key.") from error
+    return keys.public(data, str(path), name)
+
+
+def _authority(folder: Path, record: Record) -> bytes:
+    """Return the authority's certificate; raise UserError where it is not the one of the record."""
+    path = folder / paths.CA
+    data = atomic_io.read(path) or b""
+    try:
+        if keys.seal(data) == record.authority:
+            return data
+    except ValueError:
+        pass
+    raise UserError(f"{path} is missing, or not the one that {paths.RECORD} says: restore it from a copy.")
+
+
+def _issuer(folder: Path, record: Record) -> keys.Pair:
+    """Return the authority with its key; raise UserError where one is missing or does not fit."""
+    path = folder / paths.CA_KEY
+    guarded(path)
+    issuer = keys.Pair(atomic_io.read(path) or b"", _authority(folder, record))
+    if not issuer.key:
+        raise UserError(f"{path} is not there, and nothing can be signed without it: put it back for a moment.")
+    try:
+        if keys.fits(issuer.key, issuer.certificate):
+            return issuer
+    except ValueError:
+        pass
+    raise UserError(f"{path} is not the key of {paths.CA}: restore it from a copy, or make a new authority with --ca.")
+
+
+def _renewed(folder: Path, record: Record, ca: bool, moved: bool) -> tuple[str, ...]:
+    """Return what has to be done once the server's certificate is new."""
+    names = ", ".join(record.sites)
+    steps = []
+    if ca and names:
+        steps.append(
+            f"Hand {folder / paths.CA} to every site ({names}): none gets in with the old one. Their keys stay."
+        )
+    steps.append(f"Start halfmoon serve again, and let nginx read the certificate: {texts.nginx(folder)} -s reload.")
+    if moved and names:
+        steps.append(f"Tell the sites ({names}) that they now join --server {record.address}, as each join.txt says.")
+    elif not ca:
+        steps.append("The sites have nothing to do: they trust the same authority.")
+    return (*steps, _safe(folder))
+
+
+def _facts(folder: Path, record: Record, *names: str) -> dict[str, Any]:
+    sites = {name: record.sites[name].fingerprint for name in names}
+    return {"folder": str(folder), "authority": record.authority, "server": record.certificate, "sites": sites}
+
+
+def _handing(folder: Path, name: str, here: bool) -> str:
+    where = folder / paths.site(name)
+    if here:
+        return (
+            f"Hand {where} to the people of {name} by a way that nobody else can read, then delete "
+            f"{folder / paths.private(name)} here."
+        )
+    return f"Send {where} to the people of {name}: nothing in it is secret."
+
+
+def _safe(folder: Path) -> str:
+    return (
+        f"Keep {folder / paths.CA_KEY} away from machines that others reach: it is needed for new certificates alone."
+    )
+
+
+def _stamp(now: datetime) -> str:
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,1 @@
+"""What server and sites say to each other: messages, their limits, the terms and the log."""

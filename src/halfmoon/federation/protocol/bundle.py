@@ -1,0 +1,114 @@
+"""The program of a federation, which its terms name: halfmoon's version, the app bundle that Flower carries, plugins.
+
+The bundle has no code: one file, `pyproject.toml`, that names what is installed at a server and at a site. Everything
+that differs between two servers is given to Flower beside it, so that the bundle of one version is always the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tomllib
+import zipfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from halfmoon.storage import toml
+
+APPS = ("halfmoon.federation.flower.server_app:app", "halfmoon.federation.flower.client_app:app")
+"""The ServerApp and the ClientApp of every federation."""
+
+OLDEST = "1.41.0"
+"""The oldest Flower that plays the bundle."""
+
+PROJECT, CONTENT = "pyproject.toml", ".info/CONTENT"
+"""The files of a bundle: ours, and Flower's list of them."""
+
+LARGEST = 2**16
+"""Bytes of a bundle, and of a file in it, at most: ours has less than one kilobyte."""
+
+
+class Foreign(ValueError):
+    """A bundle that is not the one of the terms; nothing of it was unpacked or executed."""
+
+
+def project(apps: Sequence[str] = APPS) -> str:
+    """Return the pyproject.toml of the bundle, the same at every server: paths are given by `flwr run --run-config`."""
+    serving, joining = map(toml.value, apps)
+    return f"""[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "federation"
+version = "1.0.0"
+description = "A federation of halfmoon"
+license = "Apache-2.0"
+dependencies = ["flwr>={OLDEST}"]
+
+[tool.flwr.app]
+publisher = "halfmoon"
+flwr-version-target = "{OLDEST}"
+
+[tool.flwr.app.components]
+serverapp = {serving}
+clientapp = {joining}
+
+[tool.flwr.app.config]
+federation = ""
+run-dir = ""
+keys = ""
+"""
+
+
+@cache
+def digest(apps: tuple[str, ...] = APPS) -> str:
+    """Return the SHA-256 of what the bundle says; Flower may pack the same words in another way."""
+    return _digest(tomllib.loads(project(apps)))
+
+
+def opened(content: bytes) -> str:
+    """Return the digest of what a bundle (a zip file in memory) says; raise `Foreign` where it can be none of ours."""
+    if len(content) > LARGEST:
+        raise Foreign(f"it has {len(content):,} bytes")
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+            members = bundle.infolist()
+            more = sorted({each.filename for each in members} - {PROJECT, CONTENT})
+            if more or len(members) != 2:
+                raise Foreign(f"it holds {more[0][:80]!r}" if more else "a file is missing or there twice")
+            if max(each.file_size for each in members) > LARGEST:
+                raise Foreign("it unpacks to more than it may")
+            return _digest(tomllib.loads(bundle.read(PROJECT).decode()))
+    except Foreign:
+        raise
+    except Exception as error:  # whatever zipfile and tomllib make of bytes that somebody has made up
+        raise Foreign(f"it cannot be read ({type(error).__name__})") from error
+
+
+def check(content: bytes, apps: tuple[str, ...] = APPS) -> None:
+    """Raise `Foreign` for every bundle but the one of these apps."""
+    if opened(content) != digest(apps):
+        raise Foreign("it names another program")
+
+
+def program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what runs at the server and at the sites; `plugins` has the hash of each that the terms need, by name."""
+    return {"halfmoon": metadata.version("halfmoon"), "bundle": digest(), "plugins": dict(plugins or {})}
+
+
+def difference(theirs: Any) -> str | None:
+    """Return in words how a program differs from the one that runs here, plugins apart, None where it does not."""
+    mine = program()
+    if not isinstance(theirs, dict) or set(theirs) != set(mine):
+        return "it does not say what it runs"
+    if theirs["halfmoon"] != mine["halfmoon"]:
+        return f"halfmoon {str(theirs['halfmoon'])[:40]}, and here is {mine['halfmoon']}"
+    return None if theirs["bundle"] == mine["bundle"] else "its app bundle is another one"
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

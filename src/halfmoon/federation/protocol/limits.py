@@ -1,0 +1,176 @@
+"""What a federation may ask of a machine: the most that terms may say, a client update may take, and a message may
+weigh.
+
+Whoever writes terms, requests or replies may be hostile. What is bounded here is computed from what they say, before
+anything of that size is made.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfmoon.api.types import ClientUpdate, Task
+from halfmoon.config.schema import Config, method_options
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.engine.sampling import Amount
+from halfmoon.federation.protocol.log import size
+from halfmoon.federation.protocol.tree_spec import TreeSpec
+from halfmoon.models import Network
+from halfmoon.runs.factory import ImageSpec
+from halfmoon.storage import toml
+
+TERMS = 2**20
+"""Bytes of terms at most."""
+
+SITES = CLASSES = 2**15
+WORD = 100
+"""Characters of a class name, and of an option that is a text, at most."""
+
+MOST = {
+    "rounds": 10**6, "steps": 10**6, "epochs": 10**4, "server_epochs": 10**4, "labeled_batch": 10**5,
+    "unlabeled_batch": 10**5, "server_batch": 10**5, "width": 10**4, "seed": 2**63 - 1,
+}  # fmt: skip
+"""Options of a run, and the most that terms may say of each."""
+
+OPTION = 10**6
+"""A method's own option that is a whole number is at most this."""
+
+NETWORK = 2**28
+"""Numbers of a network at most: 268 million, 1.1 GB. The largest one of the papers has 23 million."""
+
+STEP = 2**27
+"""Values of a step's images at most (512 MiB): 890 images of 224x224 with 3 channels."""
+
+VISIT = 10**7
+"""Images that a client update may look at in its steps. What is drawn for all of them is in memory at once."""
+
+ROOM = 2**20
+"""Bytes that a reply may have beside its tensors and their places in the header: counts and samples."""
+
+PLACE = 1024
+"""Bytes that one tensor takes in a header at most, beside its name."""
+
+UNSURE, TIMES = 2**26, 16
+"""Bytes that a message may have of whose trees nobody knows what they are like, and as many times the model's."""
+
+SPARE = 2**28
+"""Bytes of a site's disk that stay free (a hundredth of a disk that is smaller than 25 GiB)."""
+
+
+def check_terms(config: Config, form: ImageSpec, sites: int, task: Task) -> None:
+    """Raise UserError, with one sentence, for the first thing that no site should be asked for."""
+    if sites > SITES:
+        raise UserError(f"sites names {sites:,} sites: a federation has {SITES:,} at most.")
+    if len(form.classes) > CLASSES:
+        raise UserError(f"classes names {len(form.classes):,} classes: a federation has {CLASSES:,} at most.")
+    for name in form.classes:
+        if len(name) > WORD or not name.isprintable():
+            raise UserError(f"classes has {name[:WORD]!r}: a class is named by up to {WORD} letters, without breaks.")
+    for name, most in MOST.items():
+        value = getattr(config, name)
+        if isinstance(value, int) and value > most:
+            raise UserError(f"{name} is {_shown(value)}: a federation has {most:,} at most.")
+    options = method_options(config, config.method)
+    for name, value in options.items():
+        _check_option(name, value)
+    # The regulator of FedDure is a network of its own.
+    own = (len(form.classes) + 2) * options.get("hidden", 0)
+    count = numbers(task.network) + own
+    if count > NETWORK:
+        raise UserError(f"the network has {count:,} numbers, of {NETWORK:,} at most: choose a smaller width.")
+    for name in ("labeled_batch", "unlabeled_batch"):
+        batch = getattr(config, name)
+        if isinstance(batch, int) and batch * math.prod(form.image) > STEP:
+            raise UserError(_too_large(f"{name} is {batch:,}", form.image))
+
+
+def _check_option(name: str, value: Any) -> None:
+    if isinstance(value, int) and abs(value) > OPTION:
+        raise UserError(f"the option {name} is {_shown(value)}: a federation has {OPTION:,} at most.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"the option {name} is {toml.shown(value)}: it must be a number.")
+    if isinstance(value, str) and (len(value) > WORD or not value.isprintable()):
+        raise UserError(f"the option {name} is {value[:WORD]!r}: it may have {WORD} letters, without breaks.")
+
+
+def _shown(value: int) -> str:
+    return f"{value:,}" if value < 10**18 else "more than 10^18"
+
+
+def numbers(network: Network) -> int:
+    """Return how many numbers a network's parameters and statistics are; none of them is made."""
+    return tree.size(abstract(network))
+
+
+def abstract(network: Network) -> tree.Tree:
+    """Return a network's {"params", "stats"} without their values: tensors that have a shape and take no memory."""
+    with torch.device("meta"):
+        return network.init(torch.Generator())
+
+
+def check_visit(work: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
+    """Return why a client update is too much for any site, None where it is not."""
+    views = max(1, len(work.views) + len(work.others))
+    step = amount.labeled + views * amount.unlabeled
+    if step * math.prod(image) > STEP:
+        return _too_large(f"a step is of {step:,} images", image)
+    if amount.steps * step > VISIT:
+        return f"a visit is of {amount.steps:,} steps of {step:,} images: a site looks at {VISIT:,} at most."
+    return None
+
+
+def _too_large(said: str, image: tuple[int, int, int]) -> str:
+    channels, height, width = image
+    most = STEP // math.prod(image)
+    return f"{said} with {channels} channel(s) of {height}x{width} pixels: a step has {most:,} of these at most."
+
+
+def weight(patterns: Iterable[TreeSpec]) -> int:
+    """Return the most bytes that a message may have which carries trees like these, and what goes with them."""
+    total = ROOM
+    for pattern in patterns:
+        for path, kind in pattern.items():
+            # A name stands in the header twice, and JSON in JSON escapes a letter by up to twelve bytes.
+            total += PLACE + 24 * len(path)
+            if kind is not None:
+                shape, dtype = kind
+                total += math.prod(shape) * dtype.itemsize
+    return total
+
+
+def unsure(network: Network) -> int:
+    """Return the most bytes that a message may have of whose trees nobody knows what they are like."""
+    return UNSURE + TIMES * tree.nbytes(abstract(network))
+
+
+def examined(classes: int) -> TreeSpec:
+    """Return the pattern of what a site says of a model that it has tested."""
+    return {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
+
+
+def check_images(folder: Path, count: int, image: tuple[int, int, int]) -> None:
+    """Raise UserError where decoded images do not fit this machine's memory, OSError where not the disk of `folder`."""
+    wanted = count * math.prod(image)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > memory:
+        raise UserError(
+            f"{count:,} images of {image[1]}x{image[2]} pixels with {image[0]} channel(s) take {size(wanted)}, but "
+            f"this machine's memory has {size(memory)}."
+        )
+    check_room(folder, wanted)
+
+
+def check_room(folder: Path, wanted: int) -> None:
+    """Raise OSError, as a full disk does, where so many bytes more would leave too little of a folder's disk free."""
+    disk = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists()))
+    if disk.free - wanted < min(SPARE, disk.total // 100):
+        raise OSError(ENOSPC, os.strerror(ENOSPC), str(folder))

@@ -1,0 +1,178 @@
+"""Requests to sites and their replies: what is sent, what is read, and which replies may touch the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from halfmoon.api.types import ClientUpdate
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.engine.client_update import ClientContext
+from halfmoon.engine.sampling import Amount
+from halfmoon.federation.protocol import limits
+from halfmoon.federation.protocol.evaluation import FederatedEvaluation
+from halfmoon.federation.protocol.messages import LARGEST, Malformed, Refusal, Reply, Request, read, write
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
+from halfmoon.federation.server.plan import Rules
+from halfmoon.federation.server.quarantine import Quarantine
+from halfmoon.federation.server.secure_sum import layout, summed
+from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, norms
+from halfmoon.models import Network
+
+
+class RunIdentity(NamedTuple):
+    """What every message carries: the hash of the terms, halfmoon's version, and which run of the federation it is."""
+
+    federation: str
+    version: str
+    run: str
+
+
+class Link(Protocol):
+    """What carries messages to sites and back; it knows nothing of what they say."""
+
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        """Send each named site a request, and return what each answered; `what` says in words what it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of sites before they answer, to judge their answers by.
+
+    most: how much a client update at a site may look at, and of how many images the site told.
+    tests: of how many test images of its own a site told.
+    keys: what sites showed when they joined, if uploads come under masks: then their sum is all that can be read.
+    """
+
+    patterns: UplinkSpec
+    most: Callable[[ClientUpdate, str], tuple[Amount, int]]
+    tests: Callable[[str], int]
+    keys: Callable[[], Mapping[str, bytes]] | None = None
+
+
+@dataclass
+class SiteCalls:
+    """Asks the sites `names`, client k being `names[k]`, and judges what they answer.
+
+    `quarantine` counts unusable answers. Without an `inspection` replies are only read, not judged. `ready` returns
+    when so many sites can be asked.
+    """
+
+    link: Link
+    names: Sequence[str]
+    run: RunIdentity
+    rules: Rules = field(default_factory=Rules)
+    quarantine: Quarantine = None  # type: ignore[assignment] (made of the rules where none is given)
+    inspection: Inspection | None = None
+    say: Callable[[str], None] = lambda _: None
+    ready: Callable[[int], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        if self.quarantine is None:
+            self.quarantine = Quarantine(self.names, self.rules.strikes, None)
+
+    @property
+    def keys(self) -> Callable[[], Mapping[str, bytes]] | None:
+        """Return the keys of sites whose uploads come under masks, None where uploads are sent plainly."""
+        return None if self.inspection is None else self.inspection.keys
+
+    def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, Answer]:
+        """Send each named site its request, and return what each answered."""
+        return self.link.exchange({site: write(request) for site, request in requests.items()}, what)
+
+    def tests(self, site: str) -> int:
+        """Return how many test images of its own a site told of."""
+        return 0 if self.inspection is None else self.inspection.tests(site)
+
+    def asked(self, requests: Mapping[str, Request], pattern: TreeSpec, what: str) -> dict[str, Reply]:
+        """Return the usable replies to requests about a masked sum alone."""
+        good: dict[str, Reply] = {}
+        for site, answer in self.exchange(requests, what).items():
+            reply = self.read(site, answer, requests[site], limits.weight([pattern]))
+            fault = None if reply is None else check_schema(reply.up, reply.samples, pattern)
+            if fault is not None:
+                self.refuse(site, fault, requests[site].round)
+            elif reply is not None:
+                good[site] = reply
+        return good
+
+    def plain(self, context: ClientContext, down: Tree) -> TreeSpec:
+        """Return the pattern of the uploads that a masked query hides."""
+        pattern = self.inspection and self.inspection.patterns.of(context, down)
+        if not pattern:
+            raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
+        return pattern
+
+    def add(self, evaluation: FederatedEvaluation, site: str, reply: Reply, network: Network) -> None:
+        """Count what a site says of a model, if it says something."""
+        if not reply.evaluation:
+            return
+        if not evaluation.add(reply.evaluation, network.classes, self.tests(site)):
+            self.say(f"{site} tested a model in a way that cannot be: that is left out")
+
+    def most(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:
+        """Return the most bytes of an honest site's reply; `context` is None where none says what it looks like."""
+        if self.inspection is None:
+            return LARGEST
+        pattern = None if context is None else self.inspection.patterns.of(context, down)
+        if pattern is None and request.work:
+            return limits.unsure(network)
+        return limits.weight([pattern or {}, limits.examined(network.classes) if request.evaluation else {}])
+
+    def read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
+        """Return the reply to a request, None where there is none that could be used; no more than `most` is read."""
+        if answer.data is None:
+            self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
+            return None
+        if answer.reason:
+            return self.refuse(site, answer.reason, request.round)
+        try:
+            said = read(answer.data, Reply, Refusal, limit=most)
+        except Malformed as error:
+            return self.refuse(site, str(error), request.round)
+        if isinstance(said, Refusal):
+            self.say(f"{site} has no part in round {request.round + 1}: {said.reason[:500]}")
+            return None
+        asked, told = (
+            (each.federation, each.version, each.run, each.round, each.attempt, each.query, each.work)
+            for each in (request, said)
+        )
+        if asked != told:
+            what = f"it answers round {said.round + 1}, query {said.query + 1} ({said.work[:40]})"
+            return self.refuse(site, what, request.round)
+        return said
+
+    def judged(
+        self, replies: Mapping[str, Reply], context: ClientContext, downlinks: Mapping[str, Tree]
+    ) -> dict[str, Reply]:
+        """Return the replies that may touch the model."""
+        if self.inspection is None:
+            return dict(replies)
+        good: dict[str, Reply] = {}
+        for site, reply in replies.items():
+            pattern = self.inspection.patterns.of(context, downlinks[site])
+            if self.keys is not None:
+                pattern = summed(layout(self.plain(context, downlinks[site]), spec_of(downlinks[site])))
+            fault = check_schema(reply.up, reply.samples, pattern)
+            fault = fault or check_counts(reply, *self.inspection.most(context.work, site))
+            if fault is None:
+                good[site] = reply
+            else:
+                self.refuse(site, fault, context.round)
+        large = check_norm(norms({s: reply.up for s, reply in good.items()}, downlinks), self.rules.norm_bound)
+        for site, fault in large.items():
+            self.refuse(site, fault, context.round)
+        return {site: reply for site, reply in good.items() if site not in large}
+
+    def refuse(self, site: str, reason: str, round: int) -> None:
+        """Count an answer that cannot be used, with its reason."""
+        aside = self.quarantine.refuse(site, round, reason)
+        self.say(f"refused in round {round + 1}: the answer of {site}: {reason}")
+        if aside:
+            self.say(
+                f"{site} is set aside after {self.quarantine.limit} unusable answers; --readmit {site} lets it back"
+            )

@@ -1,0 +1,69 @@
+"""Which sites play a round: drawn as a simulation draws, and again with others where too few have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfmoon.core import rng
+from halfmoon.engine.loop import TooFew
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.federation.server.quarantine import Quarantine
+from halfmoon.secure.csprng import keystream, subkey
+
+
+class CohortSampler:
+    """Draws cohorts by number, so the order of the `names` is a part of the federation; counts who failed in a round.
+
+    Sites in quarantine are not drawn. With `settings.cohort_secret` cohorts are drawn from it, not from the seed, which
+    every site knows.
+    """
+
+    def __init__(self, names: Sequence[str], settings: RuntimeSettings, quarantine: Quarantine) -> None:
+        self.names, self.settings, self.quarantine = tuple(names), settings, quarantine
+        self.attempt = 0  # how often the round was played before
+        self.left: set[int] = set()  # of the cohort, those who have not failed in this attempt
+        self.drawn = 0
+        self.uniform = True  # whether the cohort was drawn from all clients alike
+        self._failed: set[int] = set()  # of this round
+
+    def draw(self, round: int) -> Tensor:
+        """Return the cohort of a round, sorted; those who have failed in it are drawn only where others are too few.
+
+        Raise `TooFew` where every site is in quarantine.
+        """
+        here = [k for k in self._order(round) if self.names[k] not in self.quarantine.aside]
+        if not here:
+            raise TooFew("every site is set aside; look into serve.log, and let sites back in with --readmit.")
+        fresh = [k for k in here if k not in self._failed]
+        chosen = [*fresh, *(k for k in here if k in self._failed)][: self.settings.cohort]
+        self.left, self.drawn = set(chosen), len(chosen)
+        self.uniform = not self.attempt and len(here) == len(self.names)
+        return torch.tensor(chosen, dtype=torch.int64).sort().values
+
+    def lose(self, clients: Iterable[int]) -> None:
+        """Take note that clients had no usable answer."""
+        lost = set(clients)
+        self._failed |= lost
+        self.left -= lost
+
+    def again(self) -> None:
+        """Make ready for another attempt at the round."""
+        self.attempt += 1
+
+    def over(self) -> None:
+        """Make ready for the next round."""
+        self.attempt = 0
+        self._failed.clear()
+
+    def _order(self, round: int) -> list[int]:
+        """Return all clients in the random order in which they are drawn for a round, or for another attempt at it."""
+        clients = len(self.names)
+        if self.settings.cohort_secret is not None:
+            words = keystream(subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients)
+            return np.argsort(words, kind="stable").tolist()
+        path = ("cohort", round, self.attempt) if self.attempt else ("cohort", round)
+        return torch.randperm(clients, generator=rng.generator(self.settings.seed, *path)).tolist()

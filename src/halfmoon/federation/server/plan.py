@@ -1,0 +1,146 @@
+"""The file that a server reads its federation from: options of a run, and a table [federation]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+from halfmoon.config import schema as settings
+from halfmoon.config.option_types import typed
+from halfmoon.config.schema import PLACE, TABLE, Config
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.data.partition.split import Split
+from halfmoon.federation.protocol.terms import Terms, shared
+from halfmoon.federation.site_data.export import place_of
+from halfmoon.runs.factory import ImageSpec, network_name
+from halfmoon.storage import toml
+
+OWN = (*PLACE, "evaluate_every", "server_ema")
+"""Options of the server's machine alone."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a server deals with its sites; none of it changes what a site computes. Times are seconds.
+
+    Raise UserError for a value out of its range.
+    """
+
+    min_replies: Annotated[int | None, "fewest replies of a round; none: half of the cohort"] = None
+    round_timeout: Annotated[float, "seconds that a site may take for one answer"] = 3600.0
+    absence: Annotated[float, "seconds that a site which is not connected is waited for"] = 60.0
+    attempts: Annotated[int, "how often a round below min_replies is played, with other sites, before all stops"] = 10
+    strikes: Annotated[int, "unusable answers after which a site is set aside; 0: never"] = 3
+    norm_bound: Annotated[float, "largest update, in medians of the cohort's; 0: none is too large"] = 10.0
+    weight_cap: Annotated[float, "largest weight of a site, in medians of the cohort's; 0: none is too large"] = (
+        settings.WEIGHT_CAP
+    )
+    images: Annotated[
+        tuple[int, ...] | None, "images that each site has, as known here, in the order of sites; none: as they say"
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.images is not None and min(self.images, default=0) < 1:
+            raise UserError(f"{TABLE}.images is {toml.shown(self.images)}: it must have a number from 1 for each site.")
+        least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout"), 0)
+        least |= {"min_replies": 1, "attempts": 1}
+        for name, bound in least.items():
+            value = self.__dict__[name]
+            if value is not None and not (value >= bound and math.isfinite(value)):
+                raise UserError(f"{TABLE}.{name} is {toml.shown(value)}: it must be at least {bound}.")
+
+    def quorum(self, asked: int) -> int:
+        """Return how many of so many sites have to answer; half of them, rounded up, where `min_replies` is None."""
+        wanted = -(-asked // 2) if self.min_replies is None else self.min_replies
+        return max(1, min(wanted, asked))
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the table [federation] says beside the `Rules`: who takes part, and what their images are like."""
+
+    sites: Annotated[tuple[str, ...], "the names of the sites, in the order of their numbers"]
+    classes: Annotated[tuple[str, ...], "the names of the classes, in the order of their numbers"]
+    image: Annotated[tuple[int, ...], "channels, height and width to which all images are brought, such as [1, 28, 28]"]
+    name: Annotated[str | None, "what the federation is called; none: as its file"] = None
+    mirror: Annotated[bool, "whether a mirrored image is still of its class"] = False
+    mean: Annotated[tuple[float, ...], "mean of each channel (of pixels in 0..1), to normalize by"] = (0.5,)
+    std: Annotated[tuple[float, ...], "standard deviation of each channel, to normalize by"] = (0.25,)
+    test: Annotated[Path | None, "the server's folder of labeled images to test on; none: the sites' own ones"] = None
+    server: Annotated[Path | None, "the server's own folder of labeled images, where it has some"] = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A federation as its server sees it; `config` is that of the terms with the options of this machine."""
+
+    terms: Terms
+    rules: Rules
+    test: Path | None
+    server: Path | None
+    config: Config
+
+
+def load(path: Path) -> Plan:
+    """Return the federation that a file says.
+
+    Options about a simulation's data (data, clients, setting, ...) are checked and left aside. Relative paths start at
+    the file's folder. Raise UserError, with one sentence, for the first mistake.
+    """
+    raw = settings.read(path)
+    if not isinstance(raw.get(TABLE), Mapping):
+        raise UserError(f"{path} has no table [{TABLE}]: write one with sites, classes and image.")
+    held, rules = _table(raw.pop(TABLE), path)
+    count = len(held.sites)
+    here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
+    whole = settings.merge({**here, **raw}, {}, path)
+    if whole.attack != "none":
+        raise UserError(
+            f"attack is {whole.attack!r} in {path.name}, but hostile clients are made in simulations alone: leave "
+            "attack and attackers out."
+        )
+    values = {name: raw[name] for name in raw if name in shared() or name == "options"}
+    if whole.split is not None:  # it says where the labels are, and no option may
+        values["labels_at"] = place_of(Split.load(settings.anchored(raw, path.parent)["split"]))
+    # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
+    if whole.network == "auto":
+        values["network"] = network_name(whole) if "data" in raw else "resnet9"
+    channels = 3 if held.image[:1] == (3,) else 1  # another number is refused below
+    means, deviations = (each * channels if len(each) == 1 else each for each in (held.mean, held.std))
+    form = ImageSpec(held.image, held.classes, held.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
+    terms = Terms.of(held.name or path.stem, held.sites, form, values, path.name)
+    if rules.images is not None and len(rules.images) != count:
+        raise UserError(f"{TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")
+    if rules.min_replies is not None and rules.min_replies > terms.config.cohort:
+        raise UserError(
+            f"{TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be no more."
+        )
+    own = {name: raw[name] for name in OWN if name in raw}
+    here = {"data": terms.config.data, "clients": len(held.sites), "cohort": terms.config.cohort}
+    config = settings.merge(settings.anchored({**values, **own, **here}, path.parent), {}, path)
+    test, server = (each and (path.parent / each.expanduser()).absolute() for each in (held.test, held.server))
+    return Plan(terms, rules, test, server, config)
+
+
+def _table(given: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
+    """Return the table with every value of its type."""
+    hints = {kind: get_type_hints(kind) for kind in (Table, Rules)}
+    known = {name: hint for each in hints.values() for name, hint in each.items()}
+    for name in given:
+        if name not in known:
+            raise UserError(f"unknown option {name!r} in [{TABLE}] of {path.name}: {nearest(name, known)}")
+    values = {name: typed(f"{TABLE}.{name} in {path.name}", known[name], value) for name, value in given.items()}
+    for name in ("sites", "classes", "image"):
+        if name not in values:
+            raise UserError(f"[{TABLE}] in {path.name} has no {name}: {about(Table)[name]}.")
+    parts = [{name: value for name, value in values.items() if name in hints[kind]} for kind in (Table, Rules)]
+    return Table(**parts[0]), Rules(**parts[1])
+
+
+def about(kind: type) -> dict[str, str]:
+    """Return one line about every option of `Table` or `Rules`."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: get_args(hints[each.name])[1] for each in fields(kind)}

@@ -1,0 +1,323 @@
+"""A federation's server: from its plan to a finished run folder, over any post; stopped anywhere, it goes on there."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.aggregation import Aggregator
+from halfmoon.aggregation.weights import WeightCap
+from halfmoon.api.types import ClientUpdate
+from halfmoon.config import schema as settings
+from halfmoon.core.errors import UserError
+from halfmoon.data import Images, Split
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.budget import ClientSize
+from halfmoon.engine.evaluation import Examples, Tally
+from halfmoon.engine.local_clients import FederatedDataset, LocalClients
+from halfmoon.engine.loop import Experiment, Row, play
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.sampling import Amount
+from halfmoon.federation.protocol import limits
+from halfmoon.federation.protocol.log import EventLog
+from halfmoon.federation.protocol.messages import Final, write
+from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
+from halfmoon.federation.server.delivery import deliver
+from halfmoon.federation.server.plan import Plan
+from halfmoon.federation.server.quarantine import Quarantine
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.secure_sum import shown
+from halfmoon.federation.server.sessions import ClientManager, Transport
+from halfmoon.federation.site.client import labeled_images
+from halfmoon.federation.site_data.prepare import HOME
+from halfmoon.methods import registry
+from halfmoon.runs.factory import aggregators, batch_rules, budget, computing, device, examples, method, task, views
+from halfmoon.runs.model_card import Card
+from halfmoon.storage import atomic_io, toml
+from halfmoon.storage.run_folder import MODEL, TIMINGS, RunFolder
+from halfmoon.storage.state_store import StateView, Store
+
+LOG, SITES, TERMS, NUMBER, SECRET = "serve.log", "sites.json", "terms.json", "number", "secret"
+
+
+@dataclass(frozen=True)
+class FederationServer:
+    """The server of a federation: its plan, and the folder of its run."""
+
+    plan: Plan
+    path: Path
+
+    @property
+    def log(self) -> EventLog:
+        """Where the server writes down what happens."""
+        return EventLog(self.path / LOG)
+
+    @property
+    def most(self) -> int:
+        """The bytes that no answer of a site may have, whatever it is asked."""
+        return limits.unsure(task(self.plan.config, self.plan.terms.form).network)
+
+    def make(self) -> None:
+        """Make the run's folder, or look into the one that is there.
+
+        Raise UserError where that holds something else, and for what could only fail later: folders of the server that
+        cannot be read, a method without its labels.
+        """
+        config = self.plan.config
+        for folder in (self.plan.test, self.plan.server):
+            if folder is not None:
+                self._labeled(folder)
+        if config.labels_at == "server" and self.plan.server is None:
+            raise UserError(
+                "labels_at is 'server', but [federation] names no folder of the server's own labeled images: give its "
+                "path as server."
+            )
+        with self._folder():
+            pass
+
+    def readmit(self, name: str) -> None:
+        """Let a site back in that was set aside; raise UserError for a name that is none of the federation's."""
+        self._register().readmit(name)
+
+    def _register(self) -> Quarantine:
+        terms, rules = self.plan.terms, self.plan.rules
+        return Quarantine(terms.sites, rules.strikes, self.path / SITES)
+
+    def _number(self) -> str:
+        """Return what tells this run from others of the same federation; made with the first round."""
+        path = self.path / NUMBER
+        held = atomic_io.read(path)
+        if held is None:
+            held = secrets.token_hex(16).encode()
+            atomic_io.replace(path, held)
+        return held.decode()
+
+    def _secret(self) -> bytes:
+        """Return what noise is drawn from, which no site may know; made with the first round."""
+        path = self.path / SECRET
+        held = atomic_io.read(path)
+        if held is None:
+            held = secrets.token_bytes(32)
+            atomic_io.replace(path, held, private=True)
+        return held
+
+    def serve(self, post: Transport, patience: float = math.inf) -> Row:
+        """Play all rounds that are left, and return the run's summary; one that is finished is only read.
+
+        Sites are waited for without end, or for `patience` seconds.
+
+        Raise UserError where the folder holds something else or is in use, or too few sites answer again and again;
+        the run goes on when it is served again.
+        """
+        with self._folder() as folder:
+            done = folder.summary()
+            if done is not None:
+                return done
+            with computing(self.plan.config):
+                return self._play(folder, post, patience)
+
+    def _caps(self) -> tuple[Aggregator, ...]:
+        """Return the cap on weights; none where nobody sees single weights, or all are 1."""
+        config, rules, names = self.plan.config, self.plan.rules, self.plan.terms.sites
+        if config.secure_aggregation or config.dp_clip is not None:
+            return ()
+
+        def warn(client: int, share: float) -> None:
+            self.log.say(f"{names[client]} has {share:.0%} of the weight of a round: alone it decides the model")
+
+        return (WeightCap(rules.weight_cap, dict(enumerate(rules.images or ())), warn),)
+
+    def _labeled(self, folder: Path) -> Images:
+        """Return the labeled images of one of the server's folders; raise UserError where there are none."""
+        channels, height, width = self.plan.terms.form.image
+        return labeled_images(folder, self.plan.terms, folder / HOME / f"{height}x{width}x{channels}")
+
+    def _folder(self) -> RunFolder:
+        terms = self.plan.terms
+        if not RunFolder.made(self.path):
+            return RunFolder.create(self.path, _words(self.plan), terms.hash)
+        folder = RunFolder.open(self.path)
+        if folder.identity != terms.hash:
+            raise UserError(
+                f"{self.path} holds a run of other terms ({folder.identity[:8]}, these are {terms.hash[:8]}): undo the "
+                "change of the configuration, or choose another --run-dir."
+            )
+        return folder
+
+    def _play(self, folder: RunFolder, post: Transport, patience: float) -> Row:
+        terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
+        say = self.log.say
+        version = metadata.version("halfmoon")
+        loaded = folder.load()
+        for warning in [*(loaded.warnings if loaded else []), *([folder.remark] if folder.remark else [])]:
+            say(warning)
+        say(f"{terms.said()}; halfmoon {version}")
+        atomic_io.replace(self.path / TERMS, terms.text.encode())
+        manager = ClientManager(post, terms, version, rules.round_timeout, rules.absence, say)
+        experiment = self._experiment(manager, version, patience)
+        if loaded:
+            say(f"going on after round {loaded.round}")
+        manager.gather(rules.quorum(config.cohort), patience)
+        runtime = experiment.runtime
+        played = play(experiment, folder, loaded, lambda row: say(_told(row, config.rounds)))
+        if isinstance(runtime, RemoteRuntime) and experiment.test is None:
+            said = runtime.concluded(played["model"])
+            if said is not None:
+                say(f"the sites' own test images: accuracy {said.row()['accuracy']:.2%}")
+                played |= {"confusion": said.confusion.tolist(), "accuracy": _accuracy(folder, said, config.rounds)}
+        summary = _summary(self.plan, folder, played)
+        card = _card(self.plan, experiment)
+        # The sites' copy says what was agreed on, and nothing of this machine.
+        told = replace(card, config=settings.text(terms.config)).render()
+        final = write(Final(terms.hash, version, json.dumps(told), played["model"]))
+        names = [name for name in terms.sites if name not in self._register().aside]
+        deliver(manager, names, final, self.path / MODEL, say)  # before the run ends: then nobody answers any more
+        folder.finish(played["model"], card.render(), summary)
+        say(f"finished: the model is {self.path / 'model.safetensors'}")
+        return summary
+
+    def _experiment(self, manager: ClientManager, version: str, patience: float) -> Experiment:
+        terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
+        shared, seen = task(config, terms.form), views(config, terms.form)
+        entry = registry.entry(config.method)
+        store = Store(cap=config.memory_cap * 1_000_000)
+        place = device(config)
+        test = None if self.plan.test is None else examples(self._labeled(self.plan.test), place)
+        batching, serving = batch_rules(config)
+        measure = budget(config, shared)
+        server = None
+        if self.plan.server is not None and config.labels_at == "server":
+            held = _served(examples(self._labeled(self.plan.server), place), len(terms.sites))
+            state_store = StateView(store, "client/", place)
+            server = LocalClients(held, seen, batching, serving, measure, config.seed, "loop", state_store)
+
+        def most(work: ClientUpdate, site: str) -> tuple[Amount, int]:
+            said = manager.joined[site]
+            images = said.labeled + said.unlabeled
+            if rules.images is not None:
+                images = min(images, rules.images[terms.sites.index(site)])
+            labeled = min(said.labeled, images)
+            given = ClientSize(labeled, images if config.reuse_labeled else images - labeled)
+            own = ClientSize(images, 0) if entry.all_labels else given
+            return measure.amount(batching, work, own, given), images
+
+        def tests(site: str) -> int:
+            return manager.joined[site].tests if site in manager.joined else 0
+
+        inspection = Inspection(
+            UplinkSpec(shared, seen, terms.form.image, config.seed),
+            most,
+            tests,
+            (lambda: shown(manager.joined)) if config.secure_aggregation else None,
+        )
+        calls = SiteCalls(
+            manager,
+            terms.sites,
+            RunIdentity(terms.hash, version, self._number()),
+            # A bound from what the others sent would let one site's update decide whose counts.
+            rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
+            self._register(),
+            inspection,
+            self.log.say,
+            lambda wanted: manager.gather(wanted, patience, 0.0),
+        )
+        secret = None if config.dp_clip is None else self._secret()
+        drawn = RuntimeSettings(config.cohort, config.seed, device=place, cohort_secret=secret)
+        between = (*self._caps(), *aggregators(config, self._secret(), self.path, summed=config.secure_aggregation))
+        runtime = RemoteRuntime(method(config), shared, seen, calls, drawn, server, store, between)
+        return Experiment(
+            runtime.method,
+            shared,
+            runtime,
+            test,
+            config.seed,
+            config.evaluate_every,
+            config.checkpoint_every,
+            ema=config.server_ema,
+        )
+
+
+def _accuracy(folder: RunFolder, last: Tally, rounds: int) -> Row:
+    """Return the last and the best accuracy on the sites' own test images."""
+    tested = [
+        (row["evaluation"]["accuracy"], row["evaluation"]["round"]) for row in folder.rows() if row.get("evaluation")
+    ]
+    final = last.row()["accuracy"]
+    best, best_round = max([*tested, (final, rounds)], key=lambda each: (each[0], -each[1]))
+    return {"last": final, "best": best, "best_round": best_round}
+
+
+def _served(rows: Examples, sites: int) -> FederatedDataset:
+    count = len(rows.labels)
+    return FederatedDataset(rows, Split(np.full(count, SERVER), np.ones(count, bool), sites))
+
+
+def _words(plan: Plan) -> str:
+    """Return the run folder's config.toml: the options, and who takes part."""
+    terms = plan.terms
+    form = terms.form
+    table = {
+        "name": terms.name, "sites": terms.sites, "classes": form.classes, "image": form.image, "mirror": form.mirror,
+        "mean": form.mean, "std": form.std, "hash": terms.hash,
+    }  # fmt: skip
+    lines = [f"{name} = {toml.value(value)}" for name, value in table.items()]
+    return settings.text(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
+
+
+def _card(plan: Plan, experiment: Experiment) -> Card:
+    form = plan.terms.form
+    return Card(
+        classes=form.classes,
+        image=form.image,
+        taken=form.image[1:],
+        shrink=1,
+        mean=form.mean,
+        std=form.std,
+        network=experiment.task.network,
+        method=plan.config.method,
+        config=_words(plan),
+    )
+
+
+def _told(row: Row, rounds: int) -> str:
+    """Return a round's line in words."""
+    test = row.get("test")
+    evaluation = row.get("evaluation")
+    said = f", accuracy {test['accuracy']:.2%}" if test else ""
+    if evaluation:
+        said = f"; the model before it: accuracy {evaluation['accuracy']:.2%} at {evaluation['sites']} sites"
+    loss = row["train"].get("loss")
+    told = f", mean loss {loss:.4f}" if loss is not None else ""
+    aggregator = row.get("aggregation") or {}
+    if "epsilon" in aggregator:
+        said += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
+    return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{told}{said}"
+
+
+def _summary(plan: Plan, folder: RunFolder, played: Row) -> Row:
+    config = plan.config
+    seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
+    return {
+        "method": config.method,
+        "title": registry.entry(config.method).title,
+        "data": config.data,
+        "federation": plan.terms.hash,
+        "sites": list(plan.terms.sites),
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "accuracy": played["accuracy"],
+        "cost": played["cost"],
+        "classes": list(plan.terms.form.classes),
+        "confusion": played["confusion"],
+        "seconds": round(seconds, 1),
+        **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
+        **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
+        "finished": True,
+    }

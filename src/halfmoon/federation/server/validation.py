@@ -1,0 +1,209 @@
+"""May a model learn from an upload? Names, shapes, finite values, plausible counts, and a norm like the others'.
+
+Every check returns its reason in words that name no site: who asks knows which one it is. What a check quotes of an
+upload is cut and escaped, for it ends up in logs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import WeightedMetric
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Amount
+from halfmoon.federation.protocol.messages import Reply
+from halfmoon.federation.protocol.tree_spec import TreeSpec, parts
+
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+WHOLES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+ROWS = ("weight", "rows")
+"""Leaves of an upload by which servers weigh it: counts of rows, or 1.
+
+FedAvg, FedProx, FedDure, FedDB, FedLoKe, SemiFed and SemiFL's own labels send labeled + unlabeled rows as their weight,
+clients that count static statistics send the same as rows; FML sends 1 (or rows), SemiFL and HeteroFL 1 or 0.
+"""
+
+MARKS = ("labels", "present")
+"""Leaves that say yes (1) or no (0): FedMatch's "there are labels", HeteroFL's "this class is there", (classes,)."""
+
+TWICE = 2
+"""A labeled image may count among the unlabeled ones as well (`FederatedDataset.reuse_labeled`): twice the images at
+most."""
+
+SWEEPS = 1024
+"""How often a client update may look at each image outside its steps. `Work.swept` is once the unlabeled rows in most
+methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers` times in
+SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense; what is swept is a cost that is
+reported, no more."""
+
+LARGEST = 2**40
+"""Bytes that a client update may be said to bring, or to leave at the site: 1 TiB, beyond any model of this library."""
+
+NO_UPDATE = (*ROWS, *MARKS, "changed", "stats", "moments")
+"""Parts of an upload that `norms` leaves out. Weights, marks and counts are no update. Nor are running statistics and
+the counted statistics' moments: they measure a site's images and activations (a variance may be 1e4 where weights move
+by 1e-2), leave their start of 0 and 1 in one jump, and would drown the parameters."""
+
+
+def check_schema(up: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None) -> str | None:
+    """Return why an upload and its samples cannot be used, None where they can: the first fault there is.
+
+    With a pattern every name has to be there and no other one, with the same shape and dtype. Without one, names and
+    shapes are not known; the rest holds all the same: plain number types, finite values, variances and squares from 0,
+    samples that are three scalars with a count above 0.
+    """
+    return next(_faults(up, samples, pattern), None)
+
+
+def _faults(up: Any, samples: Any, pattern: TreeSpec | None) -> Iterator[str]:
+    if not isinstance(up, dict) or not isinstance(samples, dict):
+        yield "it is no tree of tensors"
+        return
+    found = dict(parts(up))
+    if pattern is not None:
+        yield from _unlike(found, pattern)
+    for path, leaf in found.items():
+        if leaf is None:
+            continue
+        if leaf.dtype not in FLOATS | WHOLES:
+            yield f"{_quoted(path)} holds {_kind(leaf.dtype)}, which no method sends"
+        elif not bool(leaf.isfinite().all()):
+            yield f"{_quoted(path)} holds values that are not finite"
+        elif path[0] in ("stats", "moments") and path[-1] == "var" and bool((leaf < 0).any()):
+            yield f"{_quoted(path)} holds a variance below 0"
+    for name, each in samples.items():
+        fault = _unsound(each)
+        if fault is not None:
+            yield f"its sample {_quoted((name,))} {fault}"
+
+
+def _unlike(found: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
+    """Yield where an upload departs from the pattern. Paths are compared part by part: a key may hold a "/" itself."""
+    wanted = {tuple(path.split("/")): kind for path, kind in pattern.items()}
+    yield from (f"{_quoted(path)} is missing" for path in wanted if path not in found)
+    yield from (f"{_quoted(path)} was not asked for" for path in found if path not in wanted)
+    for path, kind in wanted.items():
+        leaf = found[path]
+        if kind is None or leaf is None:
+            if (kind is None) != (leaf is None):
+                yield f"{_quoted(path)} is {'empty, not a tensor' if leaf is None else 'a tensor, not empty'}"
+            continue
+        shape, dtype = kind
+        if tuple(leaf.shape) != shape:
+            yield f"{_quoted(path)} has the shape {_cut(str(tuple(leaf.shape)))}, not {shape}"
+        elif leaf.dtype != dtype:
+            yield f"{_quoted(path)} holds {_kind(leaf.dtype)}, not {_kind(dtype)}"
+
+
+def _unsound(each: Any) -> str | None:
+    """Return what is wrong with a sample (total, squares, count), None where nothing is."""
+    if not isinstance(each, dict) or set(each) != set(WeightedMetric._fields):
+        return f"is not {', '.join(WeightedMetric._fields)}"
+    values: list[Any] = [each[name] for name in WeightedMetric._fields]
+    if not all(isinstance(v, Tensor) and v.dim() == 0 and v.dtype in FLOATS for v in values):
+        return "is not three single numbers"
+    total, squares, count = (float(value) for value in values)
+    if not all(math.isfinite(value) for value in (total, squares, count)):
+        return "is not finite"
+    if count <= 0:
+        return f"counts {count:g} values"
+    return f"has the sum of squares {squares:g}" if squares < 0 else None
+
+
+def check_counts(reply: Reply, most: Amount, images: int) -> str | None:
+    """Return which count of a reply cannot be, None where all can.
+
+    `most` is what the batch rule gives a site that said it has `images` images (labeled and unlabeled), field by field
+    the most that it can take; what weighs an upload (`ROWS`) is at most twice `images`, or 1, and a mark (`MARKS`) at
+    most 1.
+    """
+    return next(_impossible(reply, most, images), None)
+
+
+def _impossible(reply: Reply, most: Amount, images: int) -> Iterator[str]:
+    for name, said, limit in zip(Amount._fields, reply.amount, most, strict=True):
+        if not 0 <= said <= limit:
+            unit = "" if name in ("steps", "epochs") else " images a step"
+            yield f"it counts {_number(said)} {name}{unit}, of {limit} at most for its {images} images"
+    limits = {name: max(1, TWICE * images) for name in ROWS} | dict.fromkeys(MARKS, 1)
+    for name, limit in limits.items():
+        leaf = reply.up.get(name)
+        wrong = [x for x in leaf.flatten().tolist() if not 0 <= x <= limit] if isinstance(leaf, Tensor) else []
+        if wrong:
+            yield f"its {name} is {wrong[0]:g}, not between 0 and {limit}, the most for {images} images"
+    down, up = reply.traffic
+    counts = {
+        "images swept": (reply.swept, SWEEPS * images + 1),
+        "bytes received": (down, LARGEST),
+        "bytes sent": (up, tree.nbytes(reply.up)),
+        "bytes remembered": (reply.kept, LARGEST),
+    }
+    for what, (said, limit) in counts.items():
+        if not 0 <= said <= limit:
+            yield f"it counts {_number(said)} {what}, of {limit} at most"
+
+
+def norms(ups: Mapping[str, Tree], downlinks: Mapping[str, Tree]) -> dict[str, float]:
+    """Return the Euclidean norm of each site's update, taken in float64; `downlinks` has what each of these sites was
+    sent.
+
+    A floating leaf that came down under the same path and shape counts as up - down, another one as it is; leaves of
+    other types and the parts in `NO_UPDATE` do not count. Values beyond what squares in float64 give infinity.
+    """
+    return {name: _norm(up, tree.flatten(downlinks[name])) for name, up in ups.items()}
+
+
+def _norm(up: Tree, down: Mapping[str, Tensor]) -> float:
+    found: list[float] = []
+    for path, leaf in tree.flatten({name: part for name, part in up.items() if name not in NO_UPDATE}).items():
+        if leaf.dtype in FLOATS:
+            before, new = down.get(path), leaf.double()
+            moved = new - before if before is not None and before.shape == leaf.shape else new
+            found.append(float(torch.linalg.vector_norm(moved)))
+    return math.hypot(*found)
+
+
+def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
+    """Return the sites whose update is over `bound` times the cohort's median norm, each with the reason.
+
+    `bound` 0 checks nothing, and so do fewer than three sites: two cannot say which of them is odd. Of an even number
+    of sites the lower one of the two in the middle is the median, so that a half of the cohort that is huge is still
+    found (their mean would hide it); against more than half that collude no median helps. Where the median is 0 (most
+    had nothing to learn) no site is refused but one whose norm is not finite.
+    """
+    if not bound or len(norms) < 3:
+        return {}
+    middle = statistics.median_low([norm if math.isfinite(norm) else math.inf for norm in norms.values()])
+    found: dict[str, str] = {}
+    for name, norm in norms.items():
+        if not math.isfinite(norm):
+            found[name] = f"its update has the norm {norm:g} (the cohort's median is {middle:.3g})"
+        elif middle > 0 and norm > bound * middle:
+            found[name] = (
+                f"its update has the norm {norm:.3g}, over {bound:g} times the cohort's median of {middle:.3g}"
+            )
+    return found
+
+
+def _quoted(path: tuple[str, ...]) -> str:
+    return _cut(repr("/".join(path)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _number(count: int) -> str:
+    return str(count) if count < 10**18 else "more than 10^18"

@@ -1,0 +1,116 @@
+"""labels.csv as people write it: other names' cases, semicolons, tabs and byte order marks are read, and said."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import unicodedata
+from pathlib import Path
+from typing import NamedTuple
+
+LABELS = "labels.csv"
+SIGNED = ("by", "at")
+"""Columns that labels.csv may have besides path and label: who said it, and when."""
+
+_SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
+
+
+class Table(NamedTuple):
+    """What labels.csv says."""
+
+    rows: list[tuple[str, str]]  # path as written, label
+    faults: list[str]
+    said: list[str]  # what is unusual about the file, and was read all the same
+    file: str | None  # its name, None where there is none
+
+
+def read(folder: Path) -> Table:
+    """Return the lines of labels.csv, whatever the case of its name; an absent file has none."""
+    found = sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
+    if len(found) > 1 and LABELS not in found:
+        return Table([], [f"there are {' and '.join(found)}: keep one of them"], [], found[0])
+    if not found:
+        return Table([], [], [], None)
+    name = LABELS if LABELS in found else found[0]
+    said = [] if name == LABELS else [f"it is called {name}"]
+    text, fault, marked = decoded(folder / name)
+    if text is None:
+        return Table([], fault, said, name)
+    rows, faults, separator = _parsed(text)
+    said += [_SEPARATORS[separator]] if _SEPARATORS[separator] else []
+    return Table(rows, faults, [*said, *marked], name)
+
+
+def file_of(folder: Path) -> Path:
+    """Return the file that holds a folder's labels, or will: labels.csv, or one whose name differs in case."""
+    try:
+        found = sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
+    except OSError:
+        found = []
+    return folder / (LABELS if LABELS in found or not found else found[0])
+
+
+def separator_of(text: str) -> str:
+    """Return what separates the cells of a file's text."""
+    first = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
+    return next((each for each in _SEPARATORS if _is_header(first.split(each))), ",")
+
+
+def decoded(path: Path) -> tuple[str | None, list[str], list[str]]:
+    """Return the text of a file without a byte order mark, or None and what is wrong, and which mark it had.
+
+    An absent file is no fault.
+    """
+    try:
+        data = path.read_bytes()
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return data.decode("utf-16"), [], ["a byte order mark of UTF-16"]
+        return data.decode("utf-8-sig"), [], ["a byte order mark"] if data.startswith(codecs.BOM_UTF8) else []
+    except FileNotFoundError:
+        return None, [], []
+    except OSError as error:
+        return None, [error.strerror or str(error)], []
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if error.encoding.startswith("utf-16") else "UTF-8"
+        return None, [f"byte {error.start} is not {kind}: save the file as UTF-8"], []
+
+
+def _parsed(text: str) -> tuple[list[tuple[str, str]], list[str], str]:
+    """Return the rows, the faults, and what separates the cells."""
+    separator = separator_of(text)
+    rows: list[tuple[str, str]] = []
+    faults: list[str] = []
+    header = 0  # columns
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+    try:
+        for cells in lines:
+            stripped = [cell.strip() for cell in cells]
+            if not any(stripped):
+                continue
+            if not header:
+                if not _is_header(stripped):
+                    return (
+                        [],
+                        [f"line {lines.line_num} is {_clip(separator.join(stripped))}, not path,label"],
+                        separator,
+                    )
+                header = len(stripped)
+            elif len(cells) != header or not all(stripped[:2]):
+                faults.append(f"line {lines.line_num} is not one path and one label")
+            else:
+                rows.append((cells[0], unicodedata.normalize("NFC", stripped[1])))
+    except csv.Error as error:
+        faults.append(f"line {lines.line_num}: {error}")
+    if not header and not faults:
+        faults.append("it has no header path,label")
+    return rows, faults, separator
+
+
+def _is_header(cells: list[str]) -> bool:
+    names = tuple(cell.strip().strip('"').strip().lower() for cell in cells)
+    return names in (("path", "label"), ("path", "label", *SIGNED))
+
+
+def _clip(words: str) -> str:
+    return repr(words if len(words) <= 60 else f"{words[:57]}...")

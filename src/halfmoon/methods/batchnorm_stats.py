@@ -1,0 +1,103 @@
+"""Static batch normalization (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022): statistics are counted, not tracked.
+
+Networks train on batch statistics alone and send none. When a model is to label or to be evaluated, its rows are looked
+at once more, un-augmented and without a step, and the mean and the unbiased variance of every batch are averaged; the
+variance between batches is no part of it, as in the authors' code.
+
+Departure: their code passes the pooled images of all holders through one sequence of batches of 250, each counting the
+same, the cut last one too. Rows do not leave their holders here, so a batch holds rows of one client, cut into nearly
+equal parts of at most 250; it counts by its rows, or a client of twelve images would weigh as much as one of 250.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from halfmoon.api.types import ClientUpdate, Federation, Local, Passes, Task
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.objectives.base import chunks
+
+Over = Literal["all", "cohort", "server"]
+"""Whose rows are counted beside the server's: those of all registered clients, of the round's cohort, or nobody's."""
+
+
+@dataclass(frozen=True)
+class BatchNormStatistics(ClientUpdate):
+    """Look once at all rows, labeled and unlabeled, and send the sum over rows of their batches' moments.
+
+    down: params.  up: moments (as stats, summed over rows), rows ().  Nothing is remembered.
+    """
+
+    @property
+    def trains(self) -> bool:
+        """Return that it takes no steps."""
+        return False
+
+    @property
+    def whole(self) -> bool:
+        """Return that it looks at all rows together."""
+        return True
+
+    @torch.no_grad()
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Pass all rows through the received network."""
+        if not len(data.x) + len(data.u):
+            return {"moments": self.task.network.unseen(down["params"])}
+        return {"moments": counted(self.task, down["params"], data)}
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the sums and the number of rows."""
+        return {"moments": carry["moments"], "rows": (data.labeled + data.unlabeled).double()}, {}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count a step's images: there are no steps."""
+        return Passes(0, 0)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count all rows once."""
+        return labeled + unlabeled
+
+
+@torch.no_grad()
+def counted(task: Task, params: Tree, data: Local) -> Tree:
+    """Return the moments (as stats) of all rows of a client in nearly equal batches, summed over rows; {} of none."""
+    images, total = torch.cat([data.x, data.u]), {}
+    for part in chunks(images) if len(images) else ():
+        rows, moments = len(part), task.network.train(params, task.normalize(part))[1]
+        total = total or tree.zeros_like(moments)
+        total = tree.map(partial(torch.add, alpha=rows), total, moments)
+    return total
+
+
+def estimate(federation: Federation, server: Tree, over: Over, serving: bool = True) -> Tree:
+    """Return new statistics for the model `server`["params"]: the mean moments over the rows that `over` names.
+
+    The work "census" has to be the method's `BatchNormStatistics`. `serving` adds the server's own rows. Clients are
+    asked a cohort's number at a time: a device holds no more of them than in training. A network without statistics
+    costs nothing; raises `UserError` where nobody who is asked has a row.
+    """
+    if not server.get("stats"):
+        return {}
+    down = {"params": server["params"]}
+    asked = {
+        "all": torch.split(torch.arange(federation.clients), max(1, len(federation.cohort))),
+        "cohort": (federation.cohort,),
+        "server": (),
+    }[over]
+    counts = [up for clients in asked if (up := federation.ask("census", down, to=clients))]
+    if serving and federation.labeled:
+        counts.append(tree.map(lambda leaf: leaf[None], federation.ask_server("census", down)))
+    rows = sum(float(each["rows"].sum()) for each in counts)
+    if not rows:
+        raise UserError(
+            f"static batch normalization over '{over}' finds no image to look at: the server has none; set sbn to "
+            "'all' or 'cohort'."
+        )
+    sums = [tree.map(lambda leaf: leaf.sum(0), each["moments"]) for each in counts]
+    return tree.map(lambda *leaves: torch.stack(leaves).sum(0) / rows, *sums)

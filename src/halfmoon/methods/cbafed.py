@@ -1,0 +1,195 @@
+"""CBAFed (Li et al., CVPR 2023): pseudo-labels fixed for a client update, and thresholds that even out the classes.
+
+When a client update begins, a client labels all its rows once with the received model, and trains on those that pass.
+The threshold of a class follows its share of all training labels of the last round, labels and accepted pseudo-labels
+of all clients together. With r(c) = share(c) C / 10,
+
+    T(c) = min(tau_most, r(c) + tau - std(r)).
+
+A row whose likeliest class does not pass takes the second one if that is in the tail (r < tail). Residual weights slow
+the model down: every `residual_every` rounds the server goes back by `residual` of the way to the model it kept the
+last time, and so does a client with labels every `local_residual_every` epochs of a client update, by `local_residual`.
+
+server: params, stats, share (classes,), saved (params, stats).  down: params, stats, share.  memory: the optimizer's
+state.  up: the same, with the shares of the client's own training labels, and weight, how many images it trained on: so
+a weighted mean is all that the server needs.
+
+Departures: each client update has the batch rule's epochs (theirs: 11 with labels, 1 without, of learning rates 0.03
+and 0.02), and accepted rows get a new weak view each time (theirs are trained on as they were cropped when labeled). A
+client with labels uses its unlabeled rows as well; each kind has a mean of its own. `warmup` is the share of the rounds
+in which labels alone teach (theirs: 501 epochs of the one labeled client before 501 rounds); without it second classes
+of a model that knows nothing yet would be trained on. The std is over the classes as they are, not a sample's. Their
+ten-fold weight of labeled clients on skin images is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import average
+from halfmoon.models import forward, track
+from halfmoon.objectives.base import per_image, supervised, sweep_logits
+from halfmoon.objectives.mixing import one_hot
+
+
+@dataclass(frozen=True)
+class CBAFed:
+    """CBAFed with the constants of the authors' code (tau_most is 0.9 on SVHN and skin images).
+
+    `tail` None leaves the second classes out, `adaptive` False sets every threshold to tau, `residual` 0 and
+    `local_residual` 0 leave the residual weights out. Raises `UserError` for an interval below 1.
+    """
+
+    tau: float = 0.84
+    tau_most: float = 0.95
+    tail: float | None = 0.03
+    adaptive: bool = True
+    unlabeled_weight: float = 1.0
+    residual: float = 0.5
+    residual_every: int = 5
+    local_residual: float = 0.8
+    local_residual_every: int = 5
+    warmup: float = 0.5
+    keep_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("residual_every", "local_residual_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return Requirements("sum", "", ("some", "clients"))
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the one thing a client does."""
+        return {"train": Balanced(task, ("weak",), self)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model, twice, and that all classes have the same share."""
+        head = model["params"]["head"]["weight"]
+        return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, average, and go back a little every few rounds."""
+        down: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "saved"}}
+        new = average(federation.ask("train", down), down)
+        saved: Tree = {"stats": {}, **server["saved"]}
+        if self.residual and (task.round + 1) % self.residual_every == 0:
+            saved = residual({name: new[name] for name in ("params", "stats")}, saved, self.residual)
+            new = {**new, **saved}
+        return {**new, "saved": saved}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the server's model."""
+        return {"params": server["params"], "stats": server.get("stats", {})}
+
+    def thresholds(self, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Return T (classes,), and which classes are in the tail (classes,), for the shares of all training labels."""
+        r = share * len(share) / 10
+        least = (r + self.tau - r.std(correction=0)).clamp_max(self.tau_most)
+        least = least if self.adaptive else torch.full_like(r, self.tau)
+        return least, torch.zeros_like(r, dtype=torch.bool) if self.tail is None else r < self.tail
+
+
+def residual(new: Tree, saved: Tree, share: float) -> Tree:
+    """Return share * saved + (1 - share) * new."""
+    return tree.map(lambda old, now: torch.lerp(now, old, share), saved, new)
+
+
+@dataclass(frozen=True)
+class Balanced(ClientUpdate):
+    """The client of CBAFed."""
+
+    options: CBAFed = CBAFed()
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views that are labeled."""
+        return ("weak",)
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Label all rows."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
+        p = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"]).softmax(-1)
+        pseudo = self.judge(p, down["share"])
+        if self.task.round < self.options.warmup * self.task.rounds:
+            pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
+        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, **pseudo._asdict()}
+        carry |= {"labeled": data.labeled.double(), "seen": torch.zeros_like(data.labeled, dtype=torch.float64)}
+        carry["saved"] = {"params": down["params"], "stats": down["stats"]} if self.options.local_residual else {}
+        return carry
+
+    def judge(self, p: Tensor, share: Tensor) -> Pseudo:
+        """Return the pseudo-labels of predictions p (U, classes)."""
+        least, tail = self.options.thresholds(share)
+        (first, second), (top, next_) = (part.unbind(-1) for part in p.topk(2, -1))
+        passes, second_passes = first > least[top], tail[next_]
+        label, confidence = torch.where(passes, top, next_), torch.where(passes, first, second)
+        accepted = passes | second_passes
+        return Pseudo(torch.where(accepted, label, top), torch.where(accepted, confidence, first), accepted.to(p.dtype))
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        """Return the accepted rows; all, where there is none but the client has labels to learn from."""
+        accepted = carry["weight"] > 0
+        return accepted | ((data.labeled > 0) & ~accepted.any())
+
+    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
+        """Return the pseudo-labels of all rows, made when the client update begins."""
+        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step, and a step back at the end of every few epochs of the labeled images."""
+        gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        stats = carry["stats"]
+        for each in moments:
+            stats = track(stats, each)
+        seen = carry["seen"] + len(batch.x)
+        model, saved = {"params": params, "stats": stats}, carry["saved"]
+        if saved:
+            stretch = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
+            over = (seen / stretch).floor() > (carry["seen"] / stretch).floor()
+            back = residual(model, saved, self.options.local_residual)
+            model, saved = tree.select(over, back, model), tree.select(over, back, saved)
+        samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype))}
+        new = {**carry, **model, "optimizer": optimizer, "seen": seen, "saved": saved}
+        return new, StepMetrics(loss, samples, (pseudo,))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the model, the shares of the classes among all labels trained on, and their number."""
+        like, classes = down["share"], len(down["share"])
+        own = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(like)
+        counts = (one_hot(data.y, classes, like) * own[:, None]).sum(0)
+        counts = counts + (one_hot(carry["label"], classes, like) * carry["weight"][:, None]).sum(0)
+        total = counts.sum()
+        share = torch.where(total > 0, counts / total.clamp_min(1), like)
+        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        up = {"params": carry["params"], "stats": carry["stats"], "share": share}
+        return {**up, "weight": total.round().double()}, memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of one pass."""
+        return Passes(labeled + unlabeled, labeled + unlabeled)
+
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
+        groups = (batch.x, batch.u["weak"])
+        (labeled, logits), _, moments = forward(self.task.network, params, self.task.statistics == "joint", groups)
+        pseudo = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight")))
+        taught = (per_image(logits, pseudo.label) * pseudo.weight).sum() / pseudo.weight.sum().clamp_min(1)
+        return supervised(labeled, batch.y) + self.options.unlabeled_weight * taught, (moments, pseudo)

@@ -1,0 +1,221 @@
+"""(FL)^2 (Lee et al., NeurIPS 2024): SemiFL for very few labels, by three changes, each of which has its switch.
+
+As in `semifl`, clients label all their rows once with the received model under static batch normalization, and the
+server fine-tunes the average on its labels; nothing is mixed. With p the predictions on a client's rows,
+
+- `adaptive`: rows are kept where max p >= t q(label) / max q, t the mean of max p and q that of p over the client's
+  rows, in place of max p >= tau (client-specific adaptive thresholding);
+- `sharpness`: the step leads down CE(f(strong), label) + sharpness_weight KL(f(strong) || f'(strong)), the second term
+  over rows with max p >= tau alone; f' are weights from which the same rows' CE rises fastest, by ASAM (Kwon et al.
+  2021): w + rho T^2 g / |T g| with T = |w| + eta for weights and 1 for biases. Its slope is taken at f', f is held
+  fixed (sharpness-aware consistency regularization);
+- `status_aware`: a client weighs 1 - t in the average, so that those which have learned less count for more.
+
+server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server.  up:
+params, weight (1 - t, or 1; 0 from a client that kept nothing). For the statistics the model travels once more, to all
+whose rows are counted (`static`).
+
+Departures: the step count is the batch rule's, and clipping and schedule are the run's (the authors' code clips at 1
+and never takes a step of its cosine). Before the first round the server trains `warmup` times as long as in a round,
+theirs 10. With labels at the clients the first term takes in their labeled images, as in `semifl`; a client with labels
+that is sure of nothing learns from them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.requirements import Place, Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value, vjp
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import combine
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
+from halfmoon.methods.fedavg import LocalTraining
+from halfmoon.methods.mutual import divergence
+from halfmoon.models import forward
+from halfmoon.objectives import Supervised
+from halfmoon.objectives.base import chunks, per_image, supervised
+from halfmoon.objectives.thresholding import Threshold
+
+
+@dataclass(frozen=True)
+class FL2:
+    """(FL)^2 with the settings of the authors' code; `rho` is 0.1 (1.0 on CIFAR-100).
+
+    `adaptive`, `sharpness` and `status_aware` are its three parts. `sbn`: whose rows the statistics are counted over.
+    Raises `UserError` for a `warmup` below 0.
+    """
+
+    adaptive: bool = True
+    sharpness: bool = True
+    status_aware: bool = True
+    tau: float = 0.95
+    rho: float = 0.1
+    eta: float = 0.01
+    unlabeled_weight: float = 1.0
+    sharpness_weight: float = 1.0
+    warmup: int = 10
+    server_momentum: float = 0.5
+    sbn: Over = "all"
+    keep_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise UserError(f"warmup is {self.warmup}: give how often the server trains before the first round, or 0.")
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        places: tuple[Place, ...] = ("server", "clients", "some")
+        if norm != "batch" or self.sbn == "server":
+            return Requirements("sum", "", places)
+        reason = (
+            "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
+            "with norm 'group' or 'none')"
+        )
+        return Requirements(reason=reason, places=places, counts_statistics="norm 'group' or 'none', or sbn 'server'")
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the clients' training, the server's, and the look that statistics are counted from."""
+        own_labels = LocalTraining(task, (), Supervised(), keep_optimizer=self.keep_optimizer)
+        return {
+            "train": SharpnessAware(task, ("strong",), self),
+            "fine-tune": own_labels,
+            "census": BatchNormStatistics(task),
+        }
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model, and a momentum of zero."""
+        return {**model, "momentum": tree.zeros_like(model["params"])}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, average, fine-tune on the server's labels, and count the statistics."""
+        model = {"params": server["params"], "stats": server.get("stats", {})}
+        if task.round == 0:
+            for _ in range(self.warmup if federation.labeled else 0):
+                model["params"] = federation.ask_server("fine-tune", model)["params"]
+            model["stats"] = estimate(federation, model, self.sbn)
+        up = federation.ask("train", model)
+        params, momentum = combine(model["params"], up, server["momentum"], self.server_momentum)
+        if federation.labeled:
+            params = federation.ask_server("fine-tune", {**model, "params": params})["params"]
+        new = {"params": params, "stats": model["stats"], "momentum": momentum}
+        return {**new, "stats": estimate(federation, new, self.sbn)}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the server's model, with the statistics counted for it."""
+        return {"params": server["params"], "stats": server.get("stats", {})}
+
+
+@dataclass(frozen=True)
+class SharpnessAware(ClientUpdate):
+    """The client of (FL)^2."""
+
+    options: FL2 = FL2()
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views that are labeled."""
+        return ("weak",)
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Label all rows with the received model under its static statistics."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
+        with torch.no_grad():
+            network, weak = self.task.network, data.views["weak"]
+            parts = [network.predict(down["params"], down["stats"], part).detach() for part in chunks(weak)]
+        p = torch.cat(parts).softmax(-1)
+        pseudo = Threshold("fl2" if self.options.adaptive else "fixed", self.options.tau).judge_all(p, {})
+        status = p.amax(-1).mean() if len(p) else p.new_zeros(())
+        return {"params": down["params"], "optimizer": optimizer, "status": status, **pseudo._asdict()}
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        """Return the rows it is sure of; all, where there is none but the client has labels to learn from."""
+        sure = carry["weight"] > 0
+        return sure | ((data.labeled > 0) & ~sure.any())
+
+    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
+        """Return the pseudo-labels of all rows, made when the client update begins."""
+        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step."""
+        o, rows, params = self.options, batch.u_rows, carry["params"]
+        label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
+        hard = (confidence >= o.tau).to(used.dtype)
+        network, joint = self.task.network, self.task.statistics == "joint"
+
+        def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
+            (labeled, strong), _, _ = forward(network, params, joint, (batch.x, batch.u["strong"]))
+            return (labeled, strong), ()
+
+        def taught(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
+            mean = (per_image(z["strong"], label) * used).sum() / used.sum().clamp_min(1)
+            return supervised(z["labeled"], batch.y) + o.unlabeled_weight * mean, ()
+
+        (labeled, strong), pull, _ = vjp(look, params)
+        cotangent, loss, _ = grad_and_value(taught, {"labeled": labeled, "strong": strong})
+        gradient = pull((cotangent["labeled"], cotangent["strong"]), o.sharpness)
+        samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype)), "status": sample(carry["status"])}
+        if o.sharpness:
+            risen, _, _ = grad_and_value(lambda z: ((per_image(z["z"], label) * hard).mean(), ()), {"z": strong})
+            uphill = pull((torch.zeros_like(labeled), risen["z"]), False)
+            near = tree.map(torch.add, params, ascent(params, uphill, o.rho, o.eta))
+
+            def apart(params: Tree) -> tuple[Tensor, tuple[Any, ...]]:
+                return (divergence(strong, network.train(params, batch.u["strong"])[0]) * hard).mean(), ()
+
+            flatter, distance, _ = grad_and_value(apart, near)
+            gradient = tree.map(lambda g, h: torch.add(g, h, alpha=o.sharpness_weight), gradient, flatter)
+            loss = loss + o.sharpness_weight * distance
+            samples["sharpness"] = sample(distance)
+        params, optimizer = self.task.optimizer.step(params, gradient, carry["optimizer"])
+        pseudo = Pseudo(label, confidence, used)
+        return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, samples, (pseudo,))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the parameters with the weight 1 - t if there was a row to train on."""
+        drawn = self.keep(carry, data)
+        trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any()
+        weight = (
+            (1 - carry["status"]).clamp_min(1e-6) if self.options.status_aware else torch.ones_like(carry["status"])
+        )
+        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        return {"params": carry["params"], "weight": (weight * trained).double()}, memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the step's images, and with `sharpness` a second way back and the pass at the weights nearby."""
+        taught = labeled + unlabeled
+        if not self.options.sharpness:
+            return Passes(taught, taught)
+        return Passes(taught + unlabeled, 2 * taught + unlabeled)
+
+
+def ascent(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
+    """Return ASAM's step up: rho T^2 g / |T g|, T = |w| + eta for leaves called "weight" and 1 for others."""
+    size = _sizes(params, eta)
+    scaled = tree.map(torch.mul, size, gradient)
+    length = tree.squared_norm(scaled).sqrt() + 1e-16
+    return tree.map(lambda t, g: t * g * (rho / length), size, scaled)
+
+
+def _sizes(params: Tree, eta: float) -> Tree:
+    found: Tree = {}
+    for name, part in params.items():
+        if isinstance(part, dict):
+            found[name] = _sizes(cast(Tree, part), eta)
+        else:
+            found[name] = part.abs() + eta if name == "weight" else torch.ones_like(part)
+    return found

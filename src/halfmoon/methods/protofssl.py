@@ -1,0 +1,196 @@
+"""ProtoFSSL (Kim et al. 2022): no classifier; an image is of the class whose prototype its features are nearest to.
+
+With d(e, p) = the mean over features of (e - p)^2, a step is an episode: the first image of each class in the labeled
+minibatch is its prototype (support), the others (queries) teach:
+
+    loss = mean over queries CE(y, softmax(-d(e, P))) + unlabeled_weight mean over u CE(t(u), softmax(-d(e(u), P))),
+
+t = sharpen(mean over helpers h of softmax(-d(e(u), P_h))): the prototypes of up to `helpers` clients of the last round
+label the unlabeled images. After training a client takes the means of the features of all its labeled images, class by
+class, and sends them with the model. The server averages the models, all clients alike, and hands the helpers out;
+classes that one of them has not are filled with the mean of those who have.
+
+server: params, stats; of the last round mean (classes, features), which classes are known, helpers (H, classes,
+features), and how many are there.  down: the same without the mean.  memory: none.  up: params, stats, own (classes,
+features), present (classes,), weight (1; 0 from a client without images). A prototype of few images tells much of
+them: of one image, its features.
+
+Departures: their episodes draw 1 support and 2 query images of each class; here they are the batch rule's, and a class
+that the minibatch lacks has the helpers' mean as its prototype. The weak view is looked at. As in their code the
+target's gradient is not stopped (`through_target`). Prototypes are taken under tracked statistics. The evaluated model
+has the mean prototypes as its head: -d(e, p) is (2 e p - p^2) / features up to what all classes share. RMSprop and
+their test at the best round on validation images are the run's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import average
+from halfmoon.models import track
+from halfmoon.objectives.base import chunks
+from halfmoon.objectives.mixing import one_hot, sharpened, soft_cross_entropy
+
+FAR = 1e4
+"""The distance of a class of which nobody knows a prototype."""
+
+
+@dataclass(frozen=True)
+class ProtoFSSL:
+    """ProtoFSSL with the authors' settings: 5 helpers, weight 0.3, temperature 0.5.
+
+    Raises `UserError` for fewer than one helper, and for a network without a bias in its head (`norm` "none").
+    """
+
+    helpers: int = 5
+    unlabeled_weight: float = 0.3
+    temperature: float = 0.5
+    through_target: bool = True
+
+    def __post_init__(self) -> None:
+        if self.helpers < 1:
+            raise UserError(f"ProtoFSSL's helpers is {self.helpers}: it must be at least 1.")
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        reason = "clients are sent the prototypes of single other clients"
+        return Requirements(reason=reason, places=("clients",), personal=True)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the one thing a client does."""
+        return {"train": Episodes(task, ("weak",), self)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model; nobody has a prototype."""
+        head = model["params"]["head"]
+        if "bias" not in head:
+            raise UserError("ProtoFSSL's prototypes make a head with a bias; set norm to 'batch' or 'group'.")
+        mean = torch.zeros_like(head["weight"])
+        helpers = mean.new_zeros(self.helpers, *mean.shape)
+        return {**model, "mean": mean, "known": mean[:, 0], "helpers": helpers, "there": helpers[:, 0, 0]}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train with the last round's helpers, average, and keep the new ones."""
+        server = {"stats": {}, **server}
+        up = federation.ask("train", {name: part for name, part in server.items() if name != "mean"})
+        new = average({name: up[name] for name in ("params", "stats", "weight")}, server)
+        present = up["present"] * (up["weight"] > 0)[:, None]
+        share = present / present.sum(0).clamp_min(1)
+        seen = (present.sum(0) > 0)[:, None]
+        mean = torch.where(seen, (share[..., None] * up["own"]).sum(0), server["mean"])
+        filled = torch.where(present[..., None] > 0, up["own"], mean)
+        chosen = (up["weight"] > 0).nonzero().flatten()[: self.helpers]
+        helpers, there = torch.zeros_like(server["helpers"]), torch.zeros_like(server["there"])
+        helpers[: len(chosen)], there[: len(chosen)] = filled[chosen].to(helpers), 1.0
+        known = torch.maximum(server["known"], seen[:, 0].to(server["known"]))
+        return {**new, "mean": mean.to(server["mean"]), "known": known, "helpers": helpers, "there": there}
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the averaged model, with a head that says -d for the mean prototypes."""
+        mean = server["mean"]
+        bias = -mean.square().mean(-1) - FAR * (1 - server["known"])
+        head = {"weight": 2 * mean / mean.shape[-1], "bias": bias}
+        return {"params": {**server["params"], "head": head}, "stats": server.get("stats", {})}
+
+
+@dataclass(frozen=True)
+class Episodes(ClientUpdate):
+    """The client of ProtoFSSL."""
+
+    options: ProtoFSSL = ProtoFSSL()
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Start from the server's model, with a fresh optimizer."""
+        model = {"params": down["params"], "stats": down["stats"]}
+        return {**model, "optimizer": self.task.optimizer.init(down["params"])}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Play one episode."""
+        gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], down, batch)
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        stats = carry["stats"]
+        for each in moments:
+            stats = track(stats, each)
+        return {"params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, (pseudo,))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the model and the prototypes of the labeled rows."""
+        head = carry["params"]["head"]["weight"]
+        own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
+        member = one_hot(data.y, len(head), head) * own
+        count = member.sum(0)
+        total = torch.zeros_like(head)
+        if len(data.x):
+            total = member.T @ torch.cat([self._features(carry, part) for part in chunks(data.x)])
+        up = {"params": carry["params"], "stats": carry["stats"]}
+        up |= {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
+        return {**up, "weight": (data.labeled + data.unlabeled > 0).double()}, {}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of one pass."""
+        return Passes(labeled + unlabeled, labeled + unlabeled)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count the labeled rows, of which prototypes are taken."""
+        return labeled
+
+    @torch.no_grad()
+    def _features(self, model: Tree, images: Tensor) -> Tensor:
+        """Return what the head is given (n, features) for images as they are stored, under tracked statistics."""
+        weight = model["params"]["head"]["weight"]
+        same = {"weight": torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)}
+        params = {**model["params"], "head": same}
+        return self.task.network.predict(params, model["stats"], self.task.normalize(images))
+
+    def _loss(self, params: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
+        o, known, there = self.options, down["known"], down["there"]
+        labeled, unlabeled, moments = self._look(params, batch)
+        received = (down["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
+        support = supports(batch.y)
+        member = one_hot(batch.y, len(known), labeled) * support[:, None]
+        here = member.sum(0) > 0
+        prototypes = torch.where(here[:, None], member.T @ labeled, received)
+        far = torch.where(here | ((known > 0) & (there.sum() > 0)), 0.0, FAR)
+        query = 1 - support
+        asked = F.cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
+        loss = (asked.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
+        each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - known)).softmax(-1) for p in down["helpers"]])
+        mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
+        target = sharpened(mean, o.temperature)
+        target = target if o.through_target else target.detach()
+        taught = soft_cross_entropy(-distances(unlabeled, prototypes) - far, target)
+        counts = (there.sum() > 0).to(loss.dtype)
+        confidence, label = target.detach().max(-1)
+        pseudo = Pseudo(label, confidence, counts * torch.ones_like(confidence))
+        return loss + o.unlabeled_weight * counts * taught, (moments, pseudo)
+
+    def _look(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
+        """Return the features of labeled and unlabeled images, and the moments of the passes."""
+        x, u = batch.x, batch.u["weak"]
+        if self.task.statistics == "joint" or not len(x):
+            _, features, moments = self.task.network.embed(params, torch.cat([x, u]))
+            return features[: len(x)], features[len(x) :], [moments]
+        one, two = self.task.network.embed(params, x), self.task.network.embed(params, u)
+        return one[1], two[1], [one[2], two[2]]
+
+
+def supports(y: Tensor) -> Tensor:
+    """Return 1.0 (n,) for the first image of each class among labels y (n,), 0.0 for the others."""
+    place = torch.arange(len(y), device=y.device)
+    earlier = (y[:, None] == y) & (place < place[:, None])
+    return (~earlier.any(-1)).to(torch.get_default_dtype())
+
+
+def distances(features: Tensor, prototypes: Tensor) -> Tensor:
+    """Return d (n, classes), the mean squared difference of features (n, F) and prototypes (classes, F)."""
+    return (features[:, None] - prototypes).square().mean(-1)

@@ -1,0 +1,167 @@
+"""RSCFed (Liang et al., CVPR 2022): averages of random groups, in which models far from the others count less.
+
+A labeled image teaches by cross-entropy; an unlabeled one by a mean teacher, which stays at its client:
+
+    loss = mean CE(y, f(x)) + unlabeled_weight mean_i ||softmax f(weak2_i) - sharpen(softmax teacher(weak_i))||^2,
+
+teacher <- decay teacher + (1 - decay) params after each step. From the uploads of a round the server forms `groups`
+groups of `size` clients at random, a client in several of them perhaps. Each group has a mean a of its models by rows,
+and from it weights
+
+    v_i = n_i exp(-beta |params_i - a| / n_i), times `labeled_factor` for a client with labels,
+
+|.| the sum of the norms of all tensors; beta is `beta_labeled` in a group with a labeled client. The group's model has
+the weights v, and the new one is the mean over groups.
+
+server: params, stats.  down: the same.  memory: the teacher's parameters, the optimizer's state.  up: params, stats,
+weight (rows), labels (1 with labels, else 0).
+
+Departures: a client trains once in a round and its upload serves all its groups; theirs trains anew for each. Groups
+follow a hash of the round, the same for every seed. Their code applies `labeled_factor` to the sizes and again to the
+weights, so 36 in all; here it counts once. They begin with a model that the labeled client has trained. The teacher
+looks through the task's `labeling` statistics, tracked ones being the student's. Learning rates are one (theirs: 0.03
+with labels, 0.021 without).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.core import rng, tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
+from halfmoon.core.tensors import euclidean
+from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import average
+from halfmoon.models import forward, track
+from halfmoon.objectives.base import guess_of, supervised
+from halfmoon.objectives.mixing import sharpened
+
+
+@dataclass(frozen=True)
+class RSCFed:
+    """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels.
+
+    Raises `UserError` for no group, or for groups of nobody.
+    """
+
+    groups: int = 3
+    size: int = 5
+    beta: float = 1e4
+    beta_labeled: float = 100.0
+    labeled_factor: float = 6.0
+    unlabeled_weight: float = 0.02
+    temperature: float = 0.5
+    decay: float = 0.999
+    keep_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"RSCFed's {name} is {getattr(self, name)}: it must be at least 1.")
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        reason = "a client's weight depends on how far its own model is from its group's"
+        return Requirements(reason=reason, places=("some", "clients"))
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the one thing a client does."""
+        return {"train": Following(task, ("weak", "weak2"), self)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Remember the model."""
+        return model
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, and average in groups."""
+        server = {"stats": {}, **server}
+        up = federation.ask("train", server)
+        if not bool(up["weight"].sum() > 0):
+            return server
+        g = rng.generator(0, "rscfed", task.round)
+        models = {name: up[name] for name in ("params", "stats")}
+        means: list[Tree] = []
+        for _ in range(self.groups):
+            chosen = torch.randperm(len(up["weight"]), generator=g)[: self.size]
+            mine = chosen.to(up["weight"].device)
+            if bool(up["weight"][mine].sum() > 0):
+                group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], models)
+                shares = self.weigh(group["params"], up["weight"][mine], up["labels"][mine])
+                means.append(tree.weighted_mean(group, shares))
+        return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
+
+    def weigh(self, params: Tree, rows: Tensor, labels: Tensor) -> Tensor:
+        """Return v (m,) of a group's models (leaves (m, ...)) with so many `rows` (m,); who has none weighs nothing."""
+        center = average({"params": params, "weight": rows})["params"]
+        away = torch.zeros_like(rows, dtype=torch.float64)
+        for leaf, mean in zip(tree.leaves(params), tree.leaves(center), strict=True):
+            away = away + euclidean((leaf - mean).flatten(1).double(), -1).to(away.device)
+        beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
+        n = rows.double().clamp_min(1)
+        logs = (rows.double() / rows.double().sum()).log() - beta * away / n
+        logs = logs + torch.where(labels > 0, self.labeled_factor, 1.0).double().log()
+        return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the mean over groups."""
+        return {"params": server["params"], "stats": server.get("stats", {})}
+
+
+@dataclass(frozen=True)
+class Following(ClientUpdate):
+    """The client of RSCFed."""
+
+    options: RSCFed = RSCFed()
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return the teacher, the first received model, and a fresh optimizer where it is kept."""
+        kept = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        return {"teacher": down["params"], **kept}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Start from the server's model, and from the teacher as it was left."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
+        model = {"params": down["params"], "stats": down["stats"]}
+        return {**model, "teacher": memory["teacher"], "optimizer": optimizer}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step, which the teacher follows."""
+        gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        stats = carry["stats"]
+        for each in moments:
+            stats = track(stats, each)
+        teacher = tree.map(lambda old, new: torch.lerp(new, old, self.options.decay), carry["teacher"], params)
+        new = {"params": params, "stats": stats, "teacher": teacher, "optimizer": optimizer}
+        return new, StepMetrics(loss, {}, (guess_of(target),))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Send the model; the teacher stays."""
+        up = {"params": carry["params"], "stats": carry["stats"], "labels": (data.labeled > 0).double()}
+        names = ("teacher", "optimizer") if self.options.keep_optimizer else ("teacher",)
+        return {**up, "weight": (data.labeled + data.unlabeled).double()}, {name: carry[name] for name in names}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the student's images, forward and backward, and the teacher's, forward."""
+        return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
+        """Return the loss, and (moments, the teacher's sharpened predictions)."""
+        network, joint = self.task.network, self.task.statistics == "joint"
+        (labeled, student), _, moments = forward(network, params, joint, (batch.x, batch.u["weak2"]))
+        with torch.no_grad():
+            if self.task.labeling == "running":
+                logits = network.predict(carry["teacher"], carry["stats"], batch.u["weak"])
+            else:
+                logits = network.train(carry["teacher"], batch.u["weak"])[0]
+            target = sharpened(logits.softmax(-1), self.options.temperature).detach()
+        apart = (student.softmax(-1) - target).square().sum(-1).mean()
+        return supervised(labeled, batch.y) + self.options.unlabeled_weight * apart, (moments, target)

@@ -1,0 +1,393 @@
+"""Any `torch.nn.Module` as a network: its parameters become a tree, its normalizations report their batches.
+
+A factory `make(channels=..., classes=..., size=(height, width))` gives the module. It is called twice as often as
+anybody thinks (for its shapes, for its first weights, in every process), so it has to give the same layers each time.
+Batch normalizations are replaced by ones that are given their statistics and say what they saw, as the networks of this
+package do; every other layer stays what it is. A pass is `torch.func.functional_call`, a tangent `torch.func.jvp`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.plugins import load
+from halfmoon.core.tree import Tree
+from halfmoon.models.network import Network
+from halfmoon.models.passes import MOMENTUM
+
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+@dataclass(frozen=True)
+class ModuleNetwork(Network):
+    """A `torch.nn.Module` from outside, as a pure function; `from_factory` makes it.
+
+    `factory` names it ("my_module:make", or an entry point), `size` is the height and width that it was made for.
+    `norm` is "batch" where it has batch normalizations, else "none", whatever other normalization it has.
+    """
+
+    width: int = 1
+    factory: str = ""
+    size: tuple[int, int] = (32, 32)
+
+    @property
+    def head(self) -> str | None:
+        """Return the path of the linear layer whose output the logits are, None where there is no such layer."""
+        return _tried(self).head
+
+    @property
+    def cuts(self) -> bool:
+        """Return False: nobody knows which channels of a module lead."""
+        return False
+
+    def init(self, generator: torch.Generator) -> Tree:
+        """Return {"params", "stats"} of a module that is made under a seed drawn from `generator`."""
+        template = _template(self)
+        if torch.get_default_device().type == "meta":  # somebody asks for shapes alone
+            return tree.map(lambda leaf: leaf.to("meta"), template.first)
+        with _seeded(generator):
+            return _read(_made(self))
+
+    def unseen(self, params: Tree) -> Tree:
+        """Return zeros in the shape of the moments: what a client without images has seen."""
+        like = next(tree.leaves(params))
+        stats = _template(self).first["stats"]
+        return tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=like.dtype, device=like.device), stats)
+
+    def layers(self, x: Tensor, run: Any) -> Tensor:
+        """Not used: a module knows its layers itself."""
+        raise NotImplementedError
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Raise `UserError` where the module cannot be carried, or does not take images of `shape` (C, H, W)."""
+        if shape[0] != self.channels or shape[1:] != self.size:
+            raise UserError(
+                f"network {self.factory} was made for {self.channels} channel(s) of {self.size[0]}x{self.size[1]} "
+                f"pixels, not for {shape[0]} of {shape[1]}x{shape[2]}."
+            )
+        _tried(self)
+
+    def train(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tree]:
+        """Return logits (B, classes) under batch statistics, and the moments of each batch normalization."""
+        logits, seen = self._pass(params, x, settled or {}, train=True)
+        return logits, seen.moments
+
+    def embed(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor, Tree]:
+        """Return (logits, features, moments), with the features (B, F) that the last linear layer was given."""
+        if self.head is None:
+            raise UserError(
+                f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
+                "choose another method, or let forward return what the last nn.Linear gives."
+            )
+        logits, seen = self._pass(params, x, {}, train=True)
+        return logits, seen.inputs[self.head], seen.moments
+
+    def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return logits (B, classes) under batch statistics, and an empty tape: `tangent` passes once more."""
+        return self.train(params, x)[0], []
+
+    def tangent(self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree) -> Tensor:
+        """Return the derivative (B, classes) of the training logits along `direction`, by forward-mode."""
+        # PyTorch's forward-mode of a group normalization refuses other layouts.
+        params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
+        try:
+            return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
+        except NotImplementedError as error:
+            raise UserError(
+                f"network {self.factory} has a layer that PyTorch cannot differentiate forward, which this method "
+                f"needs ({one_line(error)[:120]}); replace that layer, or choose another method."
+            ) from error
+
+    def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
+        """Return logits (B, classes) under the tracked statistics."""
+        return self._pass(params, x, stats, train=False)[0]
+
+    def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (logits, features), the logits themselves where the module does not end in a linear layer."""
+        logits, seen = self._pass(params, x, stats, train=False)
+        return logits, seen.inputs.get(self.head or "", logits)
+
+    def _pass(self, params: Tree, x: Tensor, stats: Tree, train: bool) -> tuple[Tensor, _Pass]:
+        """Call the module; batch normalizations that `stats` has do not look at the batch."""
+        template = _template(self)
+        seen = _Pass(_flat(stats), {}, {})
+        held = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
+        constants = template.constants(x.device, next(iter(held.values())).dtype)
+        with template.passing(seen, train):
+            logits = _logits(functional_call(template.module, {**held, **constants}, (x,)), self)
+        if train:
+            order = [name for name in template.tracked if name in seen.moments]
+            seen.moments = tree.unflatten({f"{n}/{k}": v for n in order for k, v in seen.moments[n].items()})
+        return logits, seen
+
+
+def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int]) -> ModuleNetwork:
+    """Return the network of a factory; raise `UserError` where it gives no module, or one that cannot be carried."""
+    network = ModuleNetwork(channels, classes, factory=factory, size=size)
+    return replace(network, norm="batch" if _template(network).first["stats"] else "none")
+
+
+@dataclass
+class _Pass:
+    """What one pass is given, and what it leaves."""
+
+    settled: Mapping[str, Tensor]  # path/mean and path/var of the normalizations that do not look at the batch
+    moments: dict[str, Any]
+    inputs: dict[str, Tensor]  # what the linear layers were given
+
+
+class _Batch(nn.Module):
+    """A batch normalization that takes its statistics from the pass that is going on."""
+
+    def __init__(self, name: str, old: _NormBase, template: _Template) -> None:
+        super().__init__()
+        self.name: str = name
+        self.eps: float = old.eps
+        self.weight, self.bias = old.weight, old.bias
+        self._spoken: Any = template  # no module, so no part of this one
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Normalize by the statistics of the pass, or by the batch's own, and then say which they were."""
+        seen: _Pass = self._spoken.seen
+        if f"{self.name}/mean" in seen.settled:
+            mean, var = seen.settled[f"{self.name}/mean"], seen.settled[f"{self.name}/var"]
+            return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
+        if self.name in seen.moments:
+            raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
+        out, mean, inverse = torch.native_batch_norm(z, self.weight, self.bias, None, None, True, MOMENTUM, self.eps)
+        count = z.numel() // z.shape[1]
+        var = (inverse.detach().pow(-2) - self.eps) * (count / max(count - 1, 1))
+        seen.moments[self.name] = {"mean": mean.detach(), "var": var}
+        return out
+
+
+class _Template:
+    """A module without values of its own, into which parameters are put for each pass."""
+
+    def __init__(self, module: nn.Module, network: ModuleNetwork) -> None:
+        _check_layers(module, network)
+        self.first = _read(module)
+        self.seen = _Pass({}, {}, {})
+        self.tracked = list(_norms(module))
+        self.linears = {_path(name): each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+        for name, layer in _norms(module).items():
+            parent, _, last = name.replace("/", ".").rpartition(".")
+            setattr(module.get_submodule(parent), last, _Batch(name, layer, self))
+        self.kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        for name, layer in self.linears.items():
+            layer.register_forward_pre_hook(partial(self._given, name))
+        for layer in module.modules():
+            for name, parameter in list(layer._parameters.items()):
+                if parameter is not None:
+                    layer._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        self.module, self.training = module.train(), True
+        self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+
+    def _given(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.seen.inputs[name] = inputs[0]
+
+    def constants(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the buffers that no statistics are, where the images lie."""
+        if (device, dtype) not in self._moved:
+            moved = {n: b.to(device, dtype if b.is_floating_point() else None) for n, b in self.kept.items()}
+            self._moved[device, dtype] = moved
+        return self._moved[device, dtype]
+
+    @contextmanager
+    def passing(self, seen: _Pass, train: bool):
+        """Let the layers speak to `seen`."""
+        if train != self.training:
+            self.module.train(train)
+            self.training = train
+        before, self.seen = self.seen, seen
+        try:
+            yield
+        finally:
+            self.seen = before
+
+
+_OWN = threading.local()
+
+
+def _template(network: ModuleNetwork) -> _Template:
+    """Return this thread's template: a pass puts values into the module for as long as it goes on."""
+    kept = _OWN.__dict__.setdefault("templates", {})
+    key = (network.factory, network.channels, network.classes, network.size)
+    if key not in kept:
+        if torch.get_default_device().type == "meta":
+            with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
+                kept[key] = _Template(_made(network), network)
+        else:
+            with _seeded(torch.Generator().manual_seed(0)):
+                kept[key] = _Template(_made(network), network)
+    return kept[key]
+
+
+def _made(network: ModuleNetwork) -> nn.Module:
+    """Call the factory; raise `UserError` where it fails or gives no module."""
+    make = load(network.factory, "network")
+    try:
+        module = make(channels=network.channels, classes=network.classes, size=network.size)
+    except UserError:
+        raise
+    except Exception as error:  # whatever somebody else's code does
+        raise UserError(
+            f"network {network.factory} cannot be made: make(channels={network.channels}, classes={network.classes}, "
+            f"size={network.size}) raised {type(error).__name__}: {one_line(error)[:200]}."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"network {network.factory} is a {type(module).__name__}: its factory has to return an nn.Module."
+        )
+    return module
+
+
+def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
+    """Raise `UserError` for a layer that cannot be carried, with the reason."""
+
+    def refuse(name: str, layer: object, why: str) -> None:
+        raise UserError(f"network {network.factory} cannot be carried: layer {name} ({type(layer).__name__}) {why}.")
+
+    for name, layer in module.named_modules():
+        if "/" in name:
+            refuse(name, layer, "has a slash in its name")
+        if isinstance(layer, LazyModuleMixin):
+            refuse(name, layer, "does not know its size before its first image")
+        if isinstance(layer, _RANDOM) and getattr(layer, "p", 1) > 0:
+            refuse(name, layer, "draws random numbers, which no two executors share: set its probability to 0")
+        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            refuse(name, layer, "tracks the statistics of single images: set track_running_stats to False")
+        if isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm) and layer.running_mean is None:
+            refuse(name, layer, "tracks no statistics, so an image's label would depend on the images beside it")
+        if isinstance(layer, nn.RNNBase | nn.modules.adaptive.AdaptiveLogSoftmaxWithLoss):
+            refuse(name, layer, "is no layer that vmap can lift")
+    if not any(True for _ in module.parameters()):
+        raise UserError(f"network {network.factory} cannot be carried: it has no parameters.")
+    frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
+    if frozen:
+        raise UserError(
+            f"network {network.factory} cannot be carried: its parameter {frozen[0]} has requires_grad False; "
+            "leave it trainable and say --freeze instead, so that it neither travels nor is averaged."
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a trial pass showed."""
+
+    head: str | None
+
+
+@lru_cache(maxsize=32)
+def _tried(network: ModuleNetwork) -> _Found:
+    """Return what two images show; raise `UserError` where the module is not the same function each time, lifted too.
+
+    The trial passes two images at two clients, as vmap does it with a cohort.
+    """
+    template = _template(network)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = network.init(torch.Generator().manual_seed(0))
+        x = torch.rand(2, network.channels, *network.size)
+    before = {name: buffer.clone() for name, buffer in template.constants(x.device, x.dtype).items()}
+    outputs: dict[str, Tensor] = {}
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
+        for name, layer in template.linears.items()
+    ]
+    two = tree.map(lambda leaf: torch.stack([leaf, leaf]), model["params"])
+    try:
+        with torch.no_grad():
+            logits, _ = network.train(model["params"], x)
+            head = next((name for name, out in outputs.items() if out is logits), None)
+            for hook in hooks:
+                hook.remove()
+            _check_logits(logits, network)
+            vmap(lambda params: network.train(params, x)[0])(two)
+            network.predict(model["params"], model["stats"], x)
+    except UserError:
+        raise
+    except Exception as error:  # whatever somebody else's code does
+        raise UserError(
+            f"network {network.factory} cannot be carried: two images at two clients raised {type(error).__name__}: "
+            f"{one_line(error)[:240]}."
+        ) from error
+    for name, buffer in template.constants(x.device, x.dtype).items():
+        if not torch.equal(buffer, before[name]):
+            raise UserError(
+                f"network {network.factory} cannot be carried: a pass changes its buffer {name}, and a network here "
+                "keeps nothing between passes but the statistics of its batch normalizations."
+            )
+    return _Found(head)
+
+
+def _logits(out: Any, network: ModuleNetwork) -> Tensor:
+    """Return the logits of what forward returned: a tensor, or something that has logits."""
+    if isinstance(out, Tensor):
+        return out
+    logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise UserError(
+        f"network {network.factory} cannot be carried: forward returns a {type(out).__name__}, not logits "
+        "(images, classes)."
+    )
+
+
+def _check_logits(logits: Tensor, network: ModuleNetwork) -> None:
+    if logits.shape != (2, network.classes):
+        raise UserError(
+            f"network {network.factory} cannot be carried: for 2 images and {network.classes} classes it returns "
+            f"{tuple(logits.shape)}, not (2, {network.classes})."
+        )
+
+
+def _norms(module: nn.Module) -> dict[str, _NormBase]:
+    """Return the batch normalizations by path, in the module's order."""
+    return {
+        _path(name): layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm)
+    }
+
+
+def _read(module: nn.Module) -> Tree:
+    """Return the tree {"params", "stats"} of a module's values."""
+    params = {_path(name): each.detach().float().clone() for name, each in module.named_parameters()}
+    stats = {
+        f"{path}/{name}": cast(Tensor, buffer).detach().float().clone()
+        for path, layer in _norms(module).items()
+        for name, buffer in (("mean", layer.running_mean), ("var", layer.running_var))
+    }
+    return {"params": tree.unflatten(params), "stats": tree.unflatten(stats)}
+
+
+@contextmanager
+def _seeded(generator: torch.Generator):
+    """Let PyTorch's own generator start from a number that `generator` draws, and leave it as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
+        yield
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _flat(stats: Tree) -> dict[str, Tensor]:
+    return tree.flatten(stats)

@@ -1,0 +1,208 @@
+"""The passes through a network: what each layer does in training, under tracked statistics, and to tangents."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vjp
+
+from halfmoon.core.tree import Tree
+
+Norm = Literal["batch", "group", "none"]
+"""What stands after a convolution: batch normalization, group normalization (FedRGD), or nothing (FedMatch)."""
+
+EPS = 1e-5
+MOMENTUM = 0.1
+GROUPS = 32
+
+
+def group_count(channels: int) -> int:
+    """Return into how many groups `channels` are normalized: 32 (FedRGD), or the largest divisor below that there is.
+
+    It depends on the channels that are there, so a leading part of a network (HeteroFL) runs by itself; it equals the
+    whole network with zeros elsewhere only where a group is one channel in both (up to 32 channels).
+    """
+    return max(count for count in range(1, min(GROUPS, channels) + 1) if channels % count == 0)
+
+
+@dataclass
+class Run(ABC):
+    """One pass through a network: what its layers do, on given parameters; `Network.layers` says in which order.
+
+    z is activations (B, C, H, W); whatever a network does besides (adding, averaging, flattening) has to be linear.
+    Sizes, kernels and biases are those of the parameters.
+    """
+
+    params: Tree
+    kind: Norm
+
+    def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
+        """Convolve with an odd kernel, padded by half of it: height and width are divided by `stride`, rounded up."""
+        p = self.params[name]["conv"]
+        return F.conv2d(z, p["weight"], p.get("bias"), stride, padding=p["weight"].shape[-1] // 2)
+
+    def norm(self, name: str, z: Tensor) -> Tensor:
+        """Normalize as the network's kind says, with weight and bias; "none" leaves z as it is."""
+        if self.kind == "batch":
+            return self.batch_norm(name, z)
+        return self.group_norm(name, z) if self.kind == "group" else z
+
+    @abstractmethod
+    def batch_norm(self, name: str, z: Tensor) -> Tensor:
+        """Normalize each channel over the images."""
+
+    def group_norm(self, name: str, z: Tensor) -> Tensor:
+        """Normalize each group of channels of each image by itself: the same in training and evaluation."""
+        p = self.params[name]["norm"]
+        return F.group_norm(z, group_count(z.shape[-3]), p["weight"], p["bias"], EPS)
+
+    def relu(self, z: Tensor) -> Tensor:
+        """Return max(z, 0)."""
+        return F.relu(z)
+
+    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
+        """Take the maximum of each tile of `size`."""
+        return F.max_pool2d(z, size)
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """Map features (B, inputs) to (B, outputs)."""
+        return F.linear(z, self.params[name]["weight"], self.params[name].get("bias"))
+
+
+@dataclass
+class Settled(Run):
+    """A pass under the tracked statistics; `inputs` holds what the linear layers were given."""
+
+    stats: Tree
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def batch_norm(self, name: str, z: Tensor) -> Tensor:
+        """Normalize with the tracked mean and variance."""
+        p, s = self.params[name]["norm"], self.stats[name]
+        return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """Keep the input, the features."""
+        self.inputs[name] = z
+        return super().linear(name, z)
+
+
+@dataclass
+class Batched(Run):
+    """A pass under batch statistics, which it leaves in `moments`; `inputs` holds what the linear layers were given."""
+
+    moments: Tree = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def batch_norm(self, name: str, z: Tensor) -> Tensor:
+        """Normalize with the batch's own mean and variance."""
+        return self.normalized(name, z)[0]
+
+    def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the normalized activations, the batch's mean and its inverse standard deviation (C,)."""
+        p = self.params[name]["norm"]
+        out, mean, inverse = torch.native_batch_norm(z, p["weight"], p["bias"], None, None, True, MOMENTUM, EPS)
+        count = z.numel() // z.shape[-3]
+        var = (inverse.detach().pow(-2) - EPS) * (count / max(count - 1, 1))
+        self.moments[name] = {"mean": mean.detach(), "var": var}
+        return out, mean, inverse
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """Keep the input, the features."""
+        self.inputs[name] = z
+        return super().linear(name, z)
+
+
+@dataclass
+class Recorded(Batched):
+    """A pass under batch statistics that keeps, in order, what its tangents will need: what autograd saves anyway."""
+
+    tape: list[Tensor] = field(default_factory=list)
+
+    def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
+        """Keep the input."""
+        self.tape.append(z)
+        return super().conv(name, z, stride)
+
+    def batch_norm(self, name: str, z: Tensor) -> Tensor:
+        """Keep the input and its statistics."""
+        out, mean, inverse = self.normalized(name, z)
+        self.tape += [z, mean, inverse]
+        return out
+
+    def group_norm(self, name: str, z: Tensor) -> Tensor:
+        """Keep the input."""
+        self.tape.append(z)
+        return super().group_norm(name, z)
+
+    def relu(self, z: Tensor) -> Tensor:
+        """Keep the output."""
+        self.tape.append(F.relu(z))
+        return self.tape[-1]
+
+    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
+        """Keep where the maxima were."""
+        out, where = F.max_pool2d(z, size, return_indices=True)
+        self.tape.append(where)
+        return out
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """Keep the input."""
+        self.tape.append(z)
+        return super().linear(name, z)
+
+
+@dataclass
+class Tangent(Run):
+    """A pass of tangents over a recorded one: z is how the activations move as the parameters move along `direction`.
+
+    It convolves no activation again: a layer with weights costs its two derivatives, so the pass two convolutions a
+    layer (one in the first, whose images stand still).
+    """
+
+    direction: Tree
+    images: Tensor
+    tape: Iterator[Tensor]
+
+    def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
+        """d(w * x) = dw * x + w * dx."""
+        x, w, d = next(self.tape), self.params[name]["conv"]["weight"], self.direction[name]["conv"]
+        padding = w.shape[-1] // 2
+        moved = F.conv2d(x, d["weight"], d.get("bias"), stride, padding)
+        return moved if z is self.images else moved.add_(F.conv2d(z, w, None, stride, padding))
+
+    def batch_norm(self, name: str, z: Tensor) -> Tensor:
+        """In weight and bias normalization is affine; in its input its derivative is symmetric: its own backward."""
+        w, d = self.params[name]["norm"]["weight"], self.direction[name]["norm"]
+        x, mean, inverse = next(self.tape), next(self.tape), next(self.tape)
+        moved = torch.native_batch_norm(x, d["weight"], d["bias"], None, None, True, MOMENTUM, EPS)[0]
+        only_input = [True, False, False]
+        backward = torch.ops.aten.native_batch_norm_backward
+        return moved.add_(backward(z, x, w, None, None, mean, inverse, True, EPS, only_input)[0])
+
+    def group_norm(self, name: str, z: Tensor) -> Tensor:
+        """d(w n + b) = dw n + db + w dn: the derivative of n, not that of w n, is symmetric, so its backward serves."""
+        p, d = self.params[name]["norm"], self.direction[name]["norm"]
+        n, pull = cast(Any, vjp(lambda x: F.group_norm(x, group_count(x.shape[-3]), eps=EPS), next(self.tape)))
+        w, dw, db = (leaf[:, None, None] for leaf in (p["weight"], d["weight"], d["bias"]))
+        return torch.addcmul(torch.addcmul(db, dw, n), w, pull(z)[0])
+
+    def relu(self, z: Tensor) -> Tensor:
+        """Where the output is 0, nothing moves."""
+        return torch.ops.aten.threshold_backward(z, next(self.tape), 0)
+
+    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
+        """The maxima move as the activations that they are."""
+        where = next(self.tape)
+        return z.flatten(-2).gather(-1, where.flatten(-2)).unflatten(-1, where.shape[-2:])
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """d(w x) = dw x + w dx."""
+        d = self.direction[name]
+        return F.linear(next(self.tape), d["weight"], d.get("bias")) + F.linear(z, self.params[name]["weight"])

@@ -1,0 +1,65 @@
+"""Networks by name: those of this package, and any `torch.nn.Module` that a factory from outside makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from halfmoon.core import plugins
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.models import NETWORKS, Network
+from halfmoon.models.modules import ModuleNetwork, from_factory
+
+
+def names() -> list[str]:
+    """Return the names of this package's networks, and of those that installed packages announce."""
+    return [*NETWORKS, *plugins.announced("network")]
+
+
+def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: str, width: int | None) -> Network:
+    """Return the network of a name for such images; raise `UserError` where it cannot be made or carried."""
+    if name in NETWORKS:
+        own: dict[str, Any] = {} if width is None else {"width": width}
+        return NETWORKS[name](channels=channels, classes=classes, norm=norm, **own)  # type: ignore[arg-type]
+    if width is not None:
+        raise UserError(f"width is {width}, but network {name} comes from outside and has its own: leave width out.")
+    if norm not in ("batch", "none"):
+        raise UserError(f"norm is {norm!r}, but network {name} brings its own normalization: leave norm out.")
+    return from_factory(name, channels, classes, size)
+
+
+def described(network: Network) -> dict[str, Any]:
+    """Return what `parsed` makes the network of again, ready for JSON."""
+    if isinstance(network, ModuleNetwork):
+        held = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
+        return {"name": network.factory, **held}
+    (name,) = [name for name, kind in NETWORKS.items() if type(network) is kind]
+    return {"name": name, **{each.name: getattr(network, each.name) for each in fields(network)}}
+
+
+def parsed(said: Mapping[str, Any]) -> Network:
+    """Return the network of a description; raise `UserError` where there is none, or it makes none."""
+    name, values = str(said.get("name")), {key: value for key, value in said.items() if key != "name"}
+    if name not in NETWORKS:
+        return _from_outside(name, values)
+    known = {each.name: each for each in fields(NETWORKS[name])}
+    for key, value in values.items():
+        wanted = known.get(key)
+        if wanted is None:
+            raise UserError(f"it has no {key!r}")
+        kind = int if wanted.default is MISSING else type(wanted.default)
+        if type(value) is not kind or (kind is int and value < 1):
+            raise UserError(f"{key} is {value!r}")
+    return NETWORKS[name](**values)
+
+
+def _from_outside(name: str, values: Mapping[str, Any]) -> Network:
+    if not plugins.foreign(name, "network"):
+        raise UserError(f"this halfmoon has no network {name!r}: {nearest(name, names())}")
+    size = values.get("size")
+    numbers = [values.get("channels"), values.get("classes"), *(size if isinstance(size, list) else ())]
+    if len(numbers) != 4 or not all(type(each) is int and each > 0 for each in numbers):
+        raise UserError(f"channels, classes and size are {numbers}")
+    plugins.load(name, "network")  # asked even where this process has it already: may it be loaded?
+    return from_factory(name, numbers[0], numbers[1], (numbers[2], numbers[3]))

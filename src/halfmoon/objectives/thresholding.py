@@ -1,0 +1,178 @@
+"""Which pseudo-labels count: those above a fixed confidence, or above thresholds that follow the model.
+
+p is the prediction on a weak view, C the number of classes, t and q running means of max p and of p.
+
+- "fixed": keep where max p >= tau.
+- "freematch" (Wang et al., ICLR 2023): keep where max p >= t q(label) / max q; t and q start at 1 / C.
+- "flexmatch" (Zhang et al., NeurIPS 2021): every image keeps the last label that it got with max p >= tau, or none;
+  b(c) = images labeled c / the largest such count, "none" counted too. Keep where max p >= tau b / (2 - b), b of its
+  label.
+- "softmatch" (Chen et al., ICLR 2023): p is first divided by its running mean and normalized (uniform alignment); with
+  the running mean m (from 1 / C) and variance v (from 1) of max p, an image weighs exp(-min(0, max p - m)^2 / (v / 2)).
+- "fl2" ((FL)^2, NeurIPS 2024): FreeMatch's rule with the t and q that the received model has on all rows of the client.
+
+A mean that starts anew in every client update would stay where it starts (0.999^95 = 0.91), and clients differ in their
+classes. So what is running stays at its client between the client updates, and nothing of it travels; "fl2" looks at
+all rows when a client update begins and keeps nothing. FreeMatch's fairness term is a loss, not a threshold, and not
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import Local, Pseudo
+from halfmoon.core.tree import Tree
+
+Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
+"""Which pseudo-labels count."""
+
+NONE = -1
+TINY = 1e-6
+"""Added to both distributions before one is divided by the other (the authors' code)."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A rule with its numbers: `tau` of "fixed" and "flexmatch", `decay` of the running means."""
+
+    rule: Rule = "fixed"
+    tau: float = 0.95
+    decay: float = 0.999
+
+    @property
+    def sweeps(self) -> bool:
+        """Return whether a client update has to begin with a look at all rows."""
+        return self.rule == "fl2"
+
+    @property
+    def runs(self) -> bool:
+        """Return whether something is remembered from visit to visit."""
+        return self.rule not in ("fixed", "fl2")
+
+    @property
+    def of_rows(self) -> bool:
+        """Return whether something is remembered of each row."""
+        return self.rule == "flexmatch"
+
+    def remember(self, classes: int, like: Tensor) -> Tree:
+        """Return what a client knows that has not trained yet; `like` has the dtype and device of the model."""
+        uniform = like.new_full((classes,), 1 / classes)
+        if self.rule == "freematch":
+            return {"confidence": uniform[0].clone(), "classes": uniform}
+        if self.rule == "softmatch":
+            zero = torch.zeros_like(uniform)
+            return {"confidence": uniform[0].clone(), "variance": like.new_ones(()), "classes": zero}
+        if self.rule == "flexmatch":
+            rows = torch.zeros(0, dtype=torch.int64, device=like.device)
+            return {"label": rows, "mark": torch.zeros((), dtype=torch.float64, device=like.device)}
+        return {}
+
+    def begin(self, kept: Tree, data: Local, p: Tensor | None = None) -> Tree:
+        """Return what a client update starts with, of what was `kept`; "fl2" needs the predictions p (U, C) on all
+        rows.
+
+        Where other rows have come than those that labels were kept of (in a stream), no row has one.
+        """
+        if self.rule == "fl2":
+            assert p is not None
+            return self._profile(p)
+        if self.rule != "flexmatch":
+            return kept
+        label, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), data.u.sum().double()
+        if len(kept["label"]) == len(label):
+            label = torch.where(kept["mark"] == mark, kept["label"], label)
+        return {"label": label, "mark": mark}
+
+    def judge(self, p: Tensor, rows: Tensor, state: Tree) -> tuple[Pseudo, Tree]:
+        """Return the pseudo-labels of a minibatch with predictions p (b, C) on `rows` (b,), and the new state.
+
+        As in the authors' code, running means take in the minibatch before it is judged, FlexMatch's labels after.
+        """
+        p = p.detach()
+        if self.rule == "freematch":
+            state = self._running(state, confidence=p.max(-1).values.mean(), classes=p.mean(0))
+        elif self.rule == "softmatch":
+            p, state = self._aligned(p, state)
+            highest = p.max(-1).values
+            variance = highest.var() if len(highest) > 1 else state["variance"]
+            state = {**state, **self._running(state, confidence=highest.mean(), variance=variance)}
+        pseudo = self._weighed(p, state)
+        if self.rule == "flexmatch":
+            state = {**state, "label": self._stored(pseudo, rows, state["label"])}
+        return pseudo, state
+
+    def judge_all(self, p: Tensor, state: Tree) -> Pseudo:
+        """Return the pseudo-labels of all rows of a client at once, with predictions p (U, C).
+
+        Nothing runs here: means are those over the rows, and FlexMatch counts the labels that the rows get now.
+        """
+        p = p.detach()
+        if self.rule in ("freematch", "fl2"):
+            state = self._profile(p)
+        elif self.rule == "softmatch":
+            classes = p.mean(0)
+            p = self._divided(p, classes)
+            highest = p.max(-1).values
+            variance = highest.var() if len(p) > 1 else torch.ones_like(classes[0])
+            state = {"confidence": highest.mean(), "variance": variance, "classes": classes}
+        elif self.rule == "flexmatch":
+            confidence, label = p.max(-1)
+            state = {**state, "label": torch.where(confidence >= self.tau, label, NONE)}
+        return self._weighed(p, state)
+
+    def _weighed(self, p: Tensor, state: Tree) -> Pseudo:
+        """Return labels, confidences and weights under a state that is up to date."""
+        confidence, label = p.max(-1)
+        if self.rule == "softmatch":
+            below = (confidence - state["confidence"]).clamp_max(0)
+            return Pseudo(label, confidence, (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp())
+        least: Tensor | float = self.tau
+        if self.rule in ("freematch", "fl2"):
+            least = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
+        elif self.rule == "flexmatch":
+            learned = self._learned(state["label"], p.shape[-1])[label].to(p.dtype)
+            least = self.tau * learned / (2 - learned)
+        return Pseudo(label, confidence, (confidence >= least).to(p.dtype))
+
+    def _profile(self, p: Tensor) -> Tree:
+        """Return the means of max p and of p (U, C) over all rows; uniform over no row."""
+        if not len(p):
+            return {
+                "confidence": p.new_full((), 1 / p.shape[-1]),
+                "classes": torch.full_like(p.sum(0), 1 / p.shape[-1]),
+            }
+        return {"confidence": p.max(-1).values.mean(), "classes": p.mean(0)}
+
+    def _running(self, state: Tree, **new: Tensor) -> Tree:
+        return {name: torch.lerp(state[name], value.to(state[name]), 1 - self.decay) for name, value in new.items()}
+
+    def _aligned(self, p: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        """Return p divided by its running mean, which starts as the first minibatch's, and the state with that."""
+        now = p.mean(0).to(state["classes"])
+        seen = state["classes"].sum() > 0
+        classes = torch.where(seen, torch.lerp(state["classes"], now, 1 - self.decay), now)
+        return self._divided(p, classes), {**state, "classes": classes}
+
+    @staticmethod
+    def _divided(p: Tensor, classes: Tensor) -> Tensor:
+        aligned = p * (1 / p.shape[-1] + TINY) / (classes + TINY)
+        return aligned / aligned.sum(-1, keepdim=True)
+
+    @staticmethod
+    def _learned(stored: Tensor, classes: int) -> Tensor:
+        """Return b (C,) of the labels (U,) that rows have."""
+        names = torch.arange(NONE, classes, device=stored.device)
+        counts = (stored[:, None] == names).sum(0)
+        return (counts / counts.max().clamp_min(1))[1:]
+
+    def _stored(self, pseudo: Pseudo, rows: Tensor, stored: Tensor) -> Tensor:
+        """Return the labels (U,) with those that a minibatch is sure of; of a row's several views the highest class."""
+        sure = torch.where(pseudo.confidence >= self.tau, pseudo.label, NONE)
+        here = rows[:, None] == torch.arange(len(stored), device=rows.device)
+        new = torch.where(here, sure[:, None], NONE).amax(0)
+        return torch.where(new == NONE, stored, new)

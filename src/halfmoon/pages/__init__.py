@@ -1,0 +1,1 @@
+"""Pages for people, served on this machine alone: label a folder, review predictions, watch runs."""

@@ -1,0 +1,148 @@
+"""A folder's labels while people answer: as they stand on the disk, whoever wrote them."""
+
+from __future__ import annotations
+
+import threading
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.site_data.labels import UNSURE, Answer, Changed, labels, plain, stamp, write
+from halfmoon.federation.site_data.site_folder import LABELS, UNLABELED, SiteFolder
+from halfmoon.pages.server import Conflict
+
+STARVED = 3
+"""A class is starved where it has fewer labels than this part of the mean."""
+
+
+class Book:
+    """The labels and the not-sure marks of a site's N images, read again whenever a file has changed.
+
+    `labels` is int64 (N,), -1 for none; `unsure` bool (N,); `version` grows with every change, whoever made it.
+    """
+
+    def __init__(self, site: SiteFolder, classes: Sequence[str]) -> None:
+        """Open the labels of a site; `classes` may name more than its files do."""
+        self.folder: Path = site.folder
+        self.paths = site.paths
+        self.classes = list(dict.fromkeys([*classes, *site.classes]))
+        self.labels = np.full(len(site), UNLABELED, np.int64)
+        self.unsure = np.zeros(len(site), bool)
+        self.version = 0
+        self.given = 0  # answers by this page
+        self._changes: list[tuple[int, int]] = []  # (version, row)
+        self._rows = {plain(path): row for row, path in enumerate(site.paths)}
+        self._stamps: dict[str, tuple[int, ...]] = {}
+        self._lock = threading.RLock()
+        self.refresh()
+        # Labels that are names of folders: the first answer writes all of them, as a labels.csv alone counts then.
+        self.foldered = not stamp(self.folder) and bool((site.labels >= 0).any())
+        if self.foldered:
+            numbers = np.array([self.classes.index(name) for name in site.classes] + [UNLABELED])
+            self.labels = numbers[site.labels]
+
+    def refresh(self) -> None:
+        """Take over what has been written since the last time; raise UserError where labels.csv is broken."""
+        with self._lock:
+            for name in (LABELS, UNSURE):
+                now = stamp(self.folder, name)
+                if now == self._stamps.get(name):
+                    continue
+                self._take(labels(self.folder, name), name)
+                self._stamps[name] = now
+
+    def _take(self, held: dict[str, str], name: str) -> None:
+        numbers = {_nfc(word): number for number, word in enumerate(self.classes)}
+        new = np.full(len(self.paths), UNLABELED, np.int64)
+        for path, word in held.items():
+            row = self._rows.get(path)
+            if row is None:
+                continue
+            if name == LABELS and word not in numbers:
+                numbers[word] = len(self.classes)
+                self.classes.append(word)
+            new[row] = numbers.get(word, 0)
+        old = self.labels if name == LABELS else np.where(self.unsure, 0, UNLABELED)
+        changed = np.flatnonzero(new != old)
+        if not len(changed):
+            return
+        self.version += 1
+        self._changes += [(self.version, int(row)) for row in changed]
+        if name == LABELS:
+            self.labels = new
+        else:
+            self.unsure = new >= 0
+
+    def changes(self, since: int) -> list[list[int]]:
+        """Return [row, label, not sure] of every row that has changed after the version `since`."""
+        with self._lock:
+            rows = sorted({row for version, row in self._changes if version > since})
+            return [[row, int(self.labels[row]), int(self.unsure[row])] for row in rows]
+
+    def answer(self, row: int, label: str, seen: str, by: str | None) -> None:
+        """Write an image's label; "" takes it back. `seen` is the label that the person saw.
+
+        Raise Conflict where it has another one by now, UserError for an unknown row or class.
+        """
+        path = self._path(row)
+        if label and _nfc(label) not in map(_nfc, self.classes):
+            raise UserError(f"there is no class {label!r} here.")
+        if self.foldered:
+            held = np.flatnonzero(self.labels >= 0)
+            write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in held))
+            self.foldered = False
+        try:
+            write(self.folder, Answer(path, label, seen, by))
+        except Changed as error:
+            self.refresh()
+            raise Conflict(str(error), error.held) from error
+        if label and self.unsure[row]:
+            write(self.folder, Answer(path, "", "not sure"), name=UNSURE)
+        self.given += 1
+        self.refresh()
+
+    def doubt(self, row: int, on: bool, by: str | None) -> None:
+        """Note that somebody could not name an image, or take that back."""
+        path = self._path(row)
+        words = ("not sure", "") if on else ("", "not sure")
+        write(self.folder, Answer(path, words[0], words[1], by), name=UNSURE)
+        self.refresh()
+
+    def _path(self, row: int) -> str:
+        if not 0 <= row < len(self.paths):
+            raise UserError(f"there is no image {row}.")
+        return self.paths[row]
+
+    def counts(self) -> list[int]:
+        """Return how many labels each class has."""
+        return np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
+
+    def starved(self) -> list[int]:
+        """Return the classes that have far fewer labels than the others, once there are two a class on average."""
+        counts = np.array(self.counts())
+        if counts.sum() < 2 * len(counts):
+            return []
+        return np.flatnonzero(counts * STARVED < counts.mean()).tolist()
+
+    def facts(self, since: int) -> dict[str, Any]:
+        """Return what every page shows of the labels, and what has changed after the version `since`."""
+        self.refresh()
+        with self._lock:
+            return {
+                "version": self.version,
+                "changes": self.changes(since),
+                "classes": list(self.classes),
+                "counts": self.counts(),
+                "starved": self.starved(),
+                "labeled": int((self.labels >= 0).sum()),
+                "unsure": int((self.unsure & (self.labels < 0)).sum()),
+                "total": len(self.paths),
+            }
+
+
+def _nfc(words: str) -> str:
+    return unicodedata.normalize("NFC", words.strip())

@@ -1,0 +1,119 @@
+"""Which images to label first: those that the model is unsure of, spread over its predictions and over what they show.
+
+A good batch of labels covers the data (Sener and Savarese, ICLR 2018) and asks where the model wavers (Ash et al.,
+BADGE, ICLR 2020). Here: one predicted class after the other, those with the fewest labels first, gives the image for
+which margin-uncertainty times the squared distance to everything labeled or chosen is largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SPREAD = 600
+"""So many images are chosen one by one; the rest follows by uncertainty."""
+
+
+@dataclass(frozen=True, eq=False)
+class Guesses:
+    """What a model makes of N images: `probabilities` float64 (N, classes) and `features` float32 (N, F).
+
+    A row of an image that could not be read is NaN.
+    """
+
+    probabilities: np.ndarray
+    features: np.ndarray
+
+    @property
+    def known(self) -> np.ndarray:
+        """Return which images the model has seen, bool (N,)."""
+        return np.asarray(np.isfinite(self.probabilities).all(1))
+
+    @property
+    def uncertainty(self) -> np.ndarray:
+        """Return 1 - (largest probability - second largest), (N,): 0 for sure, 1 for a tie; NaN where unknown."""
+        if self.probabilities.shape[1] == 1:
+            return np.where(self.known, 0.0, np.nan)
+        top = np.sort(self.probabilities, 1)[:, -2:]
+        return 1 - (top[:, 1] - top[:, 0])
+
+    @property
+    def predicted(self) -> np.ndarray:
+        """Return the most probable class, int64 (N,); -1 where unknown."""
+        return np.where(self.known, np.nan_to_num(self.probabilities).argmax(1), -1)
+
+
+def random_order(open_: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Return the rows where `open_` bool (N,) is true, in an order that depends on N and the seed alone.
+
+    So an answer takes its image out of the order and moves no other.
+    """
+    order = np.random.default_rng(seed).permutation(len(open_))
+    return order[open_[order]]
+
+
+def order(
+    guesses: Guesses | None, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = SPREAD
+) -> np.ndarray:
+    """Return the rows to label, the most useful first: every row where `open_` bool (N,) is true, once.
+
+    `labels` int64 (N,) are those of the model's classes that are given already, -1 for none. Without guesses the order
+    is random; images that the model has not seen come last. `spread` images are chosen one by one.
+    """
+    if guesses is None:
+        return random_order(open_, seed)
+    known = guesses.known
+    rows = random_order(open_ & known, seed)  # ties are broken by chance, not by name
+    blind = random_order(open_ & ~known, seed)
+    uncertainty = guesses.uncertainty[rows]
+    chosen = _spread(guesses, labels, rows, min(spread, len(rows)))
+    rest = np.setdiff1d(np.arange(len(rows)), chosen, assume_unique=True)
+    rest = rest[np.argsort(-uncertainty[rest], kind="stable")]
+    return np.concatenate([rows[chosen], rows[rest], blind])
+
+
+def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """Return places in `rows`, `count` of them, chosen greedily."""
+    space = standardized(guesses.features, guesses.known)
+    points, predicted = space[rows], guesses.predicted[rows]
+    weight = guesses.uncertainty[rows] + 0.05  # what the model is sure of counts a little: it may be surely wrong
+    held = np.flatnonzero((labels >= 0) & guesses.known)
+    nearest = np.full(len(rows), np.inf)
+    for row in held:
+        np.minimum(nearest, _distances(points, space[row]), out=nearest)
+    if not len(held) and len(rows):  # the first is the most ordinary: an outlier teaches little
+        nearest = 1 / (1e-9 + _distances(points, points.mean(0)))
+    counts = np.bincount(labels[held], minlength=guesses.probabilities.shape[1]).astype(float)
+    free = np.ones(len(rows), bool)
+    chosen = np.empty(count, np.int64)
+    for n in range(count):
+        here = free & (predicted == _next_class(counts, predicted[free]))
+        score = np.where(here, weight * nearest, -1.0)
+        place = int(score.argmax())
+        chosen[n] = place
+        free[place] = False
+        counts[predicted[place]] += 1
+        distance = _distances(points, points[place])
+        nearest = distance if n == 0 and not len(held) else np.minimum(nearest, distance)
+    return chosen
+
+
+def _next_class(counts: np.ndarray, predicted: np.ndarray) -> int:
+    """Return the class with the fewest labels among those that are still predicted somewhere."""
+    left = np.unique(predicted)
+    return int(left[counts[left].argmin()])
+
+
+def _distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:
+    difference = points - point
+    return np.einsum("nf,nf->n", difference, difference)
+
+
+def standardized(features: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return features (N, F) with mean 0 and deviation 1 over the known rows; a constant one becomes 0."""
+    held = features[known].astype(np.float64)
+    if not len(held):
+        return np.zeros(features.shape)
+    mean, deviation = held.mean(0), held.std(0)
+    return np.where(known[:, None], (features - mean) / np.where(deviation > 1e-12, deviation, 1.0), 0.0)

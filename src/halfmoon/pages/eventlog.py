@@ -1,0 +1,138 @@
+"""What a federation's log tells of its sites, and a site's log of its part: sentences, read back as far as known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from halfmoon.storage import atomic_io, toml
+
+SERVER_LOG, SITE_LOG, HOME = "serve.log", "join.log", ".halfmoon"
+TAIL = 2**20
+"""Bytes of a log that are read: its end."""
+
+SHOWN = 150
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
+_SITE = r"(?P<site>[A-Za-z0-9._-]+)"
+
+_EVENTS = (
+    (re.compile(rf"{_SITE} is (?:back|there)\b.*?: ([\d,]+) images with a label"), "here"),
+    (re.compile(rf"{_SITE} is no longer connected"), "away"),
+    (re.compile(rf"{_SITE} is not listened to any more"), "away"),
+    (re.compile(rf"{_SITE} answered .* too late"), "late"),
+    (re.compile(rf"{_SITE} did not answer"), "silent"),
+    (re.compile(rf"{_SITE} has no part in round"), "refused"),
+    (re.compile(rf"refused in round \d+: the answer of {_SITE}:"), "refused"),
+    (re.compile(rf"{_SITE} is (?:set aside|quarantined)"), "set aside"),
+    (re.compile(rf"{_SITE} is let back"), "here"),
+)
+
+
+def lines(path: Path) -> list[tuple[str, str]]:
+    """Return (time, words) of the lines at the end of a log; [] where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    found = (_LINE.fullmatch(line) for line in text.splitlines())
+    return [(match[1], match[2]) for match in found if match]
+
+
+def federation(folder: Path) -> dict[str, Any] | None:
+    """Return the sites of a server's run folder with their last news, and the log's end; None for other folders."""
+    said = lines(folder / SERVER_LOG)
+    if not said:
+        return None
+    sites: dict[str, dict[str, Any]] = {name: _fresh(name) for name in _sites(folder)}
+    for when, words in said:
+        for pattern, state in _EVENTS:
+            match = pattern.match(words)
+            if match is None:
+                continue
+            site = sites.setdefault(match["site"], _fresh(match["site"]))
+            site |= {"state": state, "when": when, "words": words}
+            site[state] = site.get(state, 0) + 1
+            break
+    return {"sites": list(sites.values()), "log": [list(each) for each in said[-SHOWN:]]}
+
+
+def _fresh(name: str) -> dict[str, Any]:
+    return {"name": name, "state": "not yet there", "when": "", "words": "", "late": 0, "silent": 0, "refused": 0}
+
+
+def _sites(folder: Path) -> Sequence[str]:
+    """Return the names of a federation's sites as its terms say, [] where there are none."""
+    for name in ("summary.json", "terms.json"):
+        held = (atomic_io.read_json(folder / name) or {}).get("sites")
+        if isinstance(held, list) and all(isinstance(each, str) for each in held):
+            return held
+    text = (atomic_io.read(folder / "config.toml") or b"").decode("utf-8", "replace")
+    held = (toml.table(text).get("federation") or {}).get("sites")
+    return [str(each) for each in held] if isinstance(held, list) else []
+
+
+def site_home(folder: Path) -> Path | None:
+    """Return where a site keeps its log: the folder itself, or its .halfmoon; None where there is none."""
+    return next((home for home in (folder, folder / HOME) if (home / SITE_LOG).is_file()), None)
+
+
+_TRAINED = re.compile(r"round (\d+)(?: \(attempt \d+\))?, [\w-]+: received ([\d.]+ \w+); (.*); sends (.*)")
+_OF = re.compile(r"federation (\S+) \(\w+\): (.+?) for (\d+) rounds")
+_RIGHT = re.compile(r"(the model before round \d+|the last model) is right on ([\d.]+)% of the test images")
+_OVER = re.compile(r"finished: (?:.* is right on ([\d.]+)% of your test images)?")
+_LOSS = re.compile(r"mean loss ([\d.]+)")
+
+
+def site(folder: Path) -> dict[str, Any] | None:
+    """Return a site's own view of its federation from its log; None for a folder that is no site's."""
+    home = site_home(folder)
+    if home is None:
+        return None
+    said = lines(home / SITE_LOG)
+    view: dict[str, Any] = {"federation": "", "method": "", "rounds": 0, "round": 0, "asked": False, "right": None}
+    view["over"] = False
+    helped: dict[int, dict[str, Any]] = {}
+    tests: list[list[float]] = []
+    for when, words in said:
+        if match := _OF.search(words):
+            # Another federation begins its rounds anew.
+            if match[1] != view["federation"]:
+                helped, tests = {}, []
+                view |= {"round": 0, "right": None, "over": False}
+            view |= {"federation": match[1], "method": match[2], "rounds": int(match[3])}
+            view["asked"] = words.startswith("asked to take part")
+        elif match := _TRAINED.match(words):
+            number = int(match[1])
+            loss = _LOSS.search(match[3])
+            helped[number] = {"round": number, "when": when, "received": match[2], "did": match[3], "sends": match[4]}
+            helped[number]["loss"] = float(loss[1]) if loss else None
+            view["round"] = max(view["round"], number)
+        elif match := _RIGHT.match(words):
+            view["right"] = float(match[2])
+            before = re.search(r"\d+", match[1])
+            tests.append([int(before[0]) - 1 if before else view["rounds"], float(match[2])])
+        elif match := _OVER.match(words):
+            view["over"] = True
+            if match[1]:
+                view["right"] = float(match[1])
+                tests.append([view["rounds"], float(match[1])])
+    view |= {"helped": len(helped), "rows": [helped[n] for n in sorted(helped)][-SHOWN:], "tests": tests}
+    return view | {"sentence": sentence(view), "log": [list(each) for each in said[-SHOWN:]]}
+
+
+def sentence(view: dict[str, Any]) -> str:
+    """Return a site's part in a line that anybody understands."""
+    if view["asked"]:
+        return f"You are asked to take part in {view['federation']}; nothing has been done yet."
+    if not view["federation"]:
+        return "This site has not joined a federation yet."
+    right = "" if view["right"] is None else f", the model is right on {view['right']:.0f} % of your test images"
+    if view["over"]:
+        rounds = f"{view['helped']} of {view['rounds']} rounds"
+        return f"The federation is over: your images helped in {rounds}{right}."
+    return f"Round {view['round']} of {view['rounds']}: your images helped in {view['helped']}{right}."

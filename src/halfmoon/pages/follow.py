@@ -1,0 +1,318 @@
+"""Run folders while they grow: rows read once, as far as they are written, and what they say so far."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfmoon.pages.alarms import Alarm, alarms
+from halfmoon.report.series import short, thinned
+from halfmoon.storage import atomic_io, toml
+
+METRICS, TIMINGS, SUMMARY, RUN, CONFIG = "metrics.jsonl", "timings.jsonl", "summary.json", "run.json", "config.toml"
+SWEEP = "sweep.json"
+SHOWN = 200
+"""Rows of a table at most, the last ones."""
+
+PACE = 5
+"""Rounds by whose mean the time that is left is told."""
+
+SILENT = 120.0
+"""Seconds without a word after which a run is taken for stopped, where its rounds are short."""
+
+MOST = 64
+"""Runs that are followed at once at most."""
+
+Row = dict[str, Any]
+
+QUANTITIES = {
+    "accuracy": ("test", "accuracy", 100.0),
+    "loss": ("train", "loss", 1.0),
+    "pseudo": ("pseudo", "accuracy", 100.0),
+    "above": ("pseudo", "accuracy_above", 100.0),
+    "share_above": ("pseudo", "share_above", 100.0),
+    "share_used": ("pseudo", "share_used", 100.0),
+    "evaluation": ("evaluation", "accuracy", 100.0),
+    "epsilon": ("aggregation", "epsilon", 1.0),
+}
+"""What is drawn by round: part and name in metrics.jsonl, and the factor under which it is shown."""
+
+
+@dataclass
+class Lines:
+    """The rows of a file of JSON lines, as far as they are whole; each is read once."""
+
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    at: int = 0
+    stamp: tuple[int, int] = (0, 0)
+
+    def update(self) -> bool:
+        """Read what was added; a file that became shorter, as when a run is resumed, is read anew."""
+        try:
+            facts = self.path.stat()
+        except OSError:
+            return False
+        stamp = (facts.st_size, facts.st_mtime_ns)
+        if stamp == self.stamp:
+            return False
+        if facts.st_size < self.at:
+            self.rows, self.at = [], 0
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.at)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return False
+        for line in whole.split(b"\n") if end else ():
+            try:
+                row = atomic_io.parsed(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and type(row.get("round")) is int:
+                # A resumed run writes its rounds again where the file was not shorter meanwhile.
+                while self.rows and self.rows[-1]["round"] >= row["round"]:
+                    self.rows.pop()
+                self.rows.append(row)
+        self.at += len(whole) + len(end)
+        self.stamp = stamp
+        return True
+
+
+class Followed:
+    """One run folder; nothing in it is changed or locked."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Follow the run in `path`, called `name`."""
+        self.path, self.name = path, name
+        self.metrics, self.timings = Lines(path / METRICS), Lines(path / TIMINGS)
+        self.options: dict[str, Any] = {}
+        self.summary: dict[str, Any] | None = None
+        self.version = 0
+
+    def update(self) -> bool:
+        """Read what is new; return whether anything is."""
+        new = self.metrics.update()
+        new = self.timings.update() or new
+        if not self.options:
+            text = atomic_io.read(self.path / CONFIG) or b""
+            self.options = toml.table(text.decode("utf-8", "replace"))
+            new = new or bool(self.options)
+        summary = atomic_io.read_json(self.path / SUMMARY)
+        if summary != self.summary:
+            self.summary, new = summary, True
+        self.version += new
+        return new
+
+    @property
+    def method(self) -> str:
+        """Return the method's name."""
+        return str(self.options.get("method", self.path.name))
+
+    @property
+    def rounds(self) -> int:
+        """Return how many rounds the run has, 0 where its configuration does not say."""
+        value = self.options.get("rounds")
+        return value if type(value) is int else 0
+
+    @property
+    def done(self) -> int:
+        """Return how many rounds are over."""
+        return self.metrics.rows[-1]["round"] if self.metrics.rows else 0
+
+    def series(self, part: str, name: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
+        """Return the rounds that have a number, and the numbers."""
+        xs, ys = [], []
+        for row in self.metrics.rows:
+            value = (row.get(part) or {}).get(name) if isinstance(row.get(part), dict) else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                xs.append(row["round"])
+                ys.append(value * factor)
+        return xs, ys
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each round that is timed."""
+        found = (row.get("seconds") for row in self.timings.rows)
+        return [float(value) for value in found if isinstance(value, int | float)]
+
+    def state(self, now: float) -> tuple[str, float]:
+        """Return "finished", "running", "stopped" or "waiting", and the seconds since its last word."""
+        last = max((self.metrics.stamp[1], self.timings.stamp[1]))
+        if not last:
+            try:
+                last = (self.path / RUN).stat().st_mtime_ns
+            except OSError:
+                last = 0
+        age = max(0.0, now - last / 1e9)
+        if self.summary is not None:
+            return "finished", age
+        recent = self.seconds()[-PACE:]
+        patience = max(SILENT, 10 * max(recent, default=0.0))
+        if age > patience:
+            return "stopped", age
+        return ("running" if self.metrics.rows else "waiting"), age
+
+    def left(self, age: float = 0.0) -> float | None:
+        """Return the seconds that are left at the pace of the last rounds; None where nobody can know."""
+        recent = self.seconds()[-PACE:]
+        if self.summary is not None or not recent or self.rounds <= 0:
+            return None
+        return max(0.0, statistics.fmean(recent) * (self.rounds - self.done) - age)
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """Return what the list of runs says of it."""
+        state, age = self.state(now)
+        _, accuracy = self.series("test", "accuracy", 100.0)
+        if not accuracy:
+            _, accuracy = self.series("evaluation", "accuracy", 100.0)
+        return {
+            "name": self.name,
+            "method": self.method,
+            "title": str((self.summary or {}).get("title", self.method)),
+            "data": Path(str(self.options.get("data", ""))).name,
+            "seed": self.options.get("seed", 0),
+            "rounds": self.rounds,
+            "round": self.done,
+            "state": state,
+            "age": round(age),
+            "left": None if state != "running" else self.left(age),
+            "accuracy": accuracy[-1] if accuracy else None,
+            "best": max(accuracy, default=None),
+            "alarms": [each._asdict() for each in alarms(self.metrics.rows, state, age)],
+            "version": self.version,
+        }
+
+    def drawn(self) -> dict[str, Any]:
+        """Return its lines and the last rows of its table."""
+        lines = {}
+        for key, (part, name, factor) in QUANTITIES.items():
+            xs, ys = self.series(part, name, factor)
+            if xs:
+                lines[key] = _line(xs, ys)
+        sent = _sent(self.metrics.rows)
+        if len(sent):
+            lines["sent"] = _line(list(sent), list(sent.values()))
+        pace = {row["round"]: row.get("seconds") for row in self.timings.rows}
+        clocked = {n: float(value) for n, value in pace.items() if isinstance(value, int | float)}
+        if clocked:
+            lines["seconds"] = _line(list(clocked), list(clocked.values()))
+        return {"lines": lines, "rows": [_row(each, sent, clocked) for each in self.metrics.rows[-SHOWN:]]}
+
+
+def _line(xs: Sequence[int], ys: Sequence[float]) -> dict[str, Any]:
+    kept = set(thinned(xs))
+    pairs = [(x, short(y)) for x, y in zip(xs, ys, strict=True) if x in kept]
+    return {"x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
+
+
+def _sent(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the megabytes that went up in each round: what left the clients."""
+    found, before = {}, 0
+    for row in rows:
+        total = (row.get("cost") or {}).get("bytes_up")
+        if isinstance(total, int):
+            found[row["round"]], before = (total - before) / 1e6, total
+    return found
+
+
+def _row(row: Mapping[str, Any], sent: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
+    """Return a line of the table: numbers, None where there is none."""
+    found: dict[str, Any] = {"round": row["round"]}
+    for key, (part, name, factor) in QUANTITIES.items():
+        value = (row.get(part) or {}).get(name) if isinstance(row.get(part), dict) else None
+        found[key] = short(value * factor) if isinstance(value, int | float) else None
+    cohort = row.get("cohort")
+    found["cohort"] = len(cohort) if isinstance(cohort, list) else None
+    found["sent"], found["seconds"] = sent.get(row["round"]), seconds.get(row["round"])
+    return found
+
+
+def folders(root: Path) -> list[tuple[Path, str]]:
+    """Return the run folders at, below, or named by a folder, with short names, in their order."""
+    found: dict[Path, str] = {}
+    facts = atomic_io.read_json(root / SWEEP) if (root / SWEEP).is_file() else None
+    if facts is not None:
+        for path, name in _of_sweep(root, facts):
+            found.setdefault(path.resolve(), name)
+    marks = [root / RUN] if (root / RUN).is_file() else []
+    marks += sorted(root.glob(f"*/{RUN}")) + sorted(root.glob(f"*/*/{RUN}"))
+    for mark in marks:
+        where = mark.parent.relative_to(root).as_posix()
+        found.setdefault(mark.parent.resolve(), root.resolve().name if where == "." else where)
+    return list(found.items())
+
+
+def _of_sweep(root: Path, facts: Mapping[str, Any]) -> Iterable[tuple[Path, str]]:
+    """Yield the folders that a sweep.json names and that are there; a damaged entry names none."""
+    cells = facts.get("cells")
+    for cell in cells if isinstance(cells, list) else ():
+        try:
+            at = ", ".join(str(value) for value in cell["at"].values())
+            for run in cell["runs"]:
+                path = root / str(run["folder"])
+                if run["folder"] and (path / RUN).is_file():
+                    yield path, f"{at}, seed {run['seed']}"
+        except (KeyError, TypeError, AttributeError):
+            continue
+
+
+class Follower:
+    """All runs of a folder, found anew now and then."""
+
+    def __init__(self, root: Path) -> None:
+        """Follow the runs in and below `root`."""
+        self.root = root
+        self.runs: dict[Path, Followed] = {}
+        self.left_out = 0
+        self._looked = 0.0
+
+    def update(self, every: float = 3.0) -> None:
+        """Read what is new in all runs; look for new ones every few seconds."""
+        now = time.monotonic()
+        if not self.runs or now - self._looked > every:
+            self._looked = now
+            found = folders(self.root)
+            self.left_out = max(0, len(found) - MOST)
+            for path, name in found[:MOST]:
+                if path not in self.runs:
+                    self.runs[path] = Followed(path, name)
+        for run in self.runs.values():
+            run.update()
+
+    def planned(self) -> int:
+        """Return how many runs a sweep or a comparison plans, 0 for anything else."""
+        facts = atomic_io.read_json(self.root / SWEEP) or {}
+        cells = facts.get("cells")
+        if isinstance(cells, list):
+            return sum(len(cell.get("runs") or ()) for cell in cells if isinstance(cell, dict))
+        jobs = (atomic_io.read_json(self.root / "comparison.json") or {}).get("jobs")
+        return len(jobs) if isinstance(jobs, list) else 0
+
+
+def ceiling_alarms(runs: Sequence[Followed], ceilings: set[str], floors: set[str]) -> list[Alarm]:
+    """Return an alarm for each finished upper bound that ended below the labels alone, on the same data and seed."""
+    found = []
+    for high in runs:
+        for low in runs:
+            if high.method not in ceilings or low.method not in floors or not (high.summary and low.summary):
+                continue
+            if any(high.options.get(key) != low.options.get(key) for key in ("data", "seed", "rounds", "clients")):
+                continue
+            top, bottom = (_last(each.summary) for each in (high, low))
+            if top is not None and bottom is not None and top < bottom:
+                words = (
+                    f"{high.name}: all labels end at {100 * top:.1f} %, below labels only ({100 * bottom:.1f} %): "
+                    "more rounds, or another learning rate, before anything is compared"
+                )
+                found.append(Alarm("ceiling", words))
+    return found
+
+
+def _last(summary: Mapping[str, Any] | None) -> float | None:
+    accuracy = (summary or {}).get("accuracy")
+    value = accuracy.get("last") if isinstance(accuracy, dict) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,48 @@
+"""What a model makes of a folder's images: probabilities, and the features that its head is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from halfmoon.augment import Normalize
+from halfmoon.inference.image_folder import batches
+from halfmoon.pages.choice import Guesses
+
+if TYPE_CHECKING:
+    from halfmoon.inference.load import Model
+
+Progress = Callable[[int, int], None]
+"""Told how many images are done, and of how many."""
+
+
+@torch.no_grad()
+def looked_at(model: Model, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities float64 (N, classes) and features float32 (N, F) of uint8 images (N, *shape)."""
+    pixels = torch.from_numpy(np.ascontiguousarray(model.prepare(images).transpose(0, 3, 1, 2)))
+    x = Normalize(model.card.mean, model.card.std)(pixels.to(model.device))
+    logits, features = model.network.represent(model.params, model.stats, x)
+    return model.scaled(logits.double().cpu().numpy()), features.flatten(1).float().cpu().numpy()
+
+
+def guess(
+    model: Model, folder: Path, paths: Sequence[str], progress: Progress | None = None, stop: Callable[[], bool] = bool
+) -> Guesses:
+    """Return what a model makes of the images of a folder, a batch in memory at a time; `stop` ends it early."""
+    probabilities = np.full((len(paths), len(model.classes)), np.nan)
+    features: np.ndarray | None = None
+    for done, batch in enumerate(batches(model, folder, paths), start=1):
+        if stop():
+            break
+        if len(batch.rows):
+            found, seen = looked_at(model, batch.images)
+            if features is None:
+                features = np.zeros((len(paths), seen.shape[1]), np.float32)
+            probabilities[batch.rows], features[batch.rows] = found, seen
+        if progress is not None:
+            progress(min(done * model.batch, len(paths)), len(paths))
+    return Guesses(probabilities, np.zeros((len(paths), 1), np.float32) if features is None else features)

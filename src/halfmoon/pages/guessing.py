@@ -1,0 +1,53 @@
+"""A model that looks at a folder's images in the background, while the page is in use already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfmoon.pages.choice import Guesses
+
+if TYPE_CHECKING:
+    from halfmoon.inference.load import Model
+
+
+class Guessing:
+    """Guesses on their way: how many images are done, and what came out once all are."""
+
+    def __init__(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
+        """Look at the images of a folder with the model that `load` returns, once started."""
+        self.done, self.of = 0, len(paths)
+        self.found: Guesses | None = None
+        self.classes: tuple[str, ...] = ()
+        self.error = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(load, folder, paths), daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stop.set()
+
+    def wait(self) -> None:
+        """Wait until all images are done."""
+        self._thread.join()
+
+    def _run(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
+        def tell(done: int, of: int) -> None:
+            self.done = done
+
+        try:
+            from halfmoon.pages.guesses import guess  # slow to import: it brings torch
+
+            model = load()
+            found = guess(model, folder, paths, tell, self._stop.is_set)
+        except Exception as error:  # the page shows it; without it, the order would silently stay random
+            self.error = str(error)
+            return
+        if not self._stop.is_set():
+            self.classes, self.found = model.classes, found

@@ -1,0 +1,209 @@
+"""`halfmoon site label`: unlabeled images one after the other, the most useful first, a key for each class."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.site_data.site_folder import CLASSES, SiteFolder, read
+from halfmoon.pages.book import Book
+from halfmoon.pages.choice import Guesses, order
+from halfmoon.pages.guessing import Guessing
+from halfmoon.pages.pictures import Pictures
+from halfmoon.pages.requests import body, of_row, one_of, picture_of, words
+from halfmoon.pages.server import App, application, serve
+from halfmoon.storage import atomic_io
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from halfmoon.inference.load import Model
+
+AGAIN = 20
+"""Answers after which the order is chosen anew."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a folder is labeled: who answers (None: nobody is named, "": the page asks), and the seed of the order."""
+
+    by: str | None = None
+    seed: int = 0
+
+
+def open_folder(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
+    """Return a site to label; class names that are given make a classes.txt where there is none.
+
+    Raise UserError where the folder cannot be read, or has another classes.txt.
+    """
+    site = read(folder)
+    file = folder / CLASSES
+    if not classes:
+        return site
+    if file.exists():
+        if list(site.classes) != list(classes):
+            raise UserError(f"{file} names other classes ({', '.join(site.classes)}): leave --classes out.")
+        return site
+    strange = [name for name in site.classes if name not in classes]
+    if strange:
+        raise UserError(f"{folder} has labels of the class {strange[0]!r}, which --classes does not name; add it.")
+    if len(set(classes)) < len(classes) or not all(name.strip() == name and name for name in classes):
+        raise UserError("--classes names a class twice, or has a name with blanks at its ends.")
+    try:
+        atomic_io.replace(file, "".join(f"{name}\n" for name in classes).encode())
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); make the folder writable.") from error
+    return read(folder)
+
+
+def need_classes(site: SiteFolder, names: Sequence[str]) -> None:
+    """Raise UserError where nobody says which classes there are."""
+    if not names:
+        raise UserError(
+            f"{site.folder} does not say which classes there are: give them by --classes NAME ..., or write a "
+            f"{CLASSES} with one name a line."
+        )
+
+
+def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: int) -> np.ndarray:
+    """Return the rows to label, the most useful first; `classes` are those of the guesses.
+
+    What has a label, or was found too hard to name, is left out.
+    """
+    number = {name: n for n, name in enumerate(classes)}
+    own = np.array([number.get(name, -1) for name in book.classes] + [-1])
+    return order(guesses, own[book.labels], (book.labels < 0) & ~book.unsure, seed)
+
+
+class Labeling:
+    """The page's memory: the labels, the order, and what the model makes of the images."""
+
+    def __init__(self, site: SiteFolder, classes: Sequence[str], guessing: Guessing | None, options: Options) -> None:
+        """Label a site; `classes` are the model's, where there is one."""
+        self.site, self.guessing, self.options = site, guessing, options
+        self.book = Book(site, site.classes or classes)
+        self.pictures = Pictures(site.folder)
+        self._lock = threading.Lock()
+        self._order: tuple[tuple[int, bool], np.ndarray] | None = None
+
+    @property
+    def guesses(self) -> Guesses | None:
+        """Return what the model makes of the images, None as long as it is not through."""
+        return self.guessing.found if self.guessing else None
+
+    def order(self) -> np.ndarray:
+        """Return the rows to label; chosen anew when the guesses come, and after every `AGAIN` labels."""
+        with self._lock:
+            key = (int((self.book.labels >= 0).sum()) // AGAIN, self.guesses is not None)
+            if self._order is None or self._order[0] != key:
+                classes = self.guessing.classes if self.guessing else ()
+                self._order = key, ranked(self.guesses, classes, self.book, self.options.seed)
+            return self._order[1]
+
+    def start(self, request: Request) -> dict[str, Any]:
+        """Return everything that a page needs when it opens."""
+        state = self.state(request)
+        return state | {
+            "folder": self.site.folder.resolve().name,
+            "paths": list(self.site.paths),
+            "labels": self.book.labels.tolist(),
+            "unsure_rows": np.flatnonzero(self.book.unsure).tolist(),
+            "order": self.order().tolist(),
+            "by": self.options.by,
+            "foldered": self.book.foldered,
+        }
+
+    def queue(self, request: Request) -> dict[str, Any]:
+        """Return the rows to label, as they are ordered now."""
+        self.book.refresh()
+        return {"order": self.order().tolist(), "ready": self.guesses is not None}
+
+    def state(self, request: Request) -> dict[str, Any]:
+        """Return counts, what has changed since the version that the page has, and how far the model is."""
+        since = request.query_params.get("since", "")
+        return self._facts(int(since) if since.isdecimal() else self.book.version)
+
+    def _facts(self, since: int) -> dict[str, Any]:
+        found = self.book.facts(since)
+        model = None
+        if self.guessing is not None:
+            ready = self.guessing.found is not None
+            model = {"done": self.guessing.done, "of": self.guessing.of, "ready": ready, "error": self.guessing.error}
+        return found | {"model": model}
+
+    def guess(self, request: Request) -> dict[str, Any]:
+        """Return what the model would say of an image: only asked for where the person wants to see it."""
+        row, found = of_row(request, len(self.site)), self.guesses
+        if found is None or self.guessing is None or not found.known[row]:
+            return {"label": "", "probability": None}
+        best = int(found.predicted[row])
+        return {"label": self.guessing.classes[best], "probability": float(found.probabilities[row, best])}
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Write one answer."""
+        said = body(request)
+        self.book.answer(of_row(said, len(self.site)), words(said, "label"), words(said, "seen"), self._by(said))
+        return self._after(said)
+
+    def doubt(self, request: Request) -> dict[str, Any]:
+        """Note that an image is too hard to name, or take that back."""
+        said = body(request)
+        self.book.doubt(of_row(said, len(self.site)), one_of(said, "on", (True, False)), self._by(said))
+        return self._after(said)
+
+    def image(self, request: Request) -> Any:
+        """Return an image."""
+        return picture_of(request, self.pictures, self.site.paths)
+
+    def _by(self, said: dict[str, Any]) -> str | None:
+        return None if self.options.by is None else words(said, "by") or self.options.by
+
+    def _after(self, said: dict[str, Any]) -> dict[str, Any]:
+        since = said.get("since")
+        return self._facts(since if type(since) is int else self.book.version)
+
+    def app(self) -> App:
+        """Return the page's app."""
+        gets = {
+            "/start": self.start,
+            "/state": self.state,
+            "/queue": self.queue,
+            "/guess/{row:int}": self.guess,
+            "/image/{row:int}": self.image,
+        }
+        posts = {"/answer": self.answer, "/doubt": self.doubt}
+        return application("label", f"Label {self.site.folder.resolve().name}", gets, posts)
+
+
+def run(
+    site: SiteFolder,
+    load: Callable[[], Model] | None,
+    classes: Sequence[str],
+    options: Options,
+    port: int | None,
+    browser: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Serve the page until Ctrl-C, which raises KeyboardInterrupt; `load` returns the model, whose `classes` these are.
+
+    Raise UserError where nobody names a class, or the port is taken.
+    """
+    need_classes(site, site.classes or classes)
+    guessing = Guessing(load, site.folder, site.paths) if load is not None else None
+    labeling = Labeling(site, classes, guessing, options)
+    app = labeling.app()
+    if guessing is not None:
+        guessing.start()
+    try:
+        serve(app, f"label {site.folder}", port, browser, say)
+    finally:
+        if guessing is not None:
+            guessing.stop()
+        count = labeling.book.given
+        say(f"{count} {'answer' if count == 1 else 'answers'} written to {site.folder / 'labels.csv'}.")

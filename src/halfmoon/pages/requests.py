@@ -1,0 +1,67 @@
+"""What pages read of a request, with a sentence for what is not as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.core.errors import UserError
+from halfmoon.pages.pictures import LOOKS, Pictures, kind
+from halfmoon.storage import atomic_io
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+LONGEST = 300
+"""Letters of a word at most."""
+
+
+def body(request: Request) -> dict[str, Any]:
+    """Return the JSON object that was sent; raise UserError for anything else."""
+    try:
+        said = atomic_io.parsed(request.state.body)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError("the request is no JSON.") from error
+    if not isinstance(said, dict):
+        raise UserError("the request is no object.")
+    return said
+
+
+def words(said: Mapping[str, Any], name: str) -> str:
+    """Return a short text of one line; raise UserError where it is none."""
+    value = said.get(name, "")
+    if not isinstance(value, str) or len(value) > LONGEST or any(ord(letter) < 32 for letter in value):
+        raise UserError(f"{name} is no short text of one line.")
+    return value.strip()
+
+
+def one_of(said: Mapping[str, Any], name: str, choices: Sequence[Any]) -> Any:
+    """Return a value that is one of several; raise UserError where it is none of them."""
+    value = said.get(name)
+    if not any(value is each for each in choices):
+        raise UserError(f"{name} is none of {', '.join(map(str, choices))}.")
+    return value
+
+
+def of_row(said: Any, count: int) -> int:
+    """Return the row that a request's path or a body names; raise UserError where there is none such."""
+    row = said.get("row") if isinstance(said, dict) else said.path_params["row"]
+    if type(row) is not int or not 0 <= row < count:
+        raise UserError(f"there is no image {row}.")
+    return row
+
+
+def picture_of(request: Request, pictures: Pictures, paths: Sequence[str]) -> Response:
+    """Return the image of a request: ?look= and ?small=1 say how it is shown."""
+    from starlette.responses import PlainTextResponse, Response
+
+    look = request.query_params.get("look", "plain")
+    if look not in LOOKS:
+        raise UserError(f"there is no look {look!r}.")
+    row = of_row(request, len(paths))
+    try:
+        data = pictures.get(paths[row], look, request.query_params.get("small") == "1")
+    except UserError as error:
+        return PlainTextResponse(str(error), 415)
+    return Response(data, media_type=kind(data), headers={"cache-control": "private, max-age=3600"})

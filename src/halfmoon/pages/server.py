@@ -1,0 +1,295 @@
+"""A page served to this machine's own browser: one address with a secret in it, nothing for anybody else.
+
+Starlette and uvicorn (the extra "pages") are imported when a page is served, not before.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from html import escape
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.core.errors import UserError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+HOST = "127.0.0.1"
+LARGEST = 2**16
+"""Bytes of a request's body at most: an answer is a line."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Endpoint = Callable[["Request"], Any]
+"""Takes a request and returns a response, or a value for JSON; a UserError becomes an answer with its sentence."""
+
+KINDS = {".css": "text/css", ".js": "text/javascript", ".html": "text/html", ".svg": "image/svg+xml"}
+
+SHARED = ("draw.js", "charts.js")
+"""Scripts of a report's charts, which pages use too."""
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+
+
+class Conflict(UserError):
+    """An answer that somebody else has given another way meanwhile; `held` is what stands there now."""
+
+    def __init__(self, words: str, held: str) -> None:
+        """Say the sentence, and what stands there."""
+        super().__init__(words)
+        self.held = held
+
+
+def require_pages() -> None:
+    """Raise UserError where the extra "pages" is not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"a page needs {error.name}: pip install 'halfmoon[pages]'.") from error
+
+
+class Guard:
+    """Let through what comes from the page's own address: the right Host, Origin and token; the rest gets a refusal.
+
+    `port` is where the page is served. The token is the first part of every path and is taken off before `app` sees
+    it. A request that changes something must say its Origin.
+    """
+
+    def __init__(self, app: App, token: str, port: int) -> None:
+        """Stand before `app`."""
+        self.app, self.token = app, token.encode()
+        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+        if port == 80:
+            self.hosts |= {HOST, "localhost"}
+        self.origins = {f"http://{host}" for host in self.hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        reason = self.refusal(scope)
+        if reason:
+            await _plain(send, 403, reason)
+            return
+        _, token, rest = scope["path"].split("/", 2) if scope["path"].count("/") > 1 else ("", scope["path"][1:], None)
+        if rest is None:  # without the last slash, relative addresses would lead beside the page
+            await _plain(send, 307, "", [(b"location", b"/" + token.encode() + b"/")])
+            return
+        inside = {**scope, "path": f"/{rest}", "raw_path": None, "root_path": ""}
+
+        async def headed(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message.get("headers", [])}
+                extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in given]
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await send(message)
+
+        await self.app(inside, receive, headed)
+
+    def refusal(self, scope: Scope) -> str:
+        """Return why a request is refused, "" where it is not."""
+        given: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            given.setdefault(name.lower(), []).append(value)
+        hosts = given.get(b"host", [])
+        if len(hosts) != 1 or hosts[0].decode("latin-1").lower() not in self.hosts:
+            return "This page answers at its own address only."
+        origins = given.get(b"origin", [])
+        changing = scope["method"] not in ("GET", "HEAD")
+        if (origins or changing) and [each.decode("latin-1") for each in origins] not in [[o] for o in self.origins]:
+            return "This page answers to itself only."
+        site, mode = (given.get(name, [b""])[0] for name in (b"sec-fetch-site", b"sec-fetch-mode"))
+        if site not in (b"", b"same-origin", b"none") and mode != b"navigate":
+            return "This page answers to itself only."
+        token = scope["path"].split("/")[1].encode("utf-8", "replace") if scope["path"].startswith("/") else b""
+        if not hmac.compare_digest(token, self.token):
+            return "The address lacks its key: open the one that halfmoon printed."
+        return ""
+
+
+async def _plain(send: Send, status: int, words: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    kind = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
+    await send({"type": "http.response.start", "status": status, "headers": [*kind, *headers]})
+    await send({"type": "http.response.body", "body": words.encode()})
+
+
+def application(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> App:
+    """Return the app of a page: the file web/`page`.html at its root, what it loads, and its own addresses.
+
+    `gets` and `posts` are endpoints by path; they run in threads.
+    """
+    require_pages()
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    routes = [
+        Route("/", lambda request: _index(page, title)),
+        Route("/web/{name}", lambda request: _asset(request.path_params["name"])),
+        *(Route(path, _answered(each), methods=["GET"]) for path, each in gets.items()),
+        *(Route(path, _answered(each), methods=["POST"]) for path, each in posts.items()),
+    ]
+    return Starlette(routes=routes)
+
+
+def _answered(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that reads a short body, works in a thread, and turns what comes out into a response."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse, Response
+
+    async def answer(request: Request) -> Response:
+        if request.method == "POST":
+            body = b""
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST:
+                    return JSONResponse({"error": "the request is too long."}, 413)
+            request.state.body = body
+        try:
+            found = await run_in_threadpool(endpoint, request)
+        except Conflict as error:
+            return JSONResponse({"error": str(error), "held": error.held}, 409)
+        except UserError as error:
+            return JSONResponse({"error": str(error)}, 422)
+        if isinstance(found, Response):
+            return found
+        return JSONResponse(found, headers={"cache-control": "no-store"})
+
+    return answer
+
+
+def _index(page: str, title: str) -> Response:
+    from starlette.responses import HTMLResponse
+
+    return HTMLResponse(_web(f"{page}.html").replace("{{title}}", escape(title)), headers={"cache-control": "no-store"})
+
+
+def _asset(name: str) -> Response:
+    from starlette.responses import PlainTextResponse, Response
+
+    kind = KINDS.get(Path(name).suffix)
+    try:
+        if kind is None or name != Path(name).name:
+            raise FileNotFoundError(name)
+        return Response(_web(name), media_type=kind, headers={"cache-control": "no-cache"})
+    except FileNotFoundError:
+        return PlainTextResponse("There is no such file.", 404)
+
+
+@cache
+def _web(name: str) -> str:
+    package = "halfmoon.report" if name in SHARED else "halfmoon.pages"
+    text = (resources.files(package) / "web" / name).read_text(encoding="utf-8")
+    return text.replace("{{version}}", metadata.version("halfmoon"))
+
+
+def listening(port: int | None) -> socket.socket:
+    """Return a socket bound to this machine's own address, at `port` or a free one; raise UserError where it cannot."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((HOST, port or 0))
+        made.listen()  # who comes before the server runs waits
+    except OSError as error:
+        made.close()
+        raise UserError(
+            f"--port {port}: it cannot be used ({error.strerror or error}); leave --port out, or choose another."
+        ) from error
+    return made
+
+
+def serve(app: App, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
+    """Serve a page until Ctrl-C, which raises KeyboardInterrupt; `say` gets the address.
+
+    Raise UserError where the port is taken or the extra "pages" is not installed.
+    """
+    require_pages()
+    import uvicorn
+
+    token = secrets.token_urlsafe(18)
+    with listening(port) as sock:
+        bound = sock.getsockname()[1]
+        address = f"http://{HOST}:{bound}/{token}/"
+        server = uvicorn.Server(_configured(Guard(app, token, bound)))
+        say(f"{what}: {address}\nOnly this machine can open it. Ctrl-C ends it.")
+        with _shown(address) if browser else _unshown():
+            server.run(sockets=[sock])
+    raise KeyboardInterrupt  # some versions of uvicorn return quietly
+
+
+@contextmanager
+def _shown(address: str) -> Iterator[None]:
+    """Open the address in a browser by a private file that leads there: other users can read command lines."""
+    with tempfile.TemporaryDirectory(prefix="halfmoon-") as folder:  # readable by its owner alone
+        file = Path(folder, "open.html")
+        file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(address)}">')
+        if sys.platform in ("win32", "darwin") or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+            webbrowser.open(file.as_uri())  # without a screen it would start a browser in this very terminal
+        yield
+
+
+@contextmanager
+def _unshown() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def beside(app: App, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
+    """Serve a page in a thread while something else is done, and give its address; `say` gets it, too.
+
+    Raise UserError where the port is taken or the extra "pages" is not installed.
+    """
+    require_pages()
+    import uvicorn
+
+    with listening(port) as sock:
+        token, bound = secrets.token_urlsafe(18), sock.getsockname()[1]
+        address = f"http://{HOST}:{bound}/{token}/"
+        server = uvicorn.Server(_configured(Guard(app, token, bound)))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        say(f"{what}: {address}")
+        try:
+            yield address
+        finally:
+            server.should_exit = True
+            thread.join(3)
+
+
+def _configured(app: App) -> Any:
+    import uvicorn
+
+    return uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=2,
+    )

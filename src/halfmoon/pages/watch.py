@@ -1,0 +1,115 @@
+"""`halfmoon watch`: runs, sweeps, federations and a site's own part, followed on the disk while they go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.core.errors import UserError
+from halfmoon.pages import eventlog
+from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
+from halfmoon.pages.server import App, application, serve
+from halfmoon.report.styles import drawn, looks
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+
+class Watching:
+    """The page's memory: what has been read of the folder so far. It writes nothing."""
+
+    def __init__(self, root: Path) -> None:
+        """Watch a folder; raise UserError where there is nothing in it to watch, and nothing will be."""
+        if not root.is_dir():
+            raise UserError(
+                f"{root}: there is no such folder; give the folder of a run, a sweep, a federation or a site."
+            )
+        self.root = root
+        self.follower = Follower(root)
+        self.follower.update()
+        self._site = eventlog.site_home(root)
+        served = (root / eventlog.SERVER_LOG).exists()
+        if not self.follower.runs and self._site is None and not served and any(root.iterdir()):
+            raise UserError(f"{root} holds no run, no sweep, no federation and no site that has joined one.")
+        self._lock = threading.Lock()
+        self._titles: dict[str, str] = {}
+        self._ceilings: set[str] = set()
+        self._floors: set[str] = set()
+
+    def learn(self) -> None:
+        """Find out what methods are called and which are bounds: slow, as it brings torch."""
+        try:
+            from halfmoon.methods import registry
+        except ImportError:
+            return
+        entries = [registry.entry(name) for name in registry.names()]
+        titles = {each.name: each.title for each in entries}
+        self._ceilings = {each.name for each in entries if each.all_labels}
+        self._floors = {each.name for each in entries if each.title.endswith("(labeled only)")}
+        self._titles = titles
+
+    def data(self, request: Request) -> dict[str, Any]:
+        """Return the state of all runs; lines and rows only of those that the page does not have yet.
+
+        ?have=NAME:VERSION,... says which it has.
+        """
+        have = dict(part.rsplit(":", 1) for part in request.query_params.get("have", "").split(",") if ":" in part)
+        with self._lock:
+            self.follower.update()
+            runs = list(self.follower.runs.values())
+            now = time.time()
+            names = variants(runs)
+            kinds = list(dict.fromkeys(names))
+            styles = dict(zip(kinds, looks(kinds), strict=True))
+            facts = []
+            for number, run in enumerate(runs):
+                fact = run.facts(now) | {"id": number}
+                fact["title"] = self._titles.get(run.method, fact["title"])
+                fact["look"] = drawn(styles[names[number]])
+                if have.get(str(number)) != str(run.version):
+                    fact |= run.drawn()
+                facts.append(fact)
+            bounds = ceiling_alarms(runs, self._ceilings, self._floors)
+            return {
+                "runs": facts,
+                "planned": self.follower.planned(),
+                "left_out": self.follower.left_out,
+                "alarms": [each._asdict() for each in bounds],
+                "federation": eventlog.federation(self.root),
+                "site": eventlog.site(self.root),
+            }
+
+    def app(self) -> App:
+        """Return the page's app: it answers questions, and takes none."""
+        return application("watch", self.root.resolve().name, {"/data": self.data}, {})
+
+
+def variants(runs: Sequence[Followed]) -> list[str]:
+    """Return a name for how each run is drawn: its method, and a number where one was played with several options.
+
+    Runs that differ in their seed alone are drawn alike: a method keeps its look.
+    """
+    seen: dict[str, list[str]] = {}
+    found = []
+    for each in runs:
+        own = repr(sorted((key, str(value)) for key, value in each.options.items() if key not in ("seed", "run_dir")))
+        kinds = seen.setdefault(each.method, [])
+        if own not in kinds:
+            kinds.append(own)
+        number = kinds.index(own)
+        found.append(f"{each.method} ({number + 1})" if number else each.method)
+    return found
+
+
+def run(root: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
+
+    Raise UserError where there is nothing to watch or the port is taken.
+    """
+    watching = Watching(root)
+    app = watching.app()
+    threading.Thread(target=watching.learn, daemon=True).start()
+    serve(app, f"watch {root}", port, browser, say)

@@ -1,0 +1,257 @@
+import { announce, answer, ask, askName, byId, choices, count, html, keys, keysOf, notice, percent, takeOver } from "./common.js";
+import { Look, tools } from "./look.js";
+import { Wall } from "./wall.js";
+
+const AGAIN = 20; // answers after which the order is asked for anew
+const EVERY = 3000; // ms between two looks at what others have written
+
+const data = { labels: [], unsure: new Set(), order: [], paths: [], facts: null };
+const skipped = new Set();
+const done = []; // what can be undone: {row, before, after, kind}
+let row = -1;
+let since = 0;
+let busy = false;
+
+const source = (at, look) => `image/${at}?look=${look}`;
+const look = new Look(byId("stage"), byId("image"), tools(), source);
+const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1` });
+
+const labelName = (at) => (data.labels[at] >= 0 ? data.facts.classes[data.labels[at]] : "");
+const waits = (at) => data.labels[at] < 0 && !data.unsure.has(at);
+
+function upcoming(most) {
+  const found = data.order.filter((at) => waits(at) && !skipped.has(at) && at !== row).slice(0, most);
+  return found.length ? found : data.order.filter((at) => waits(at) && at !== row).slice(0, most);
+}
+
+function next() {
+  const [first] = upcoming(1);
+  goTo(first ?? (row >= 0 && waits(row) ? row : -1));
+}
+
+function goTo(at) {
+  row = at;
+  view("one");
+  byId("none").hidden = at >= 0;
+  byId("image").hidden = at < 0;
+  if (at < 0) {
+    const unsure = data.facts.unsure;
+    byId("none").textContent = unsure ? `Every other image has a label. ${count(unsure)} marked “not sure” are under All images.` : "Every image has a label.";
+    byId("path").textContent = "";
+  } else {
+    byId("path").textContent = data.paths[at];
+    look.show(at, data.paths[at]);
+    look.ahead(upcoming(3));
+  }
+  draw();
+  suggest();
+}
+
+function draw() {
+  const { facts } = data;
+  byId("progress").textContent = `${count(facts.labeled)} of ${count(facts.total)} labeled`;
+  const host = byId("choices");
+  host.classList.toggle("many", facts.classes.length > 12);
+  choices(host, facts, { now: row >= 0 ? data.labels[row] : -1, suggested: data.suggested, press: give });
+  byId("find").hidden = facts.classes.length <= 12;
+  find();
+  byId("undo").disabled = !done.length;
+  for (const id of ["skip", "doubt"]) byId(id).disabled = row < 0;
+  for (const button of host.children) button.disabled = row < 0;
+  const { model } = facts;
+  byId("model").textContent = !model ? "order: random" : model.error ? "" : model.ready ? "order: the model's least sure first" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
+  byId("suggesting").hidden = !model || Boolean(model.error);
+  if (model?.error) notice(`The model cannot be used, so the order is random: ${model.error}`);
+}
+
+// Do one thing at a time, and say what went wrong.
+async function act(what) {
+  if (busy) return;
+  busy = true;
+  try {
+    await what();
+    notice("");
+  } catch (error) {
+    notice(error.message);
+  } finally {
+    busy = false;
+  }
+}
+
+const give = (n) => act(async () => {
+  if (row < 0) return;
+  const at = row;
+  const [before, after] = [labelName(at), data.facts.classes[n]];
+  const doubted = data.unsure.has(at);
+  if (!(await answer(data, at, after, before))) {
+    takeOver(data, await ask(`state?since=${data.facts.version}`));
+    return next();
+  }
+  done.push({ kind: "label", row: at, before, after, doubted });
+  skipped.delete(at);
+  announce(`${after}.`);
+  if (++since % AGAIN === 0) data.order = (await ask("queue")).order;
+  next();
+});
+
+const skip = () => act(async () => {
+  if (row < 0) return;
+  skipped.delete(row); // to the end of those skipped
+  skipped.add(row);
+  done.push({ kind: "skip", row });
+  const [first] = upcoming(1);
+  goTo(first ?? row);
+});
+
+const doubt = () => act(async () => {
+  if (row < 0) return;
+  const at = row;
+  takeOver(data, await ask("doubt", { row: at, on: true, by: data.name ?? "", since: data.facts.version }));
+  done.push({ kind: "doubt", row: at });
+  announce("Not sure.");
+  next();
+});
+
+const undo = () => act(async () => {
+  const last = done.at(-1);
+  if (!last) return;
+  if (last.kind === "label") {
+    if (await answer(data, last.row, last.before, last.after)) {
+      if (last.doubted) takeOver(data, await ask("doubt", { row: last.row, on: true, by: data.name ?? "", since: data.facts.version }));
+    }
+  } else if (last.kind === "doubt") {
+    takeOver(data, await ask("doubt", { row: last.row, on: false, by: data.name ?? "", since: data.facts.version }));
+  } else {
+    skipped.delete(last.row);
+  }
+  done.pop();
+  announce("Undone.");
+  goTo(last.row);
+});
+
+async function suggest() {
+  data.suggested = "";
+  const place = byId("suggestion");
+  place.hidden = !byId("suggest").checked || row < 0;
+  if (place.hidden) return draw();
+  const at = row;
+  const { label, probability } = await ask(`guess/${at}`).catch(() => ({ label: "" }));
+  if (at !== row || !byId("suggest").checked) return;
+  data.suggested = label;
+  place.textContent = label ? `The model says ${label}, ${percent(probability)}.` : "The model has not seen this image.";
+  draw();
+}
+
+function find() {
+  const words = byId("find").value.trim().toLowerCase();
+  for (const button of byId("choices").children) button.hidden = words !== "" && !data.facts.classes[button.dataset.class].toLowerCase().includes(words);
+}
+
+// All images
+
+const FILTERS = [
+  ["waiting", "without a label, in this order", () => data.order.filter(waits)],
+  ["all", "all", () => [...data.paths.keys()]],
+  ["unsure", "not sure", () => [...data.unsure].filter((at) => data.labels[at] < 0).sort((a, b) => a - b)],
+  ["labeled", "with a label", () => [...data.paths.keys()].filter((at) => data.labels[at] >= 0)],
+];
+
+function fill(at) {
+  const label = labelName(at);
+  const mark = label || (data.unsure.has(at) ? "not sure" : "–");
+  return { alt: `${data.paths[at]}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [html("b", null, mark), data.paths[at].split("/").at(-1)] };
+}
+
+function showAll(keep = false) {
+  const select = byId("which");
+  const chosen = select.value || "waiting";
+  const classes = data.facts.classes.map((name, n) => [`class-${n}`, name, () => [...data.paths.keys()].filter((at) => data.labels[at] === n)]);
+  const filters = [...FILTERS, ...classes];
+  select.replaceChildren(...filters.map(([value, words]) => html("option", { value }, words)));
+  select.value = filters.some(([value]) => value === chosen) ? chosen : "waiting";
+  const rows = filters.find(([value]) => value === select.value)[2]();
+  byId("amount").textContent = `${count(rows.length)} images`;
+  wall.show(rows, keep);
+}
+
+function view(name) {
+  const all = name === "all";
+  if (byId("all").hidden === !all) return;
+  byId("all").hidden = !all;
+  byId("one").hidden = all;
+  byId("tab-one").setAttribute("aria-pressed", String(!all));
+  byId("tab-all").setAttribute("aria-pressed", String(all));
+  if (all) {
+    byId("wall").style.setProperty("--used", `${Math.ceil(byId("wall").getBoundingClientRect().top + scrollY)}px`);
+    showAll();
+    wall.focus(0);
+  }
+}
+
+async function watch() {
+  try {
+    const before = data.facts;
+    const facts = await ask(`state?since=${before.version}`);
+    const ready = facts.model?.ready && !before.model?.ready;
+    takeOver(data, facts);
+    if (ready) data.order = (await ask("queue")).order;
+    if (facts.changes.length) for (const [at] of facts.changes) wall.refresh(at);
+    if (ready || facts.changes.length || facts.model?.done !== before.model?.done) draw();
+    if (row >= 0 && !busy && facts.changes.some(([at, label]) => at === row && label >= 0) && byId("all").hidden) {
+      announce("Somebody else labeled this image.");
+      next();
+    }
+    if (document.querySelector("#notice.fault")?.textContent.startsWith("halfmoon no longer")) notice("");
+    setTimeout(watch, facts.model && !facts.model.ready && !facts.model.error ? 700 : EVERY);
+  } catch (error) {
+    notice(error.message);
+    setTimeout(watch, EVERY);
+  }
+}
+
+keys((key) => {
+  if (!data.facts) return false;
+  if (!byId("all").hidden) return key === "w" ? (view("one"), true) : false;
+  const n = keysOf(data.facts.classes).indexOf(key);
+  if (n >= 0) return give(n), true;
+  const acts = {
+    u: undo, undo, Backspace: undo, s: skip, n: doubt, z: () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1),
+    c: () => announce(look.cycle()), w: () => view("all"), "?": () => byId("keys").showModal(), "/": () => byId("find").focus(),
+    m: () => !byId("suggesting").hidden && byId("suggest").click(),
+  };
+  if (!acts[key]) return false;
+  acts[key]();
+  return true;
+});
+
+byId("find").addEventListener("input", find);
+byId("find").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" && event.key !== "Escape") return;
+  const first = [...byId("choices").children].find((button) => !button.hidden);
+  const typed = byId("find").value.trim();
+  byId("find").value = "";
+  find();
+  byId("find").blur();
+  if (event.key === "Enter" && first && typed) give(Number(first.dataset.class));
+});
+byId("suggest").addEventListener("change", suggest);
+byId("undo").addEventListener("click", undo);
+byId("skip").addEventListener("click", skip);
+byId("doubt").addEventListener("click", doubt);
+byId("zoom").addEventListener("click", () => look.toggle());
+byId("help").addEventListener("click", () => byId("keys").showModal());
+byId("tab-one").addEventListener("click", () => view("one"));
+byId("tab-all").addEventListener("click", () => view("all"));
+byId("which").addEventListener("change", () => showAll());
+
+try {
+  const found = await ask("start");
+  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), order: found.order, by: found.by, facts: found });
+  askName(data);
+  if (found.foldered) notice("Some labels are names of class folders. Your first answer writes all of them into a labels.csv, which counts from then on.", false);
+  next();
+  setTimeout(watch, 700);
+} catch (error) {
+  notice(error.message);
+}
+document.body.dataset.ready = "yes";

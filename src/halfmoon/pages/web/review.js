@@ -1,0 +1,259 @@
+import { announce, answer, ask, byId, choices, count, html, keys, keysOf, notice, percent, takeOver } from "./common.js";
+import { Look, tools } from "./look.js";
+import { Wall } from "./wall.js";
+
+const EVERY = 3000;
+const data = { labels: [], unsure: new Set(), paths: [], facts: null, seen: null };
+const done = [];
+let place = -1; // of the open image, in the wall's rows
+
+const wall = new Wall(byId("wall"), { fill, open, source: (at) => `image/${at}?small=1`, extra: 58 });
+const look = new Look(byId("stage"), byId("image"), tools(), (at, way) => `image/${at}?look=${way}`);
+
+const name = (n) => (n >= 0 ? data.facts.classes[n] : "");
+const labelName = (at) => name(data.labels[at]);
+const wrong = (at) => data.seen.predicted[at] >= 0 && data.labels[at] >= 0 && data.labels[at] !== data.seen.predicted[at];
+const sure = (at) => (data.seen.predicted[at] >= 0 ? data.seen.probability[at] : -1);
+
+function fill(at) {
+  const said = data.seen.predicted[at] < 0 ? "cannot be read" : `${name(data.seen.predicted[at])} · ${percent(data.seen.probability[at])}`;
+  const label = labelName(at);
+  const mark = !label ? "no label" : wrong(at) ? html("span", { class: "no" }, `≠ label ${label}`) : `= label ${label}`;
+  return {
+    alt: `${data.paths[at]}: ${said}, ${label ? `label ${label}` : "no label"}`,
+    lines: [html("span", { class: "said" }, said), mark, data.paths[at].split("/").at(-1)],
+    odd: wrong(at),
+  };
+}
+
+const SORTS = {
+  wrong: (a, b) => wrong(b) - wrong(a) || (wrong(a) ? sure(b) - sure(a) : sure(a) - sure(b)),
+  unsure: (a, b) => sure(a) - sure(b),
+  sure: (a, b) => sure(b) - sure(a),
+  class: (a, b) => data.seen.predicted[a] - data.seen.predicted[b] || sure(b) - sure(a),
+  path: (a, b) => a - b,
+};
+
+function show(keep = false) {
+  const [predicted, labeled] = [Number(byId("predicted").value), Number(byId("labeled").value)];
+  const rows = [...data.paths.keys()].filter((at) =>
+    (predicted === -2 || data.seen.predicted[at] === predicted) && (labeled === -2 || data.labels[at] === labeled));
+  rows.sort((a, b) => SORTS[byId("sort").value](a, b) || a - b);
+  const off = rows.filter(wrong).length;
+  const some = rows.filter((at) => data.labels[at] >= 0).length;
+  byId("amount").textContent = `${count(rows.length)} images; ${count(off)} of ${count(some)} with a label disagree`;
+  wall.show(rows, keep);
+}
+
+function selects() {
+  for (const [id, none] of [["predicted", "cannot be read"], ["labeled", "none"]]) {
+    const select = byId(id);
+    const chosen = select.value || "-2";
+    select.replaceChildren(html("option", { value: -2 }, "any"), ...data.facts.classes.map((word, n) => html("option", { value: n }, word)), html("option", { value: -1 }, none));
+    select.value = chosen;
+  }
+}
+
+function open(at) {
+  place = at;
+  const row = wall.rows[at];
+  if (!byId("one").open) byId("one").showModal();
+  byId("path").textContent = data.paths[row];
+  look.show(row, data.paths[row]);
+  look.ahead([at + 1, at + 2].filter((n) => n < wall.rows.length).map((n) => wall.rows[n]));
+  draw();
+}
+
+function draw() {
+  const row = wall.rows[place];
+  const seen = data.seen.predicted[row];
+  byId("said").replaceChildren(
+    html("b", null, seen < 0 ? "This image cannot be read." : `The model says ${name(seen)}, ${percent(data.seen.probability[row], 1)}.`), html("br"),
+    labelName(row) ? `Its label is ${labelName(row)}.` : "It has no label.", ` ${count(place + 1)} of ${count(wall.rows.length)}.`);
+  choices(byId("choices"), data.facts, { now: data.labels[row], suggested: name(seen), press: correct });
+  byId("before").disabled = place === 0;
+  byId("after").disabled = place === wall.rows.length - 1;
+}
+
+async function act(what) {
+  try {
+    await what();
+    notice("");
+  } catch (error) {
+    notice(error.message);
+    announce(error.message);
+  }
+}
+
+const correct = (n) => act(async () => {
+  const row = wall.rows[place];
+  const [before, after] = [labelName(row), data.facts.classes[n]];
+  if (before === after || !(await answer(data, row, after, before))) return;
+  byId("foldered").hidden = true;
+  done.push({ row, before, after });
+  announce(`${data.paths[row]}: ${after}.`);
+  wall.refresh(row);
+  draw();
+});
+
+const undo = () => act(async () => {
+  const last = done.pop();
+  if (!last) return;
+  await answer(data, last.row, last.before, last.after);
+  announce("Undone.");
+  wall.refresh(last.row);
+  if (byId("one").open) draw();
+});
+
+const step = (by) => {
+  const to = place + by;
+  if (to >= 0 && to < wall.rows.length) open(to);
+};
+
+// Quality
+
+const NAMES = 40;
+
+async function quality() {
+  byId("summary").textContent = "…";
+  const found = await ask("scores");
+  if (!found.images) {
+    byId("summary").textContent = "No image has a label that the model knows, so nothing can be compared. Press an image to label it.";
+    for (const part of document.querySelectorAll("#quality section")) part.hidden = true;
+    return;
+  }
+  for (const part of document.querySelectorAll("#quality section")) part.hidden = false;
+  byId("summary").textContent = `The model agrees with ${percent(found.accuracy, 1)} of ${count(found.images)} labels (balanced over classes: ${percent(found.balanced_accuracy, 1)}). ` +
+    `Its probabilities are off by ${percent(found.calibration_error, 1)} on average. It is at least ${percent(found.sure.at_least)} sure of ${percent(found.sure.share)} of these images` +
+    (found.sure.accuracy === null ? "." : `, and right in ${percent(found.sure.accuracy, 1)} of those.`);
+  byId("confusion").replaceChildren(confusion(found));
+  byId("calibration").replaceChildren(calibration(found));
+  const cells = (each) => [each.precision, each.recall, each.f1].map((share) => html("td", null, percent(share, 1)));
+  byId("classes").replaceChildren(html("table", null,
+    html("thead", null, html("tr", null, html("th", { class: "left" }, "class"), ["precision", "recall", "F1", "labels"].map((word) => html("th", null, word)))),
+    html("tbody", null, found.per_class.map((each) => html("tr", null, html("th", { scope: "row" }, each.class), cells(each), html("td", null, count(each.support)))))));
+}
+
+function confusion({ classes, confusion: matrix }) {
+  if (classes.length > NAMES) return html("p", { class: "less" }, `${classes.length} classes are too many for a table; halfmoon evaluate --out writes it.`);
+  const head = html("tr", null, html("th", null, ""), classes.map((word) => html("th", { scope: "col" }, word)));
+  const rows = matrix.map((row, t) => {
+    const all = row.reduce((sum, n) => sum + n, 0) || 1;
+    return html("tr", null, html("th", { scope: "row" }, classes[t]), row.map((n, p) => html("td", null,
+      n ? html("button", { type: "button", class: n / all > 0.6 ? "dark" : null, style: `--share:${(100 * n) / all}`, "aria-label": `label ${classes[t]}, predicted ${classes[p]}: ${n}`, onclick: () => only(t, p, classes) }, count(n)) : null)));
+  });
+  return html("table", { class: "confusion" }, html("thead", null, head), html("tbody", null, rows));
+}
+
+function only(t, p, classes) {
+  byId("labeled").value = String(data.facts.classes.indexOf(classes[t]));
+  byId("predicted").value = String(data.facts.classes.indexOf(classes[p]));
+  view("wall");
+  show();
+  wall.focus(0);
+}
+
+const svg = (tag, attributes, ...children) => {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+};
+
+function calibration({ reliability }) {
+  const [left, top, side] = [44, 10, 300];
+  const x = (share) => left + share * side;
+  const y = (share) => top + (1 - share) * side;
+  const root = svg("svg", { viewBox: `0 0 ${left + side + 28} ${top + side + 40}`, role: "img", "aria-label": `Share that is right, by probability: ${reliability.filter((each) => each.images).map((each) => `${percent(each.confidence)} sure, ${percent(each.accuracy)} right, ${each.images} images`).join("; ")}` });
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+    root.append(svg("line", { class: "rule", x1: left, x2: x(1), y1: y(share), y2: y(share) }));
+    root.append(svg("text", { x: left - 6, y: y(share) + 4, "text-anchor": "end" }, percent(share)));
+    root.append(svg("text", { x: x(share), y: y(0) + 16, "text-anchor": "middle" }, percent(share)));
+  }
+  const most = Math.max(...reliability.map((each) => each.images));
+  for (const each of reliability.filter(({ images }) => images)) {
+    const wide = (each.to - each.above) * side - 2;
+    const bar = svg("rect", { class: "bar", x: x(each.above) + 1, width: wide, y: y(each.accuracy), height: Math.max(1, y(0) - y(each.accuracy)), "fill-opacity": 0.35 + (0.65 * each.images) / most });
+    bar.append(svg("title", {}, `${each.images} images, ${percent(each.confidence, 1)} sure on average, ${percent(each.accuracy, 1)} right`));
+    root.append(bar);
+  }
+  root.append(svg("line", { class: "ideal", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }));
+  root.append(svg("text", { x: x(0.5), y: y(0) + 34, "text-anchor": "middle" }, "probability; dark bars: many images"));
+  return root;
+}
+
+function view(to) {
+  const scores = to === "scores";
+  byId("images").hidden = scores;
+  byId("quality").hidden = !scores;
+  byId("tab-wall").setAttribute("aria-pressed", String(!scores));
+  byId("tab-scores").setAttribute("aria-pressed", String(scores));
+  if (scores) act(quality);
+  else fit();
+}
+
+const fit = () => byId("wall").style.setProperty("--used", `${Math.ceil(byId("wall").getBoundingClientRect().top + scrollY)}px`);
+
+async function watch() {
+  try {
+    const facts = await ask(`state?since=${data.facts.version}`);
+    takeOver(data, facts);
+    for (const [at] of facts.changes) wall.refresh(at);
+    if (byId("notice").textContent.startsWith("halfmoon no longer")) notice("");
+  } catch (error) {
+    notice(error.message);
+  }
+  setTimeout(watch, EVERY);
+}
+
+async function predicted() {
+  for (;;) {
+    const { progress } = await ask("state");
+    if (progress.error) throw new Error(`The model cannot be used: ${progress.error}`);
+    byId("progress").textContent = progress.ready ? `${count(data.paths.length)} images, model ${data.model}` : `the model looks at the images: ${count(progress.done)} of ${count(progress.of)}`;
+    if (progress.ready) return ask("predictions");
+    await new Promise((go) => setTimeout(go, 500));
+  }
+}
+
+keys((key) => {
+  if (!data.seen) return false;
+  const acts = { q: () => view(byId("quality").hidden ? "scores" : "wall"), "?": () => byId("keys").showModal(), u: undo, undo };
+  return acts[key] ? (acts[key](), true) : false;
+});
+byId("one").addEventListener("keydown", (event) => {
+  if (event.altKey || event.metaKey || (event.ctrlKey && event.key !== "z") || /^(INPUT|SELECT)$/.test(event.target.tagName)) return;
+  const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+  const n = event.ctrlKey ? -1 : keysOf(data.facts.classes).indexOf(key);
+  const acts = { ArrowLeft: () => step(-1), ArrowRight: () => step(1), z: event.ctrlKey ? undo : () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1), c: () => announce(look.cycle()), u: undo };
+  if (n >= 0) correct(n);
+  else if (acts[key]) acts[key]();
+  else return;
+  event.preventDefault();
+  event.stopPropagation();
+});
+byId("one").addEventListener("close", () => wall.focus(place));
+for (const id of ["sort", "predicted", "labeled"]) byId(id).addEventListener("change", () => show());
+byId("before").addEventListener("click", () => step(-1));
+byId("after").addEventListener("click", () => step(1));
+byId("close").addEventListener("click", () => byId("one").close());
+byId("zoom").addEventListener("click", () => look.toggle());
+byId("help").addEventListener("click", () => byId("keys").showModal());
+byId("tab-wall").addEventListener("click", () => view("wall"));
+byId("tab-scores").addEventListener("click", () => view("scores"));
+
+try {
+  const found = await ask("start");
+  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: null, facts: found, model: found.model });
+  byId("foldered").hidden = !found.foldered;
+  data.seen = await predicted();
+  takeOver(data, await ask(`state?since=${data.facts.version}`));
+  selects();
+  if (!data.labels.some((label) => label >= 0)) byId("sort").value = "unsure";
+  fit();
+  show();
+  setTimeout(watch, EVERY);
+} catch (error) {
+  notice(error.message);
+}
+document.body.dataset.ready = "yes";

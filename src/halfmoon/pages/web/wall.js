@@ -1,0 +1,104 @@
+// A wall of images that holds only what is in sight: ten thousand scroll as fast as ten.
+
+import { html } from "./common.js";
+
+const PAUSE = 70; // ms that a cell stays in sight before its image is asked for
+
+export class Wall {
+  // `fill(row)` returns {alt, lines: [text or element], odd}; `open(place)` is called for a click or Enter.
+  constructor(host, { fill, open, source, side = 132, extra = 40 }) {
+    Object.assign(this, { host, fill, open, source, wanted: side, extra });
+    this.rows = [];
+    this.cells = new Map();
+    this.focused = 0;
+    this.room = html("div", { class: "room" });
+    host.append(this.room);
+    host.addEventListener("scroll", () => this.draw(), { passive: true });
+    host.addEventListener("keydown", (event) => this.walk(event));
+    new ResizeObserver(() => this.layout()).observe(host);
+  }
+
+  show(rows, keep = false) {
+    this.rows = rows;
+    if (!keep) {
+      this.host.scrollTop = 0;
+      this.focused = 0;
+    }
+    this.focused = Math.min(this.focused, Math.max(0, rows.length - 1));
+    this.layout(true);
+  }
+
+  refresh(row) {
+    for (const [place, cell] of this.cells) if (this.rows[place] === row) this.dress(cell, place);
+  }
+
+  layout(anew = false) {
+    const width = this.host.clientWidth - 8;
+    if (width <= 0) return;
+    const columns = Math.max(2, Math.floor(width / this.wanted));
+    const side = Math.floor(width / columns);
+    if (!anew && side === this.side && columns === this.columns) return this.draw();
+    Object.assign(this, { columns, side, tall: side + this.extra });
+    this.room.style.height = `${Math.ceil(this.rows.length / columns) * this.tall}px`;
+    for (const cell of this.cells.values()) cell.remove();
+    this.cells.clear();
+    this.draw();
+  }
+
+  draw() {
+    if (!this.columns) return;
+    const first = Math.max(0, Math.floor(this.host.scrollTop / this.tall) - 1) * this.columns;
+    const last = Math.min(this.rows.length, (Math.ceil((this.host.scrollTop + this.host.clientHeight) / this.tall) + 1) * this.columns);
+    for (const [place, cell] of this.cells) {
+      if (place < first || place >= last) {
+        if (cell.contains(document.activeElement)) continue;
+        clearTimeout(cell.timer);
+        cell.remove();
+        this.cells.delete(place);
+      }
+    }
+    for (let place = first; place < last; place++) if (!this.cells.has(place)) this.add(place);
+  }
+
+  add(place) {
+    const cell = html("button", { type: "button", class: "cell", "data-place": place, tabindex: place === this.focused ? 0 : -1, onclick: () => this.open(place) });
+    cell.style.cssText = `left:${4 + (place % this.columns) * this.side}px;top:${Math.floor(place / this.columns) * this.tall}px;width:${this.side}px;height:${this.tall}px`;
+    const image = html("img", { alt: "", draggable: "false", decoding: "async" });
+    image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth < 96));
+    cell.append(image);
+    this.dress(cell, place);
+    cell.timer = setTimeout(() => (image.src = this.source(this.rows[place])), PAUSE);
+    this.room.append(cell);
+    this.cells.set(place, cell);
+  }
+
+  dress(cell, place) {
+    const { alt, lines, odd } = this.fill(this.rows[place]);
+    cell.setAttribute("aria-label", alt);
+    cell.title = alt;
+    cell.classList.toggle("odd", Boolean(odd));
+    while (cell.childNodes.length > 1) cell.lastChild.remove();
+    cell.append(...lines.map((line) => html("span", { class: "cap" }, line)));
+  }
+
+  walk(event) {
+    const page = Math.max(1, Math.floor(this.host.clientHeight / this.tall)) * this.columns;
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity }[event.key];
+    if (by === undefined || !this.rows.length) return;
+    event.preventDefault();
+    this.focus(this.focused + by);
+  }
+
+  focus(place) {
+    this.cells.get(this.focused)?.setAttribute("tabindex", -1);
+    this.focused = Math.min(this.rows.length - 1, Math.max(0, place));
+    const top = Math.floor(this.focused / this.columns) * this.tall;
+    if (top < this.host.scrollTop) this.host.scrollTop = top;
+    else if (top + this.tall > this.host.scrollTop + this.host.clientHeight) this.host.scrollTop = top + this.tall - this.host.clientHeight;
+    document.activeElement?.blur?.();
+    this.draw();
+    const cell = this.cells.get(this.focused);
+    cell?.setAttribute("tabindex", 0);
+    cell?.focus({ preventScroll: true });
+  }
+}

@@ -1,0 +1,248 @@
+/* global lineChart, sample, tip */
+import { announce, ask, byId, count, html, notice } from "./common.js";
+
+const EVERY = 2000;
+const CHARTS = [
+  ["accuracy", "Test accuracy, %", true],
+  ["exam", "Accuracy on the sites' own test images, %", true],
+  ["loss", "Mean loss", false],
+  ["pseudo", "Correct pseudo-labels, %", true],
+  ["above", "Correct among the confident ones, %", true],
+  ["share_above", "Confident pseudo-labels, %", true],
+  ["share_used", "Pseudo-labels that were used, %", true],
+  ["sent", "Sent up by all clients in a round, MB", false],
+  ["seconds", "Seconds a round", false],
+  ["epsilon", "Privacy spent: epsilon", false],
+];
+const COLUMNS = [
+  ["round", "round", 0], ["accuracy", "accuracy %", 2], ["exam", "sites' accuracy %", 2], ["loss", "loss", 4], ["pseudo", "pseudo-labels right %", 2],
+  ["share_above", "confident %", 2], ["above", "right of these %", 2], ["cohort", "clients", 0], ["sent", "sent up, MB", 3], ["seconds", "seconds", 1], ["epsilon", "epsilon", 3],
+];
+
+const runs = new Map(); // by id: facts, lines, rows
+const hidden = new Set();
+const figures = new Map();
+const told = new Set(); // alarms that were announced
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+const inDark = (look) => (dark.matches ? { ...look, color: `color-mix(in srgb, ${look.color} 62%, white)` } : look);
+const clock = (seconds) => {
+  if (seconds === null || seconds === undefined) return "–";
+  const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds % 60)];
+  return h ? `${h} h ${String(m).padStart(2, "0")} min` : m ? `${m} min ${String(s).padStart(2, "0")} s` : `${s} s`;
+};
+const number = (value, digits) => (value === null || value === undefined ? "–" : digits ? value.toFixed(digits) : count(value));
+
+function label(run) {
+  const same = [...runs.values()].filter((each) => each.title === run.title);
+  return same.length > 1 ? `${run.title}, ${same.some((each) => each.seed !== run.seed) ? `seed ${run.seed}` : run.name}` : run.title;
+}
+
+function matching() {
+  const words = byId("filter").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  const state = byId("state").value;
+  return [...runs.values()].filter((run) => {
+    const text = `${run.title} ${run.method} ${run.data} ${run.name} seed ${run.seed}`.toLowerCase();
+    return words.every((word) => text.includes(word)) && (!state || run.state === state);
+  });
+}
+
+// Exponential smoothing, corrected for its beginning.
+function smooth(values, weight) {
+  if (!weight) return values;
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + 1 - weight;
+    return sum / total;
+  });
+}
+
+function keyed(table, id) {
+  const at = document.activeElement;
+  return at && table.contains(at) ? at.dataset[id] : undefined;
+}
+
+function drawRuns() {
+  const shown = matching();
+  const table = byId("runs");
+  const focused = keyed(table, "run");
+  const head = ["", "method", "data", "seed", "state", "round", "accuracy %", "best %", "time left", "folder"];
+  const left = new Set([0, 1, 2, 4, 9]);
+  table.replaceChildren(
+    html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: left.has(n) ? "left" : null }, word)))),
+    html("tbody", null, shown.map((run) => {
+      const box = html("input", { type: "checkbox", checked: !hidden.has(run.id), "aria-label": `show ${label(run)}`, "data-run": run.id, onchange: () => toggle(run.id) });
+      const bar = html("span", { class: "bar", "aria-hidden": "true" }, html("i", { style: `width:${run.rounds ? (100 * run.round) / run.rounds : 0}%` }));
+      return html("tr", { class: hidden.has(run.id) ? "off" : null },
+        html("td", { class: "left" }, html("label", null, box, " ", sample(inDark(run.look)))),
+        html("td", { class: "left" }, run.title), html("td", { class: "left" }, run.data), html("td", null, String(run.seed)),
+        html("td", { class: "left" }, html("span", { class: `state ${run.state}` }, run.state)),
+        html("td", null, bar, `${count(run.round)} of ${count(run.rounds)}`),
+        html("td", null, number(run.accuracy, 2)), html("td", null, number(run.best, 2)),
+        html("td", null, run.state === "running" ? clock(run.left) : "–"),
+        html("td", { class: "left name", title: run.name }, run.name));
+    })));
+  if (focused !== undefined) table.querySelector(`[data-run="${focused}"]`)?.focus();
+}
+
+function toggle(id) {
+  hidden.has(id) ? hidden.delete(id) : hidden.add(id);
+  drawRuns();
+  drawCharts();
+}
+
+function drawCharts() {
+  const shown = matching().filter((run) => !hidden.has(run.id));
+  const weight = Number(byId("smooth").value);
+  for (const [key, title, percent] of CHARTS) {
+    const lines = shown.filter((run) => run.lines?.[key]?.y.some((value) => value !== 0) && run.lines[key].x.length > 0).map((run) => {
+      const y = smooth(run.lines[key].y, weight);
+      return { look: inDark({ ...run.look, title: label(run) }), seeds: 1, x: run.lines[key].x, mean: y, low: y, high: y };
+    });
+    let figure = figures.get(key);
+    if (!lines.length) {
+      figure?.root.remove();
+      figures.delete(key);
+      continue;
+    }
+    if (!figure) {
+      const plot = html("div", { class: "plot" });
+      figure = { plot, root: html("figure", { "data-chart": key }, html("figcaption", null, title), plot), drawn: "" };
+      figures.set(key, figure);
+      const order = CHARTS.map(([name]) => name);
+      const after = [...byId("charts").children].find((each) => order.indexOf(each.dataset.chart) > order.indexOf(key));
+      byId("charts").insertBefore(figure.root, after ?? null);
+    }
+    const width = Math.floor(figure.plot.clientWidth);
+    // A chart is drawn again only where something changed: who looks at a value keeps it.
+    const now = JSON.stringify([width, dark.matches, weight, lines.map((line) => [line.look, line.x.length, line.mean.at(-1)])]);
+    if (now === figure.drawn || !width) continue;
+    figure.drawn = now;
+    tip.hide();
+    figure.plot.replaceChildren(lineChart(width, { lines, title, xLabel: "round", percent, whole: true, most: Infinity }));
+  }
+}
+
+function drawTable() {
+  const select = byId("which");
+  const known = matching();
+  const chosen = select.value;
+  select.replaceChildren(...known.map((run) => html("option", { value: run.id }, label(run))));
+  const running = known.find((run) => run.state === "running") ?? known[0];
+  select.value = known.some((run) => String(run.id) === chosen) ? chosen : String(running?.id ?? "");
+  const run = runs.get(Number(select.value));
+  const rows = run?.rows ?? [];
+  const columns = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== null && row[key] !== undefined));
+  const stamp = `${select.value}:${run?.version}`;
+  if (byId("table").dataset.stamp === stamp) return;
+  byId("table").dataset.stamp = stamp;
+  byId("table").replaceChildren(
+    html("thead", null, html("tr", null, columns.map(([, word]) => html("th", { scope: "col" }, word)))),
+    html("tbody", null, rows.toReversed().map((row) => html("tr", null, columns.map(([key, , digits]) => html("td", null, number(row[key], digits)))))));
+}
+
+function drawSites(federation) {
+  byId("sites-section").hidden = !federation;
+  if (!federation) return;
+  const head = ["site", "state", "last word", "at", "late", "no answer", "refused"];
+  byId("sites").replaceChildren(
+    html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n < 4 ? "left" : null }, word)))),
+    html("tbody", null, federation.sites.map((site) => html("tr", null,
+      html("td", { class: "left" }, site.name), html("td", { class: "left" }, html("span", { class: `state ${site.state.split(" ").at(-1)}` }, site.state)),
+      html("td", { class: "left name", title: site.words }, site.words), html("td", { class: "left" }, site.when),
+      html("td", null, count(site.late)), html("td", null, count(site.silent)), html("td", null, count(site.refused))))));
+}
+
+function drawSite(site) {
+  byId("sentence").hidden = !site;
+  if (!site) return;
+  byId("sentence").textContent = site.sentence;
+  byId("table-section").hidden = !site.rows.length;
+  byId("h-table").textContent = "What this site did, and what left it";
+  byId("which").parentElement.hidden = true;
+  const head = ["round", "at", "did", "received", "sent (all that left this site)"];
+  byId("table").replaceChildren(
+    html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n ? "left" : null }, word)))),
+    html("tbody", null, site.rows.toReversed().map((row) => html("tr", null, html("td", null, count(row.round)),
+      [row.when, row.did, row.received, row.sends].map((word) => html("td", { class: "left" }, word))))));
+  const look = { color: "#0072B2", dashes: "", marker: "o" };
+  const lines = {};
+  if (site.tests.length) lines.exam = { x: site.tests.map(([round]) => round), y: site.tests.map(([, right]) => right) };
+  const losses = site.rows.filter((row) => row.loss !== null);
+  if (losses.length) lines.loss = { x: losses.map((row) => row.round), y: losses.map((row) => row.loss) };
+  runs.clear();
+  runs.set(0, { id: 0, title: "this site", name: "", method: "", data: "", seed: 0, state: "", look, lines });
+  byId("curves-section").hidden = !Object.keys(lines).length;
+  drawCharts();
+}
+
+function drawLog(log) {
+  byId("log-section").hidden = !log?.length;
+  const place = byId("log");
+  const stamp = log?.length ? log.at(-1).join() + log.length : "";
+  if (place.dataset.stamp === stamp) return;
+  place.dataset.stamp = stamp;
+  const low = place.scrollHeight - place.scrollTop - place.clientHeight < 20;
+  place.replaceChildren(...(log ?? []).map(([when, words]) => html("li", null, html("time", null, when), words)));
+  if (low) place.scrollTop = place.scrollHeight;
+}
+
+function drawAlarms(all) {
+  byId("alarms").hidden = !all.length;
+  byId("alarms").replaceChildren(...all.map((words) => html("li", null, words)));
+  for (const words of all) {
+    if (told.has(words.split(":")[0])) continue;
+    told.add(words.split(":")[0]);
+    announce(`Alarm: ${words}`);
+  }
+}
+
+function draw(found) {
+  for (const fact of found.runs) runs.set(fact.id, { ...runs.get(fact.id), ...fact });
+  const any = found.runs.length > 0;
+  for (const id of ["runs-section", "curves-section", "table-section"]) byId(id).hidden = !any;
+  const going = found.runs.filter((run) => run.state === "running");
+  const finished = found.runs.filter((run) => run.state === "finished").length;
+  const planned = Math.max(found.planned, found.runs.length);
+  const left = going.length ? `, ${clock(Math.max(...going.map((run) => run.left ?? 0)))} left` : "";
+  if (planned > 1) byId("progress").textContent = `${finished} of ${planned} runs finished${going.length ? `, ${going.length} running${left}` : ""}`;
+  else if (any) byId("progress").textContent = `round ${found.runs[0].round} of ${found.runs[0].rounds}, ${found.runs[0].state}${left}`;
+  else byId("progress").textContent = found.site ? "" : "nothing has begun here yet";
+  if (found.left_out) byId("progress").textContent += `; ${found.left_out} more are not shown`;
+  drawAlarms([...found.alarms.map((each) => each.words), ...found.runs.flatMap((run) => run.alarms.map((each) => (found.runs.length > 1 ? `${label(run)}: ${each.words}` : each.words)))]);
+  if (any) {
+    drawRuns();
+    drawCharts();
+    drawTable();
+  } else if (found.site) drawSite(found.site);
+  drawSites(found.federation);
+  drawLog((found.federation ?? found.site)?.log);
+}
+
+async function watch() {
+  try {
+    const have = [...runs.values()].filter((run) => run.lines && run.version !== undefined).map((run) => `${run.id}:${run.version}`).join(",");
+    draw(await ask(`data?have=${have}`));
+    byId("fresh").textContent = `read at ${new Date().toLocaleTimeString("en-GB")}`;
+    notice("");
+  } catch (error) {
+    notice(error.status === 0 ? "halfmoon watch was ended in the terminal; the runs go on. What you see is what it last read." : error.message);
+  }
+  document.body.dataset.ready = "yes";
+  setTimeout(watch, document.hidden ? 5 * EVERY : EVERY);
+}
+
+byId("filter").addEventListener("input", () => (drawRuns(), drawCharts(), drawTable()));
+byId("state").addEventListener("change", () => (drawRuns(), drawCharts(), drawTable()));
+byId("which").addEventListener("change", drawTable);
+byId("smooth").addEventListener("input", () => {
+  byId("smoothed").textContent = byId("smooth").value;
+  drawCharts();
+});
+addEventListener("resize", drawCharts);
+dark.addEventListener("change", () => {
+  if (!byId("runs-section").hidden) drawRuns();
+  drawCharts();
+});
+watch();

@@ -1,0 +1,1 @@
+"""Client-level differential privacy: clipping, noised sums, the accountant and its ledger."""

@@ -1,0 +1,168 @@
+"""The client half of client-level differential privacy: no client's update is longer than a bound.
+
+McMahan, Ramage, Talwar and Zhang 2018 (Learning Differentially Private Recurrent Language Models), Section 2: all that
+a client changes is one vector, and where its Euclidean norm is over the bound, it is scaled down to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Passes, StepMetrics, Task
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A method whose clients clip what they send: the updates of any work together have at most the norm `norm`."""
+
+    method: Method
+    norm: float
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the works of the method, each with its upload clipped."""
+        found = self.method.client_updates(task)
+        return {name: ClippedWork(work.task, work.views, work=work, norm=self.norm) for name, work in found.items()}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Return what the method starts with."""
+        return self.method.start(task, model)
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Play a round of the method."""
+        return self.method.round(task, server, federation)
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the method's model."""
+        return self.method.solution(task, server)
+
+
+@dataclass(frozen=True)
+class ClippedWork(ClientUpdate):
+    """A work that does as another one does, but clips what it sends."""
+
+    work: ClientUpdate = field(kw_only=True)
+    norm: float = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        # Who gives this work another task means the work inside.
+        object.__setattr__(self, "work", replace(self.work, task=self.task))
+
+    @property
+    def trains(self) -> bool:
+        """Return whether a client update takes steps."""
+        return self.work.trains
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views of all unlabeled rows."""
+        return self.work.sweep
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all rows are looked at together."""
+        return self.work.whole
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the views of the second minibatch."""
+        return self.work.others
+
+    @property
+    def labeled_views(self) -> tuple[str, ...]:
+        """Return the further views of the labeled images."""
+        return self.work.labeled_views
+
+    @property
+    def mixup(self) -> float | None:
+        """Return how mixing coefficients are drawn."""
+        return self.work.mixup
+
+    @property
+    def at_server(self) -> ClientUpdate:
+        """Return the work without the clip: the server's own images are not a client's."""
+        return self.work
+
+    @property
+    def own_memory(self) -> bool:
+        """Return whose generator the first memory is drawn from."""
+        return self.work.own_memory
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return the client's first memory."""
+        return self.work.remember(down, generator)
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Begin the client update."""
+        return self.work.begin(down, memory, data)
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        """Return the rows that may be drawn."""
+        return self.work.keep(carry, data)
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one step."""
+        return self.work.step(down, carry, batch)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        """Return what goes up, clipped, and the memory that stays."""
+        up, memory = self.work.finish(down, carry, data)
+        return clipped(up, down, self.norm), memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of one step."""
+        return self.work.passes(labeled, unlabeled)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        """Count the images outside the steps."""
+        return self.work.swept(labeled, unlabeled)
+
+    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+        """Return the bytes of a client update."""
+        return self.work.traffic(down, up)
+
+
+def clipped(up: Tree, down: Tree, norm: float) -> Tree:
+    """Return one client's upload with its update at most `norm` long: all floating leaves that came down, together.
+
+    The norm is that of the numbers that are sent, after they are rounded to their type. An update within the bound
+    stays as it is, bit by bit; so does what is no update.
+    """
+    known = tree.flatten(down)
+    moved = {
+        path: (leaf, known[path])
+        for path, leaf in tree.flatten(up).items()
+        if path in known and leaf.is_floating_point() and leaf.shape == known[path].shape
+    }
+    if not moved:
+        return up
+    length = _length([new.double() - old.double() for new, old in moved.values()])
+    # Rounding old + update to the leaves' type may lengthen an update by half an eps of what is rounded.
+    eps = max(torch.finfo(new.dtype).eps for new, _ in moved.values())
+    room = 2 * eps * (_length([old.double() for _, old in moved.values()]) + norm)
+    fits = length <= norm
+    scale = (norm - room).clamp_min(0) / torch.where(fits, torch.ones_like(length), length)
+
+    def shorter(new: Tensor, old: Tensor) -> Tensor:
+        start = old.double()
+        return torch.where(fits, new, (start + scale * (new.double() - start)).to(new.dtype))
+
+    return _exchanged(up, {path: shorter(new, old) for path, (new, old) in moved.items()})
+
+
+def _length(leaves: list[Tensor]) -> Tensor:
+    """Return the Euclidean norm of leaves taken together, in the order of their elements whatever their layout."""
+    return torch.stack([leaf.reshape(-1).square().sum() for leaf in leaves]).sum().sqrt()
+
+
+def _exchanged(branch: Tree, new: Mapping[str, Tensor], above: str = "") -> Tree:
+    """Return a tree with the leaves in `new`, by path, in place of its own; branches without leaves stay."""
+    return {
+        name: _exchanged(leaf, new, f"{above}{name}/") if isinstance(leaf, dict) else new.get(f"{above}{name}", leaf)
+        for name, leaf in branch.items()
+    }

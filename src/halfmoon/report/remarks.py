@@ -1,0 +1,78 @@
+"""What a comparison has to say beside its numbers: whose budget it had, and what keeps it from being one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from halfmoon.report.gain import FLOOR
+from halfmoon.report.tables import spread
+
+FEW = 0.01
+"""Nobody passes a threshold that this share of the images, at most, has passed in every round."""
+
+
+def most_used(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the largest share of pseudo-labels that counted in a round; None of a method without any."""
+    found = [row["pseudo"] for row in rows if isinstance(row.get("pseudo"), dict)]
+    shares = [each["share_used"] for each in found if isinstance(each.get("share_used"), float)]
+    return max(shares, default=None)
+
+
+def remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
+    """Return a sentence for each thing that a reader of several runs' table has to know.
+
+    `ceilings` are the names of methods that have all labels.
+    """
+    if len({each["method"] for each in summaries}) < 2:
+        return [*_unused(summaries)]
+    return [*_budget(summaries), *_sunk(summaries, ceilings), *_unused(summaries)]
+
+
+def _budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    said = {(each["budget"]["rule"], each["budget"]["reference"]) for each in summaries if "budget" in each}
+    if len(said) > 1 and {rule for rule, _ in said} != {"none"}:
+        return ["Budget: the runs had different ones."]
+    for rule, reference in said:
+        if rule == "none":
+            return ["Budget: each method took what the batch rule gives it."]
+        what = {"labeled-steps": "labeled steps", "forwards": "images through the classifier"}[rule]
+        return [f"Budget: as many {what} for all as {reference} takes by its own rule."]
+    return []
+
+
+def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
+    """Say where all labels end below labels alone."""
+    floor = _end([each for each in summaries if each["method"] == FLOOR])
+    found = []
+    for name in dict.fromkeys(each["method"] for each in summaries if each["method"] in ceilings):
+        runs = [each for each in summaries if each["method"] == name]
+        top = _end(runs)
+        if floor is not None and top is not None and top <= floor:
+            found.append(
+                f"{runs[0]['title']} ends at {100 * top:.1f} %, not above labels alone ({100 * floor:.1f} %): there is "
+                "nothing for unlabeled images to win here, and no method can be judged. First make all labels learn: "
+                "more rounds, a larger or a decaying learning rate (schedule cosine), a wider network."
+            )
+    return found
+
+
+def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say of which methods hardly a pseudo-label has counted in any round of any seed."""
+    found = []
+    for name in dict.fromkeys(each["method"] for each in summaries):
+        runs = [each for each in summaries if each["method"] == name]
+        shares = [each["most_used"] for each in runs if each.get("most_used") is not None]
+        if shares and len(shares) == len(runs) and max(shares) <= FEW:
+            found.append(
+                f"{runs[0]['title']}: in no round did more than {100 * max(shares):.1f} % of the pseudo-labels pass "
+                "the confidence threshold, so it learned from labels alone: lower its threshold, let it follow the "
+                "model (thresholding), or train longer."
+            )
+    return found
+
+
+def _end(summaries: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean test accuracy of the last round over seeds."""
+    ends = [each["accuracy"]["last"] for each in summaries if each["accuracy"] is not None]
+    return spread(ends).mean if ends else None

@@ -1,0 +1,214 @@
+"""Run folders as a reader sees them; the files are described in `halfmoon.storage.run_folder`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from halfmoon.core.errors import UserError
+from halfmoon.storage import integrity, toml
+from halfmoon.storage.atomic_io import numbers, parsed, read_json, read_rows
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**63)]
+Shares = list[Number | None] | None
+
+# What a report takes from the files of a run; whatever else is in them stays as it is.
+
+
+class _Test(BaseModel):
+    accuracy: Number | None = None
+    per_class: Shares = None
+
+
+class _Pseudo(BaseModel):
+    accuracy: Number | None = None
+    accuracy_above: Number | None = None
+    share_above: Number | None = None
+    share_used: Number | None = None
+
+
+class _Prior(BaseModel):
+    accuracy: list[Number] | None = None
+    app_u: list[Number] | None = None
+    labeled: list[Number] | None = None
+    unlabeled: list[Number] | None = None
+    js_app_u: Number | None = None
+    js_labeled: Number | None = None
+
+
+class _Cost(BaseModel):
+    labeled_steps: Count = 0
+    forward: Count = 0
+    backward: Count = 0
+    bytes_down: Count = 0
+    bytes_up: Count = 0
+    stored_client: Count | None = None
+    stored_server: Count | None = None
+
+
+class _Accuracy(BaseModel):
+    last: Number
+    best: Number | None = None
+    best_round: Count | None = None
+
+
+class _Spent(BaseModel):
+    labeled_steps: Count
+    forward: Count
+    backward: Count
+    bytes_down: Count
+    bytes_up: Count
+
+
+class _Ended(BaseModel):
+    title: str
+    seed: Count
+    accuracy: _Accuracy
+    cost: _Spent
+
+
+class _Row(BaseModel):
+    round: Count
+    test: _Test | None = None
+    pseudo: _Pseudo | None = None
+    prior: _Prior | None = None
+    cost: _Cost | None = None
+
+
+class _Summary(BaseModel):
+    title: str
+    seed: Annotated[int, Field(le=2**63, ge=-(2**63))]
+    accuracy: _Accuracy | None = None
+    cost: _Cost = _Cost()
+    classes: list[str] = []
+    confusion: list[list[Count]] | None = None
+    seconds: Number | None = None
+
+
+class _Counts(BaseModel):
+    labeled: Count
+    unlabeled: Count
+    clients: Count
+    classes: list[str | int]
+
+
+class _Client(BaseModel):
+    labeled_classes: list[Count]
+    unlabeled_classes: list[Count]
+
+
+class _Server(BaseModel):
+    labeled_classes: list[Count]
+
+
+class _Split(BaseModel):
+    counts: _Counts
+    each: list[_Client]
+    server: _Server | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, finished or not."""
+
+    path: Path
+    config: str  # the text of config.toml
+    rows: list[dict[str, Any]]  # metrics.jsonl, one a round
+    summary: dict[str, Any] | None  # summary.json; None while the run is not finished
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """Read the folder of a run; raise UserError if it is none or a row cannot be read."""
+        try:
+            config = (path / "config.toml").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error}).") from error
+        integrity.check(path, "config.toml", "summary.json")
+        integrity.check_metrics(path)
+        rows = valid(list[_Row], read_rows(path / "metrics.jsonl"), path / "metrics.jsonl")
+        return cls(path, config, rows, _summary(path / "summary.json"))
+
+    @property
+    def title(self) -> str:
+        """The method's title, or its name while the run is not finished."""
+        if self.summary is not None:
+            return str(self.summary["title"])
+        return str(self.options.get("method", self.path.name))
+
+    def series(self, part: str, name: str) -> dict[int, float]:
+        """Return {round: value} of `row[part][name]`, without the rounds that have none."""
+        found = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
+        return {round: float(value) for round, value in found if value is not None}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What config.toml says, {} where it is no TOML."""
+        return toml.table(self.config)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What run.json says: identity, and the versions of halfmoon and torch; {} where there is none."""
+        return integrity.object_of(self.path / "run.json") or {}
+
+    @property
+    def split(self) -> dict[str, Any] | None:
+        """The dict of `halfmoon.data.partition.heterogeneity.summary` in split.json; None for a run of a version
+        without it."""
+        path = self.path / "split.json"
+        if path.exists():  # nothing else is told from it
+            integrity.check(self.path, path.name)
+        found = read_json(path)
+        return None if found is None else valid(_Split, found, path)
+
+    def seconds(self) -> dict[int, float]:
+        """Return {round: seconds} of timings.jsonl; a round that was played twice counts as it was the last time."""
+        return dict(numbers(self.path / "timings.jsonl", "round", "seconds"))
+
+
+def find(root: Path) -> list[Run]:
+    """Read all runs in a folder and below it, the folder's own first; raise UserError if there is none."""
+    paths = sorted({mark.parent for mark in root.rglob("run.json")}, key=lambda path: (len(path.parts), path))
+    if not paths:
+        raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
+    return [Run.read(path) for path in paths]
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        found = valid(_Summary, parsed(path.read_bytes()), path)
+        matrix, size = found.get("confusion") or [], len(found.get("classes") or [])
+        if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
+            raise ValueError("its confusion is no square of its classes")
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a summary ({error}); restore it, or resume the run.") from error
+    return found
+
+
+def ended(summary: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the summary of a run that was played to its end, which `path` holds; raise UserError for any other."""
+    return valid(_Ended, valid(_Summary, summary, path), path)
+
+
+def valid(kind: Any, value: Any, path: Path) -> Any:
+    """Return a value as it is, if it is of this type; raise UserError, with file and place, for any other."""
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part)[:40] for part in first["loc"])
+        raise UserError(f"{path} is damaged{f' at {where}' if where else ''} ({first['msg']}); restore it.") from error
+    return value
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -1,0 +1,41 @@
+"""A report on the disk: the page, and beside it the same numbers as CSV and LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfmoon.core.errors import UserError
+from halfmoon.report.csv_table import as_csv
+from halfmoon.report.gather import gather
+from halfmoon.report.latex import as_latex
+from halfmoon.report.page import as_html, missing
+from halfmoon.storage import atomic_io
+
+
+def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str]]:
+    """Write page, CSV and LaTeX of runs, comparisons and sweeps.
+
+    Return the three files and a sentence for each thing that is missing in them. Raise UserError, before anything is
+    written, if a path holds nothing to report, or `out` is no .html file in a folder that exists.
+    """
+    check_out(out)
+    studies = gather(paths)
+    contents = {".html": as_html(studies), ".csv": as_csv(studies), ".tex": as_latex(studies)}
+    files = [out.with_suffix(suffix) if suffix != ".html" else out for suffix in contents]
+    for file, words in zip(files, contents.values(), strict=True):
+        try:
+            atomic_io.replace(file, words.encode(errors="replace"))
+        except OSError as error:
+            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+    return files, [note for study in studies for note in missing(study)]
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError if a page cannot be written at `out`."""
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; name a file, such as {out / 'page.html'}.")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {out} does not end in .html; name a page, such as {out.with_suffix('.html')}.")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first, or choose another.")

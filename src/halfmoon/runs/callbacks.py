@@ -1,0 +1,118 @@
+"""Those who look on while runs are played: a callback of one's own, the screen, a tracker.
+
+What they are told stands in the run folder as well; metrics.jsonl is the source, and no watch can change it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from halfmoon.config.schema import Config
+from halfmoon.engine.loop import Row
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that a watch is told of: one method with one seed, in its own folder."""
+
+    folder: Path
+    config: Config
+    title: str  # of the method, for people
+    first: int = 0  # rounds that were played before: 0, or those of the checkpoint it goes on from
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the whole run has."""
+        return self.config.rounds
+
+
+class Callback(Protocol):
+    """Somebody who looks on while runs are played."""
+
+    def begin(self, run: RunInfo) -> None:
+        """A run begins, or goes on after round `run.first`; its folder and config.toml exist."""
+        ...
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """A round is over; `row` is its line of metrics.jsonl, which is written already."""
+        ...
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        """A run is through; `summary` is its summary.json, which is written already."""
+        ...
+
+    def say(self, words: str) -> None:
+        """Something the user should know."""
+        ...
+
+
+class NullCallback:
+    """Look on without a word; a callback of one's own says what differs."""
+
+    def begin(self, run: RunInfo) -> None:
+        """Say nothing."""
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """Say nothing."""
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        """Say nothing."""
+
+    def say(self, words: str) -> None:
+        """Say nothing."""
+
+
+NULL_CALLBACK = NullCallback()
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, RuntimeWarning, stacklevel=2)
+
+
+class Callbacks:
+    """Several who look on at once, in their order. One that raises does not lose the run: it is told no more.
+
+    `warn` gets the sentence that says so; by default it is a Python warning. What is no `Exception`, such as
+    KeyboardInterrupt, passes: so a callback can stop a run, which can be resumed.
+    """
+
+    def __init__(self, *watches: Callback, warn: Callable[[str], None] = _warn) -> None:
+        """Look on with all `watches`."""
+        self._left = list(watches)
+        self._warn = warn
+
+    def begin(self, run: RunInfo) -> None:
+        """Tell all that a run begins."""
+        self._tell(lambda each: each.begin(run))
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """Tell all of a round."""
+        self._tell(lambda each: each.round(run, row))
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        """Tell all that a run is through."""
+        self._tell(lambda each: each.end(run, summary))
+
+    def say(self, words: str) -> None:
+        """Tell all what the user should know."""
+        self._tell(lambda each: each.say(words))
+
+    def _tell(self, call: Callable[[Callback], None]) -> None:
+        for each in tuple(self._left):
+            try:
+                call(each)
+            except Exception as error:
+                self._left = [other for other in self._left if other is not each]
+                self._warn(
+                    f"{type(each).__name__} failed while looking on ({type(error).__name__}: {error}); the run goes on "
+                    "without it."
+                )
+
+
+def guarded(watch: Callback) -> Callbacks:
+    """Return a watch that cannot lose a run by raising."""
+    return watch if isinstance(watch, Callbacks) else Callbacks(watch)

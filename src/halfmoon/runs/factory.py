@@ -1,0 +1,354 @@
+"""From a configuration to what its methods share: data, split, task, views and batch rule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from halfmoon.aggregation import Aggregator
+from halfmoon.aggregation.robust import Finite, Robust
+from halfmoon.aggregation.weights import WeightCap
+from halfmoon.api.types import ClientUpdate, Method, Task
+from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
+from halfmoon.config.schema import Config, method_options
+from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
+from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
+from halfmoon.data import load as load_source
+from halfmoon.data.preparation import Preparation
+from halfmoon.engine.budget import Budget, largest
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import Executor, FederatedDataset
+from halfmoon.engine.sampling import Batching, Views
+from halfmoon.methods import registry
+from halfmoon.models import Network
+from halfmoon.models import registry as networks
+from halfmoon.privacy import clipping
+from halfmoon.privacy.dp import Private, Promise
+from halfmoon.privacy.ledger import LEDGER, Ledger
+from halfmoon.secure.fixed_point import Sums
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """What the images of a federation are like when they are trained on; `Source` says what `mirror` to `std` mean."""
+
+    image: tuple[int, int, int]  # channels, height, width
+    classes: tuple[str, ...]
+    mirror: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, source: Source) -> ImageSpec:
+        """Return the form of a data set."""
+        height, width, channels = source.train.images.shape[1:]
+        return cls((channels, height, width), source.classes, source.mirror, source.mean, source.std)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the methods of a comparison share: data, split, task, views and batch rule."""
+
+    source: Source
+    split: Split
+    train: Examples
+    test: Examples | None  # None: nobody looks at test images
+    task: Task
+    views: Views
+    batching: Batching
+    serving: Batching  # the batch rule of the server's own training
+    taken: tuple[int, int]  # height and width of the images before anything was done to them
+    validation: Examples | None = None  # training images that nobody trains on
+
+
+def problem(config: Config, split: Split | None = None) -> Problem:
+    """Return data, split, task, views and batch rule of a configuration; raises `UserError` where they do not fit."""
+    found = images(config)
+    data = fitted(config, found)
+    if split is None:
+        split = split_of(config, data)
+    else:
+        split.check(data)
+    place, form = device(config), ImageSpec.of(data)
+    batching, serving = batch_rules(config)
+    train, test = examples(data.train, place), examples(data.test, place)
+    _, height, width, _ = found.train.images.shape
+    validation = None if data.validation is None else examples(data.validation, place)
+    return Problem(
+        data,
+        split,
+        train,
+        test,
+        task(config, form),
+        views(config, form),
+        batching,
+        serving,
+        (height, width),
+        validation,
+    )
+
+
+def task(config: Config, form: ImageSpec) -> Task:
+    """Return what all methods of a configuration share; raises `UserError` where the network cannot take the images."""
+    return Task(
+        network=_network(config, form),
+        optimizer=_optimizer(config),
+        normalize=Normalize(form.mean, form.std),
+        statistics=config.statistics,
+        labeling=config.labeling,
+        testing=config.test_statistics,
+        rounds=config.rounds,
+        schedule=_schedule(config),
+    )
+
+
+def method(config: Config) -> Method:
+    """Return the method of a configuration with its options; raises `UserError` where what aggregators it does not
+    fit."""
+    made = registry.make(config.method, method_options(config, config.method))
+    entry = replace(registry.entry(config.method), method=made)
+    singles = entry.unsummed(config.norm)
+    if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, config.norm)):
+        raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
+    for option in ("secure_aggregation", "dp_clip"):
+        if getattr(config, option) and singles:
+            raise UserError(
+                f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
+                "than a sum."
+            )
+    return made if config.dp_clip is None else clipping.Clipped(made, config.dp_clip)
+
+
+def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
+    """Return what stands between the uploads and the method of a configuration.
+
+    `secret` is what noise is drawn from, known to the server alone; `folder` is the run's. `summed` says that masked
+    uploads were added up before they come here.
+    """
+    found: list[Aggregator] = []
+    if config.weight_cap:
+        found.append(WeightCap(config.weight_cap))
+    if config.aggregation != "mean":
+        found.append(Robust(config.aggregation, config.byzantine))
+    elif config.attack != "none":  # else nothing comes here that is not finite
+        found.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
+    if config.secure_aggregation:
+        found.append(Sums(even=config.dp_clip is not None, done=summed))
+    if config.dp_clip is not None:
+        found.append(_private(config, secret, folder))
+    return tuple(found)
+
+
+def _private(config: Config, secret: bytes, folder: Path) -> Private:
+    """Return the noise on the sums of a configuration, and their price so far."""
+    assert config.dp_clip is not None, "asked before"
+    assert config.dp_noise is not None, "checked with the configuration"
+    clients = config.clients if config.split is None else Split.load(config.split).clients
+    promise = Promise(config.dp_clip, config.dp_noise, config.dp_delta, config.dp_epsilon, config.cohort, clients)
+    return Private(promise, secret, Ledger(folder / LEDGER))
+
+
+def budget(config: Config, task: Task) -> Budget:
+    """Return what the client updates of a configuration's method are measured by."""
+    name = config.reference or config.method
+    return Budget(
+        config.budget, next(iter(registry.make(name).client_updates(task).values())), registry.entry(name).all_labels
+    )
+
+
+def largest_of(configs: Sequence[Config], shared: Problem) -> str:
+    """Return which of the configurations' methods takes most by its own rule; centralized ones have no clients."""
+    works: dict[str, tuple[ClientUpdate, bool]] = {}
+    for config in configs:
+        entry = registry.entry(config.method)
+        if not entry.pooled:
+            works[config.method] = next(iter(method(config).client_updates(shared.task).values())), entry.all_labels
+    dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
+    sizes = [dataset.given(client) for client in range(dataset.clients)]
+    return largest(configs[0].budget, shared.batching, works, sizes) if works else configs[0].method
+
+
+def images(config: DataOptions) -> Source:
+    """Return the images of a configuration as they are, of the training images the share that it wants.
+
+    A part of these is set aside for validation, if it says so.
+    """
+    how = preparation(config)
+    found = subset(load_source(config.data, config.data_dir, cache=config.cache, how=how), config.data_share)
+    return hold_out(found, config.validation_share)
+
+
+def preparation(config: DataOptions) -> Preparation:
+    """Return how the images of a configuration are brought to one form while they are decoded."""
+    size = None if config.resize is None else (config.resize, config.resize)
+    window = None if config.window is None else (config.window[0], config.window[1])
+    return Preparation(size, config.channels, config.crop, window)
+
+
+def source(config: Config) -> Source:
+    """Return the images of a configuration, shrunk and padded as it says and as its network needs."""
+    return fitted(config, images(config))
+
+
+def fitted(config: Config, found: Source) -> Source:
+    """Return images shrunk and padded as a configuration says and as its network needs, with its constants."""
+    found = shrink(found, config.shrink)
+    _, height, width, _ = found.train.images.shape
+    size = padded(config, height, width)
+    found = fit(found, size) if size is not None and (height, width) != (size, size) else found
+    return replace(found, mean=_pixels(config, "pixel_mean", found.mean), std=_pixels(config, "pixel_std", found.std))
+
+
+def _pixels(config: Config, name: str, own: tuple[float, ...]) -> tuple[float, ...]:
+    """Return a constant of normalization for every channel: what a configuration says, or the data's `own`."""
+    said = getattr(config, name)
+    if said is None or len(said) == len(own):
+        return said or own
+    if len(said) > 1:
+        raise UserError(f"{name} has {len(said)} numbers, but the images have {len(own)} channels; give one a channel.")
+    return said * len(own)
+
+
+def padded(config: Config, height: int, width: int) -> int | None:
+    """Return the size to which images are padded as a configuration says or its network needs; None: they stay."""
+    least, multiple = {"resnet8": (8, 4), "resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
+    if config.image_size is not None or multiple == 1:
+        return config.image_size
+    return max(least, -(-max(height, width) // multiple) * multiple)
+
+
+def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
+    """Return the batch rule of the clients, and that of the server's own training."""
+    batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
+    serving = replace(
+        batching,
+        labeled=batching.labeled if config.server_batch is None else config.server_batch,
+        epochs=config.epochs if config.server_epochs is None else config.server_epochs,
+        steps=None,
+    )
+    return batching, serving
+
+
+def scenario(config: PartitionOptions) -> Scenario:
+    """Return the rule of the split."""
+    return Scenario(
+        setting=config.setting,
+        clients=config.clients,
+        dirichlet_alpha=config.dirichlet_alpha,
+        labels_per_class=config.labels_per_class,
+        label_ratio=config.label_ratio,
+        labels=config.labels,
+        labels_at=config.labels_at,
+        labeled_clients=config.labeled_clients,
+        classes_per_client=config.classes_per_client,
+        stages=config.stages,
+        unlabeled_share=config.unlabeled_share,
+        min_size=config.min_size,
+        seed=config.split_seed,
+    )
+
+
+def split_of(config: Config, data: Source) -> Split:
+    """Return the split of a configuration: the saved one it names, or a new one."""
+    if config.split is not None:
+        if not config.split.is_file():
+            raise UserError(f"{config.split}: there is no such file; save a split with halfmoon data --save.")
+        split = Split.load(config.split)
+        split.check(data)
+        return split
+    return scenario(config).split(data.train.labels, data.classes, data.name)
+
+
+def examples(images: Images, device: torch.device) -> Examples:
+    """Return images as tensors (N, C, H, W) on a device; those that are mapped into memory stay where they are."""
+    pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
+    if not isinstance(images.images, np.memmap):
+        pixels = pixels.contiguous()
+    return Examples(pixels.to(device), torch.from_numpy(images.labels).to(device))
+
+
+def network_name(config: Config) -> str:
+    """Return the name of the network, chosen by the data where the configuration leaves it open."""
+    if config.network != "auto":
+        return config.network
+    return "small" if config.data == "digits" else "resnet9"
+
+
+def _network(config: Config, form: ImageSpec) -> Network:
+    channels, height, width = form.image
+    size = (height, width)
+    network = networks.make(network_name(config), channels, len(form.classes), size, config.norm, config.width)
+    network.check(form.image)
+    return network
+
+
+def views(config: Config, form: ImageSpec) -> Views:
+    """Return how labeled and unlabeled images are augmented."""
+    flip = form.mirror if config.flip is None else config.flip
+    labeled: View = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
+    strong = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}[config.strong_view](flip=flip)
+    unlabeled: dict[str, View] = {"plain": Plain(), "weak": Weak(flip=flip), "strong": strong}
+    if config.shared_views:
+        assert isinstance(config.labeled_batch, int), "checked with the configuration"
+        assert isinstance(config.unlabeled_batch, int), "checked with the configuration"
+        labeled = Shared(labeled, config.labeled_batch)
+        unlabeled = {name: Shared(view, config.unlabeled_batch) for name, view in unlabeled.items()}
+    return Views(labeled, unlabeled)
+
+
+def _optimizer(config: OptimizerOptions) -> Optimizer:
+    if config.optimizer == "adam":
+        optimizer: Optimizer = Adam(config.lr, weight_decay=config.weight_decay)
+    else:
+        optimizer = SGD(config.lr, config.momentum, config.weight_decay, config.nesterov)
+    if config.clip_norm is None and config.clip_value is None:
+        return optimizer
+    return Clipped(optimizer, config.clip_norm, config.clip_value)
+
+
+def _schedule(config: OptimizerOptions) -> Schedule:
+    return {"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule]
+
+
+def device(config: MachineOptions) -> torch.device:
+    """Return where to compute; raises `UserError` where there is no such device."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def executor(config: Config) -> Executor:
+    """Return how the clients of a cohort are run."""
+    if config.executor != "auto":
+        return config.executor
+    return "vmap" if device(config).type == "cuda" else "loop"
+
+
+def threads(config: Config) -> int:
+    """Return with how many processor threads a run computes."""
+    wanted = config.threads
+    if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
+        wanted = 1  # its convolutions are smaller than the cost of waking a second thread
+    # More threads than processors only cost, and thousands crash the process.
+    return min(wanted, os.cpu_count() or 1) if wanted else torch.get_num_threads()
+
+
+@contextmanager
+def computing(config: Config) -> Iterator[None]:
+    """Compute with as many processor threads as the configuration says, and leave PyTorch as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads(config))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

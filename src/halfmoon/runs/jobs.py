@@ -1,0 +1,68 @@
+"""What a run folder says of its runs: the configuration of one, and the jobs of a comparison."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config, resolve, text
+from halfmoon.core.errors import UserError
+from halfmoon.storage import integrity, toml
+from halfmoon.storage.run_folder import CONFIG
+
+COMPARISON = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method to play, in a folder below the root."""
+
+    folder: str
+    config: Config
+
+
+def parsed(words: str, root: Path) -> Config:
+    """Return the configuration that a run folder holds; raise UserError where a federation's server has made it."""
+    try:
+        values = toml.loads(words)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{root / CONFIG} is not valid TOML: {error}; restore it, or start a new run.") from error
+    if settings.TABLE in values:
+        going = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
+        raise UserError(
+            f"{root} is the run of a federation: `{going}` goes on with it, from the file it was begun with."
+        )
+    return resolve(values, {"run_dir": str(root)}, root / CONFIG)
+
+
+def render(jobs: Sequence[Job]) -> bytes:
+    """Return what `comparison.json` says of the jobs."""
+    return integrity.seal({"jobs": [{"folder": job.folder, "config": text(job.config)} for job in jobs]})
+
+
+def parse(plan: bytes, root: Path) -> list[Job]:
+    """Return the jobs of a `comparison.json`."""
+    try:
+        facts = integrity.unseal(plan)
+        jobs = [Job(_inside(each["folder"]), parsed(str(each["config"]), root)) for each in facts["jobs"]]
+        if not jobs:
+            raise ValueError("it names no run")
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{root / COMPARISON} was changed or damaged ({error}); restore it, or start the comparison again in "
+            "another --run-dir."
+        ) from error
+    return jobs
+
+
+def _inside(folder: Any) -> str:
+    """Return the name of a folder below the comparison's; raise ValueError for any other."""
+    parts = Path(folder).parts if isinstance(folder, str) and folder.isprintable() else ("..",)
+    if ".." in parts or Path(folder).is_absolute():
+        raise ValueError(f"{str(folder)[:40]!r} is no folder in it")
+    return folder

@@ -1,0 +1,170 @@
+"""Several runs of a comparison at once, each in a process of its own, while one process tells the user of all.
+
+The runs are the same to the last byte as those played one after another: a run draws from its seed alone, and a process
+computes with as many threads as it would alone. What they share is loaded once and sent to every process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.context import BaseContext
+from queue import Empty
+from typing import Any, NamedTuple
+
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.loop import Row
+from halfmoon.runs.callbacks import Callback, RunInfo
+from halfmoon.runs.factory import device, threads
+
+WORTHWHILE = 100
+"""Rounds of all runs together below which starting processes takes longer than it saves."""
+
+TICK = 0.1
+"""Seconds between looks at what the processes tell."""
+
+_STATE: dict[str, Any] = {}
+"""In a process that plays runs: how it plays one, and where it tells of it."""
+
+
+class Failed(NamedTuple):
+    """What stopped a run; an error that is sent to another process loses its cause."""
+
+    error: UserError | Diverged
+    cause: BaseException | None
+
+
+def processes(config: Config, runs: int) -> int:
+    """Return in how many processes so many runs are played.
+
+    "auto" is one for each processor where a run computes with one thread and there is enough to do; several on one GPU,
+    or with several threads each, would only get into each other's way.
+    """
+    if isinstance(config.processes, int):
+        return min(config.processes, runs)
+    if device(config).type != "cpu" or threads(config) > 1 or runs * config.rounds < WORTHWHILE:
+        return 1
+    return min(_processors(), runs)
+
+
+def side_by_side(
+    play: Callable[[int, Callback], Row], runs: Sequence[int], config: Config, watch: Callback
+) -> dict[int, Row]:
+    """Play runs, by number, in several processes, and return their summaries; `watch` is told of all of them.
+
+    `play` is sent to every process. Return {}, with nothing played, where one process is enough. Raise what the first
+    run raises that fails: the others are stopped, and can be resumed.
+    """
+    count = processes(config, len(runs))
+    if count < 2:
+        return {}
+    context = _context()
+    told, begun = context.Queue(), {number: context.Event() for number in runs}
+    found: dict[int, Row] = {}
+    known: dict[int, RunInfo] = {}
+    with ProcessPoolExecutor(count, context, _begin, (play, told, begun)) as pool:
+        waiting: dict[Future[Row | Failed], int] = {pool.submit(_play, number): number for number in runs}
+        started = tuple((pool._processes or {}).values())
+        try:
+            while waiting:
+                done = wait(waiting, TICK, FIRST_COMPLETED).done
+                _tell(told, known, begun, watch)
+                for future in done:
+                    found[waiting.pop(future)] = _summary(future)
+        except BaseException:
+            for process in started:
+                process.terminate()
+            raise
+    _tell(told, known, begun, watch)  # all that was put before the processes ended
+    return found
+
+
+def _summary(future: Future[Row | Failed]) -> Row:
+    try:
+        made = future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a process that played a run was killed, or the memory is full: go on with the run folder, or choose fewer "
+            "--processes."
+        ) from error
+    if isinstance(made, Failed):
+        raise made.error from made.cause
+    return made
+
+
+def _tell(told: Any, known: dict[int, RunInfo], begun: Mapping[int, Any], watch: Callback) -> None:
+    """Pass on what the processes have told since the last look."""
+    while True:
+        try:
+            kind, number, what = told.get_nowait()
+        except Empty:
+            return
+        if kind == "begin":
+            known[number] = what
+            watch.begin(what)
+            begun[number].set()
+        elif kind == "say":
+            watch.say(what)
+        else:
+            getattr(watch, kind)(known[number], what)
+
+
+class _Teller:
+    """The watch of a run in another process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def begin(self, run: RunInfo) -> None:
+        _STATE["told"].put(("begin", self.number, run))
+        while not _STATE["begun"][self.number].wait(1.0):  # a tracker reads the folder as it is before the first round
+            _stay()
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        _stay()
+        _STATE["told"].put(("round", self.number, row))
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        _STATE["told"].put(("end", self.number, summary))
+
+    def say(self, words: str) -> None:
+        _STATE["told"].put(("say", self.number, words))
+
+
+def _stay() -> None:
+    """End this process where the one that asked is gone: the folder must be free for whoever goes on with the run."""
+    if os.getppid() != _STATE["parent"]:
+        os._exit(1)
+
+
+def _begin(play: Callable[[int, Callback], Row], told: Any, begun: Mapping[int, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that asked ends the others
+    _STATE.update(play=play, told=told, begun=begun, parent=os.getppid())
+
+
+def _play(number: int) -> Row | Failed:
+    try:
+        return _STATE["play"](number, _Teller(number))
+    except (UserError, Diverged) as error:
+        cause = error.__cause__
+        return Failed(error, cause if isinstance(cause, OSError) else None)
+
+
+def _processors() -> int:
+    """Return on how many processors this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _context() -> BaseContext:
+    """Return how processes are begun: not forked from this one, as a copy of PyTorch's threads may hang."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, "halfmoon.runs.runner"])
+    return context

@@ -1,0 +1,435 @@
+"""From a configuration to runs on disk: play every method, go on where one was stopped, draw what came out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfmoon.aggregation.attacks import Hostile, hostile
+from halfmoon.api.types import Method
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config, check_methods, check_place, free_folder, identity, own_options, text
+from halfmoon.core.allocator import keep_memory
+from halfmoon.core.errors import UserError
+from halfmoon.data import Split
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.local_clients import FederatedDataset, Training
+from halfmoon.engine.loop import Experiment, Row, play
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.simulation import Simulation
+from halfmoon.methods import registry
+from halfmoon.report.remarks import most_used, remarks
+from halfmoon.report.run_reader import Run, ended
+from halfmoon.report.tables import Result, comparison
+from halfmoon.runs import factory, outside, split_files
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded
+from halfmoon.runs.describe import card
+from halfmoon.runs.factory import (
+    Problem,
+    aggregators,
+    budget,
+    computing,
+    device,
+    executor,
+    largest_of,
+    problem,
+    source,
+    split_of,
+)
+from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
+from halfmoon.runs.jobs import parse as jobs_of
+from halfmoon.runs.parallel import side_by_side
+from halfmoon.runs.split_files import SPLIT
+from halfmoon.storage import atomic_io, integrity
+from halfmoon.storage.run_folder import CONFIG, SUMMARY, TIMINGS, RunFolder
+from halfmoon.storage.state_store import Store
+
+CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What is left when all jobs are through; `summaries` and `runs` are in the order of the jobs."""
+
+    folder: Path
+    summaries: list[Row]
+    curves: Path
+    runs: list[Path]
+    tables: list[Path]
+
+
+def start(
+    config: Config, watch: Callback = NULL_CALLBACK, method: Method | registry.MethodEntry | None = None
+) -> RunResult:
+    """Play `config.method` and those `baselines` it in a new run folder.
+
+    `method` is one of your own, in place of `config.method`: the run's file names its class and its options, and
+    `resume` goes on with it where that class can be imported, or where it is given the method as well.
+
+    Raises `UserError` for a configuration or data that cannot work, before anything is written, and
+    `halfmoon.engine.client_update.Diverged` when a loss is not a number.
+    """
+    watch = guarded(watch)
+    if method is not None:
+        config = outside.named(config, method)
+    check_methods(config)
+    root = config.run_dir or free_folder(config, config.method)
+    _refuse_taken(root, identity(config, config.method))
+    jobs = _jobs(config)
+    return _play_all(root, jobs, _shared(jobs, None, watch), watch)
+
+
+def compare(
+    config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,), watch: Callback = NULL_CALLBACK
+) -> RunResult:
+    """Play several methods, each with every seed, on the same split and cohorts.
+
+    The shared budget is that of `config.reference` or, without one, of the method that takes most by its own rule.
+    """
+    watch = guarded(watch)
+    for words, names in (("methods", methods), ("seeds", seeds)):
+        if not names or len(set(names)) < len(names):
+            raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
+
+    def planned(reference: str) -> list[Job]:
+        return [Job(f"{m}-seed{seed}", _alone(config, m, reference, seed=seed)) for m in methods for seed in seeds]
+
+    jobs = planned(config.reference or methods[0])
+    for job in jobs:
+        check_methods(job.config)
+    root = config.run_dir or free_folder(config, "compare")
+    begun = (root / COMPARISON).exists()  # refused below, in words that need the plan
+    if not begun:
+        _refuse_taken(root, "")
+    shared = _shared(jobs, None, NULL_CALLBACK if begun else watch)
+    if config.reference is None:
+        jobs = planned(largest_of([job.config for job in jobs], shared))
+    plan = render(jobs)
+    _refuse_taken(root, "", plan)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        atomic_io.replace(root / COMPARISON, plan)
+    except OSError as error:
+        raise UserError(
+            f"{root}: the run folder cannot be made ({atomic_io.reason(error)}); choose another --run-dir."
+        ) from error
+    return _play_all(root, jobs, shared, watch)
+
+
+def resume(
+    root: Path, watch: Callback = NULL_CALLBACK, method: Method | registry.MethodEntry | None = None
+) -> RunResult:
+    """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again.
+
+    `method` is the one of your own that `start` was given, where its class cannot be imported by its name.
+    """
+    watch = guarded(watch)
+    if method is not None:
+        outside.register(method)
+    plan = atomic_io.read(root / COMPARISON)
+    if plan is not None:
+        jobs = jobs_of(plan, root)
+        for job, each in zip(jobs, atomic_io.parsed(plan)["jobs"], strict=True):
+            outside.check(job.config, each["config"], root)
+    else:
+        with RunFolder.open(root) as folder:
+            config = parsed(folder.config, root)
+            outside.check(config, folder.config, root)
+            if identity(config, config.method) != folder.identity:
+                raise UserError(
+                    f"{root} was made by another version of halfmoon, which read its {CONFIG} differently; "
+                    "start a new run instead."
+                )
+        jobs = _jobs(config)
+    if all(_finished(root / job.folder, job.config) for job in jobs):
+        return _play_all(root, jobs, None, watch)
+    kept = root / jobs[0].folder / SPLIT
+    integrity.check(kept.parent, SPLIT)
+    return _play_all(root, jobs, _shared(jobs, Split.load(kept) if kept.exists() else None, watch), watch)
+
+
+def cell(config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: bool = True) -> Row:
+    """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
+
+    Without `tests` no model is shown a test image: validation images alone say what it is worth.
+    Raise what `start` raises, and `halfmoon.storage.run_folder.Busy` where another process plays in that folder.
+    """
+    watch = guarded(watch)
+    check_methods(config)
+    job = Job(".", config)
+    shared = None
+    if not _finished(path, config):
+        kept = path / SPLIT
+        integrity.check(path, SPLIT)
+        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch)
+        shared = shared if tests else replace(shared, test=None)
+        if device(config).type == "cpu":
+            keep_memory()
+    with computing(config):
+        return _play(path, job, shared, watch)
+
+
+def portray(config: Config, path: Path) -> Row:
+    """Make a configuration's split in the folder `path`, train nothing, and return the folder's summary.
+
+    Raise what `cell` raises.
+    """
+    done = finished(path)
+    if done is not None:
+        return done
+    data = source(config)
+    split = split_of(config, data)
+    with _folder(path, config) as folder:
+        split_files.save(path, split, data)
+        split_files.note(path)
+        summary = {**_names(config), "classes": list(data.classes), "finished": True}
+        folder.conclude(summary)
+    return summary
+
+
+def finished(path: Path) -> Row | None:
+    """Return the summary of the finished run in a folder, None where there is none."""
+    return integrity.summary(path) if RunFolder.made(path) else None
+
+
+def _jobs(config: Config) -> list[Job]:
+    jobs = [Job(".", config)]
+    for name in config.baselines:
+        alone = _alone(config, name, config.reference or config.method, options=own_options(config, name))
+        jobs.append(Job(f"baselines/{name}", alone))
+    return jobs
+
+
+def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
+    """Return the configuration for one method of several; what a preset says of a run is written in it already."""
+    preset = config.preset if registry.entry(name).paper_options else "none"
+    return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
+
+
+def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback) -> Problem:
+    """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
+    shared = problem(jobs[0].config, split)
+    _check(jobs, shared, watch)
+    return shared
+
+
+def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
+    """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
+    left = [k for k, job in enumerate(jobs) if shared is not None and not _finished(root / job.folder, job.config)]
+    if any(":" in job.config.method for job in jobs):
+        left = []  # a method that was given as an object may be known to this process alone
+    made = side_by_side(partial(_play_one, root, tuple(jobs), shared), left, jobs[0].config, watch)
+    summaries = [made[k] if k in made else _play_one(root, jobs, shared, k, watch) for k in range(len(jobs))]
+    paths = [root / job.folder for job in jobs]
+    outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
+    if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
+        _show(outcome)
+    return outcome
+
+
+def _play_one(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
+    """Play one of the jobs, in whichever process this is."""
+    job = jobs[number]
+    if shared is not None and device(job.config).type == "cpu":
+        keep_memory()
+    with computing(job.config):
+        return _play(root / job.folder, job, shared, watch)
+
+
+def _show(outcome: RunResult) -> None:
+    """Write the picture and the tables of what came out; each is there whole or not at all."""
+    from halfmoon.report.curves import curves  # Matplotlib is slow to import, and workers draw nothing
+
+    table = comparison([Result.of(summary) for summary in outcome.summaries])
+    notes = "".join(f"\n{each}\n" for each in remarks(outcome.summaries, registry.ceilings()))
+    staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
+    try:
+        for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
+            atomic_io.replace(path, words.encode())
+        curves([Run.read(path) for path in outcome.runs], staged)
+        staged.replace(outcome.curves)
+    except OSError as error:
+        raise UserError(
+            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.reason(error)}); "
+            f"the runs are finished: first mend that, then: {_resuming(outcome.folder)}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+
+
+def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
+    """Play one job to its end, from its newest checkpoint if it has one."""
+    config = job.config
+    entry = registry.entry(config.method)
+    with _folder(path, config) as folder:
+        done = folder.summary()
+        if done is not None:
+            return ended(done, path / SUMMARY)
+        assert shared is not None, "an unfinished job needs its data"
+        loaded = folder.load()
+        for warning in [*(loaded.warnings if loaded else []), *([folder.remark] if folder.remark else [])]:
+            watch.say(warning)
+        if not (path / SPLIT).exists():
+            split_files.save(path, shared.split, shared.source)
+        split_files.note(path)
+        experiment = _experiment(config, shared, path)
+        run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
+        watch.begin(run)
+        played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
+        summary = _summary(config, shared, folder, played)
+        folder.finish(played["model"], card(config, shared, played["model"]).render(), summary)
+    watch.end(run, summary)
+    return summary
+
+
+def _finished(path: Path, config: Config) -> bool:
+    if not RunFolder.made(path):
+        return False
+    with _folder(path, config) as folder:
+        return folder.finished
+
+
+def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
+    """Raise `UserError` where `root` holds a comparison, a run, or anything else."""
+    there = atomic_io.read(root / COMPARISON) if root.is_dir() else None
+    if there is not None:
+        of = "this" if there == plan else "another"
+        raise UserError(
+            f"{root} holds a comparison of {of} configuration; `{_resuming(root)}` goes on with it, "
+            "or choose another --run-dir."
+        )
+    RunFolder.refuse(root, mark)
+
+
+@contextmanager
+def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
+    """Open the folder of a run, or make it."""
+    mark = identity(config, config.method)
+    if RunFolder.made(path):
+        folder = RunFolder.open(path)
+        if folder.identity != mark:
+            raise UserError(
+                f"{path} holds a run of another configuration ({folder.identity[:8]}, not {mark[:8]}); "
+                "choose another --run-dir."
+            )
+    else:
+        folder = RunFolder.create(path, text(config), mark)
+    with folder:
+        yield folder
+
+
+def _check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
+    """Refuse what could only fail later: too large a cohort, a client without labels, aggregators that do not fit."""
+    config, split = jobs[0].config, shared.split
+    if config.cohort > split.clients:
+        raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
+    entries = [registry.entry(job.config.method) for job in jobs]
+    for job, each in zip(jobs, entries, strict=True):
+        factory.method(job.config)
+        if each.pooled and job.config.attack != "none":
+            raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
+    needing = [each for each in entries if not each.all_labels and not each.pooled]
+    served = bool((split.client == SERVER).any())
+    counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
+    empty = np.flatnonzero(counts == 0)
+    place = "server" if served else "some" if len(empty) else "clients"
+    for each in needing:
+        if place == "some" and each.places == ("clients",):
+            raise UserError(
+                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {each.name} "
+                f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
+                f"{', '.join(registry.names_at(place))}."
+            )
+        check_place(each.name, place)
+    bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
+    looking = [each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).views]
+    if looking and bare:
+        raise UserError(
+            f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "
+            "some at every client; ask for fewer labels or a larger min_size."
+        )
+    if served or config.labeled_batch == "all":
+        return
+    few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
+    if needing and few:
+        watch.say(
+            f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
+            "their images repeat within a batch."
+        )
+
+
+def _experiment(config: Config, shared: Problem, path: Path) -> Experiment:
+    """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
+    entry = registry.entry(config.method)
+    made = factory.method(config)
+    bad = hostile(shared.split.clients, config.attackers, config.seed)
+    liars = frozenset(bad if config.attack == "label-flip" else ())
+    attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed),)
+    runtime = Simulation(
+        made,
+        shared.task,
+        FederatedDataset(
+            shared.train,
+            shared.split,
+            entry.all_labels,
+            entry.pooled,
+            config.reuse_labeled,
+            liars,
+            len(shared.source.classes),
+        ),
+        shared.views,
+        Training(shared.batching, budget(config, shared.task), shared.serving, executor(config)),
+        RuntimeSettings(
+            config.cohort,
+            config.seed,
+            confidence_threshold=config.confidence_threshold,
+            client_dropout=config.client_dropout,
+            client_models=config.client_models,
+        ),
+        store=Store(cap=config.memory_cap * 1_000_000),
+        aggregators=(*attacks, *aggregators(config, f"seed {config.seed}".encode(), path)),
+    )
+    how = (config.seed, config.evaluate_every, config.checkpoint_every, shared.validation, config.server_ema)
+    return Experiment(made, shared.task, runtime, shared.test, *how)
+
+
+def _names(config: Config) -> Row:
+    """Return what a summary says of any run."""
+    return {
+        "method": config.method,
+        "title": registry.entry(config.method).title,
+        "data": config.data,
+        "setting": config.setting,
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "budget": {"rule": config.budget, "reference": registry.entry(config.reference or config.method).title},
+    }
+
+
+def _summary(config: Config, shared: Problem, folder: RunFolder, played: Row) -> Row:
+    seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
+    return {
+        **_names(config),
+        "accuracy": played["accuracy"],
+        **({"measured": played["measured"]} if played["measured"] else {}),
+        **({} if (used := most_used(folder.rows())) is None else {"most_used": used}),
+        "cost": played["cost"],
+        "classes": list(shared.source.classes),
+        "confusion": played["confusion"],
+        "seconds": round(seconds, 1),
+        **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
+        **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
+        "finished": True,
+    }
+
+
+def _resuming(root: Path) -> str:
+    return shlex.join(["halfmoon", "resume", str(root)])

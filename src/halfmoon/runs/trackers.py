@@ -1,0 +1,139 @@
+"""Trackers: what metrics.jsonl says, shown by programs of others while a run is played or after it.
+
+metrics.jsonl stays the source: a tracker is a `halfmoon.runs.callbacks.Callback` that writes a copy, in a folder of its
+own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.engine.loop import Row
+from halfmoon.report.run_reader import Run
+from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
+from halfmoon.storage import atomic_io
+from halfmoon.storage.run_folder import METRICS, TIMINGS
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+EVENTS = "tensorboard"
+"""The folder of a run's event files, in the run's own."""
+
+
+class TensorBoard(NullCallback):
+    """Write every run's rows for TensorBoard, into `tensorboard/` of the run's folder.
+
+    A number of a row becomes a scalar of the step `round`, under the names of its keys: `test/accuracy`, `train/loss`,
+    `cost/down`. Lists, such as accuracies of classes, and null stay out. The configuration is the text `config` at step
+    0. A run that goes on begins its event files anew, with the rows of metrics.jsonl up to its checkpoint, so that no
+    step is there twice and none is missing, whether or not the run was tracked before.
+    """
+
+    def __init__(self) -> None:
+        """Make ready to write; raise UserError where TensorBoard is not installed."""
+        self._open = _writer_type()
+        self._writers: dict[Path, SummaryWriter] = {}
+
+    def begin(self, run: RunInfo) -> None:
+        """Begin the run's event files with its configuration and the rounds that were played before."""
+        if run.folder in self._writers:  # it was stopped, and goes on in the same process
+            self._writers.pop(run.folder).close()
+        self._writers[run.folder] = _begun(self._open, run.folder)
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        """Write a row's numbers, and bring them to the file."""
+        writer = self._writers[run.folder]
+        _write(writer, row, None)
+        writer.flush()
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        """Close the run's event files."""
+        self._writers.pop(run.folder).close()
+
+
+TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard}
+"""The trackers by their names on the command line."""
+
+
+def tracker(name: str) -> Callback:
+    """Return a tracker by its name on the command line; raise UserError for a name or a package that is missing."""
+    if name not in TRACKERS:
+        raise UserError(f"unknown tracker {name!r}: {nearest(name, TRACKERS)}")
+    return TRACKERS[name]()
+
+
+def replay(folder: Path) -> Path:
+    """Write the event files of a run that was played, from its metrics.jsonl, and return their folder.
+
+    Those that are there are emptied. Raise UserError where `folder` is no run or cannot be written, or TensorBoard is
+    not installed.
+    """
+    try:
+        _begun(_writer_type(), folder).close()
+    except OSError as error:
+        raise UserError(
+            f"{folder / EVENTS}: the event files cannot be written ({atomic_io.reason(error)}); make the "
+            "folder writable."
+        ) from error
+    return folder / EVENTS
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """Return the numbers of a row of metrics.jsonl by their place in it: {"test/accuracy": 0.5}, without the round."""
+    found: dict[str, float] = {}
+    waiting: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
+    while waiting:
+        name, value = waiting.pop(0)
+        if isinstance(value, dict):
+            waiting += [(f"{name}/{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = float(value)
+    return found
+
+
+def _writer_type() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("TensorBoard is not installed; install halfmoon[tensorboard] to use it.") from error
+    return SummaryWriter
+
+
+def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
+    """Return the writer of a run's new event files, which hold its configuration and the rows of its metrics.jsonl."""
+    run = Run.read(folder)
+    events = folder / EVENTS
+    # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops
+    # what it has read.
+    for old in events.glob("events.out.tfevents.*"):
+        os.truncate(old, 0)
+    writer = writer_type(str(events), purge_step=0)
+    writer.add_text("config", f"```toml\n{run.config}```", 0)
+    ends = _ends(folder)
+    for row in run.rows:
+        _write(writer, row, ends.get(row["round"]))
+    writer.flush()
+    return writer
+
+
+def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
+    """Add a row's numbers, at a time in seconds since 1970 or now."""
+    for name, value in scalars(atomic_io.finite(row)).items():
+        writer.add_scalar(name, value, row["round"], when)
+
+
+def _ends(folder: Path) -> dict[int, float]:
+    """Return when each round ended, in seconds since 1970, as if all were played without a break up to the last."""
+    path = folder / METRICS
+    took = dict(atomic_io.numbers(folder / TIMINGS, "round", "seconds"))  # the latest of a round
+    now = path.stat().st_mtime if path.exists() else 0.0
+    ends = {}
+    for number in sorted(took, reverse=True):
+        ends[number] = now
+        now -= took[number]
+    return ends

@@ -1,0 +1,139 @@
+"""Fixed point: updates as whole numbers, whose sum modulo 2^64 is exact in any order, and hides under uniform masks.
+
+A client's contribution is its weight times its update, and its weight, in units of 2^-24. The sum of all contributions
+divided by the sum of the weights is what a weighted mean of the uploads would be, to rounding: of k clients whose
+weights sum to W, it is off by at most k 2^-25 / W in any coordinate, before it is rounded to the type of the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfmoon.aggregation.base import AggregationContext, changed, update
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+
+SCALE = 2.0**24
+"""Units of 1."""
+
+ROOM = 2.0**62
+"""No sum of contributions reaches this: half of what a signed number of 64 bits has, so that a wrong sum shows."""
+
+WEIGHT = "weight"
+"""The leaf of an upload by which it is averaged."""
+
+
+class TooLarge(UserError):
+    """An update that has no place in a sum of whole numbers."""
+
+
+def contribution(change: Mapping[str, Tensor], weight: float, clients: int) -> Tensor:
+    """Return weight * change of every leaf, one behind the other, and the weight, in units of 2^-24: (n + 1,) int64.
+
+    Raise `TooLarge` where a sum over `clients` such contributions might reach 2^62, or a value is not finite.
+    """
+    device = next(iter(change.values())).device
+    one = torch.ones(1, dtype=torch.float64, device=device)
+    values = torch.cat([*(leaf.double().reshape(-1) for leaf in change.values()), one])
+    # The product of a number of 24 bits and a count of rows is exact in float64, and so is the shift: one rounding.
+    scaled = (values * weight * SCALE).round()
+    if not bool((scaled.abs() * clients < ROOM).all()):
+        worst = float((values[:-1] * weight).abs().max())
+        raise TooLarge(
+            f"an update has values up to {worst:.3g} (times its weight), too large for a sum of {clients} in whole "
+            "numbers; a smaller learning rate is the usual remedy."
+        )
+    return scaled.to(torch.int64)
+
+
+def sound(total: Tensor) -> bool:
+    """Say whether a sum (n + 1,) may be one of contributions: masks that were not taken off leave it anywhere."""
+    return bool((total.double().abs() < ROOM).all()) and bool(total[-1] >= 0)
+
+
+def mean(total: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+    """Return the weighted mean of the updates whose contributions sum to `total`, and the sum of their weights.
+
+    `like` has a leaf (...) for each path, in the order of the contributions. Where all weights are 0, so is the mean.
+    """
+    weight = float(total[-1].double() / SCALE)
+    share = total[:-1].double() / total[-1].double() if weight else torch.zeros_like(total[:-1], dtype=torch.float64)
+    parts = share.split([prod(leaf.shape) for leaf in like.values()])
+    shaped = {
+        path: part.reshape(leaf.shape).to(leaf.dtype) for (path, leaf), part in zip(like.items(), parts, strict=True)
+    }
+    return shaped, weight
+
+
+def spread(up: Tree, question: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Tree:
+    """Return the uploads (leaves (k, ...)) as if each client had changed what it was sent by `change`, leaves (...).
+
+    All weigh the same: 1, or 0 where the sum of their weights is 0.
+    """
+    equal = torch.full_like(up[WEIGHT], 1.0 if weight else 0.0)
+    return {**changed(up, question, dict(change)), WEIGHT: equal}
+
+
+def check_upload(paths: Sequence[str], changes: Mapping[str, Any]) -> None:
+    """Raise `UserError` where an upload has more than an update and a weight: a sum would lose it."""
+    more = [path for path in paths if path not in changes and path != WEIGHT]
+    if more or WEIGHT not in paths:
+        what = f"{more[0]!r} goes up beside the update" if more else "nothing says what an upload weighs"
+        raise UserError(f"secure_aggregation cannot be used with this method: {what}, which a sum cannot carry.")
+
+
+@dataclass
+class Sums:
+    """An aggregator that puts the mean of a sum in fixed point in the place of every upload, as masked sums give it.
+
+    In a simulation nothing is masked, and the numbers are the same. With `even` every client weighs 1, whatever it has.
+    With `done` the uploads are means of sums already: a real server gets nothing else.
+    """
+
+    even: bool
+    done: bool = False
+    summed: int = 0
+
+    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        """Return the places of the clients whose update fits into the sum, and the mean for each of them."""
+        places = list(range(len(question.clients)))
+        if not self.done:
+            places, up = self._summed(question, up)
+        self.summed = len(places)
+        return places, up
+
+    def _summed(self, question: AggregationContext, up: Tree) -> tuple[list[int], Tree]:
+        changes = update(up, question)
+        check_upload(list(tree.flatten(up)), changes)
+        weights = [1.0] * len(question.clients) if self.even else up[WEIGHT].double().tolist()
+        total: Tensor | None = None
+        places: list[int] = []
+        for place, weight in enumerate(weights):
+            try:
+                mine = contribution({path: leaf[place] for path, leaf in changes.items()}, weight, question.asked)
+            except TooLarge:  # a site would refuse
+                continue
+            places.append(place)
+            total = mine if total is None else total + mine
+        if total is None:
+            return [], up
+        change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
+        if len(places) < len(weights):
+            kept = torch.tensor(places, device=total.device)
+            up, question = tree.map(lambda leaf: leaf[kept], up), question.only(places)
+        return places, spread(up, question, change, weight)
+
+    def row(self) -> dict[str, Any]:
+        """Return of how many updates the round's last sum was."""
+        return {"summed": self.summed}
+
+    def ended(self, round: int) -> str | None:
+        """Return None: a sum can always be taken."""
+        return None

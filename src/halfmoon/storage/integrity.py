@@ -1,0 +1,182 @@
+"""Checksums of a run folder: every file that a number is read from is compared with one before it is believed.
+
+A disk may change a bit, cut a file or lose it, and JSON and tensors can look sound all the same: one digit of an
+accuracy, one exponent of a weight. So there are
+
+- `checksums.json`: the SHA-256 of files that are written once (the split, and at the end metrics, model and summary),
+- the seal of a JSON object: its key "sha256" is the SHA-256 of the object's own line without it,
+- in a checkpoint's JSON the length and the SHA-256 of `metrics.jsonl` at that round (`halfmoon.storage.run_folder`).
+
+This finds damage, not malice: whoever can write a folder can write its checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halfmoon.core.errors import UserError
+from halfmoon.storage import atomic_io
+
+SUMS = "checksums.json"
+KEY = "sha256"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+_NOTE = re.compile(r"checkpoint-\d{6,}\.json")
+
+
+class Unsealed(ValueError):
+    """An object whose seal is missing or is not its own."""
+
+
+def seal(facts: Mapping[str, Any]) -> bytes:
+    """Return a line of JSON that carries the checksum of the rest of it."""
+    return atomic_io.render({**facts, KEY: atomic_io.digest(atomic_io.render(dict(facts)))})
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """Return the object in a line of `seal`; raise `Unsealed` where a bit of it is another one."""
+    try:
+        facts = atomic_io.parsed(data)
+        said = facts.pop(KEY)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Unsealed("it is unreadable") from error
+    # The bytes are compared, not the values: a changed blank would parse to the same values.
+    if atomic_io.digest(atomic_io.render(facts)) != said or seal(facts) != data:
+        raise Unsealed("its checksum differs")
+    return facts
+
+
+def digest_of(path: Path) -> str | None:
+    """Return the SHA-256 of a file, None where there is none; raise OSError as the system does."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Return the checksums of a folder's files, by name; {} where none were written. Raise UserError for damage."""
+    data = atomic_io.read(folder / SUMS)
+    if data is None:
+        return {}
+    try:
+        files = unseal(data)["files"]
+    except (Unsealed, LookupError) as error:
+        raise UserError(
+            f"{folder / SUMS} is damaged ({error}): put it back from a backup, or remove it to read the folder "
+            "unchecked."
+        ) from error
+    return {str(name): str(value) for name, value in files.items()}
+
+
+def note(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write checksums of more files of a folder down; raise OSError as the system does."""
+    try:
+        held = sums(folder)
+    except UserError:  # it is about to be written anew
+        held = {}
+    atomic_io.replace(folder / SUMS, seal({"files": dict(sorted({**held, **digests}.items()))}))
+
+
+def check(folder: Path, *names: str) -> None:
+    """Raise UserError where one of these files is not the one that was written; files without a checksum pass."""
+    known = sums(folder)
+    for name in names:
+        if name not in known:
+            continue
+        try:
+            found = digest_of(folder / name)
+        except OSError as error:
+            raise UserError(f"{folder / name} cannot be read ({atomic_io.reason(error)}).") from error
+        if found is None:
+            raise UserError(f"{folder / name} is missing: put it back from a backup.")
+        if found != known[name]:
+            raise UserError(f"{folder / name} was changed since it was written (its checksum differs): restore it.")
+
+
+def check_metrics(folder: Path) -> None:
+    """Raise UserError where the rows of a run are not those that were written, as far as anything tells.
+
+    Of a run that goes on, the rows up to its newest checkpoint are compared with that.
+    """
+    check(folder, METRICS)
+    if METRICS in sums(folder):
+        return
+    notes = sorted(path.name for path in folder.glob("checkpoint-*.json") if _NOTE.fullmatch(path.name))
+    for name in reversed(notes):
+        try:
+            held = unseal(atomic_io.read(folder / name) or b"")
+            length, digest = int(held["metrics"]), str(held["metrics_sha256"])
+        except (Unsealed, LookupError, ValueError, TypeError):
+            continue  # a damaged one, or one that is being removed: the one before counts
+        if atomic_io.digest((atomic_io.read(folder / METRICS) or b"")[:length]) != digest:
+            raise UserError(
+                f"{folder / METRICS} was changed since it was written (its first {length} bytes are not those that "
+                f"{name} saw): restore it, or start the run again in another --run-dir."
+            )
+        return
+
+
+def summary(folder: Path) -> dict[str, Any] | None:
+    """Return what a finished run's summary says, None where it is not finished; raise UserError for a changed one."""
+    found = atomic_io.read_json(folder / SUMMARY)
+    if found is not None:
+        check(folder, SUMMARY)
+    return found
+
+
+class Appended:
+    """A file that is only appended to, with a running hash of what this process knows to be in it."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin with an empty file."""
+        self.path, self._hash = path, hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of what was written."""
+        return self._hash.hexdigest()
+
+    def add(self, data: bytes) -> None:
+        """Take note of what was appended."""
+        self._hash.update(data)
+
+    def verified(self) -> bytes:
+        """Return what is in the file; raise UserError where it is not what was written."""
+        data = atomic_io.read(self.path) or b""
+        if atomic_io.digest(data) != self.digest:
+            raise UserError(f"{self.path} was changed while the run was playing: restore it, {_AGAIN}.")
+        return data
+
+    def rewind(self, length: int, digest: str) -> None:
+        """Begin with the first bytes of the file as it is; raise UserError where they are not those of a checkpoint."""
+        data = atomic_io.read(self.path) or b""
+        if len(data) < length:
+            raise UserError(
+                f"{self.path} has {len(data)} bytes, but the checkpoint was written at {length}: rows are missing; "
+                f"restore the file, {_AGAIN}."
+            )
+        self._hash = hashlib.sha256(data[:length])
+        if self.digest != digest:
+            raise UserError(
+                f"{self.path} was changed since it was written (its first {length} bytes are not those that the "
+                f"checkpoint saw): restore it, {_AGAIN}."
+            )
+
+
+_AGAIN = "or start the run again in another --run-dir"
+
+
+def object_of(path: Path) -> dict[str, Any] | None:
+    """Return the object in a file with a seal or without, None where there is none or it is cut or changed."""
+    facts = atomic_io.read_json(path)
+    if facts is None or KEY not in facts:
+        return facts
+    try:
+        return unseal(atomic_io.read(path) or b"")
+    except Unsealed:
+        return None

@@ -1,0 +1,122 @@
+"""One process a folder: by the system's lock, and where a file system has none, by a file that says who is there.
+
+A lock of the system ends with its process, however that ends. A file does not, so that it says which process wrote it:
+one of this machine that lives no more is replaced, one of another machine has to be removed by people.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmoon.storage import atomic_io
+
+OWNER = ".owner"
+"""What the file is called, behind the name of the one that cannot be locked."""
+
+REMARK = (
+    "the file system of {folder} has no locks: {file} says that this process is the only one here; where it is killed, "
+    "the next one on this machine takes over"
+)
+
+
+class Held(OSError):
+    """Another process holds the lock; `str` says which, if known."""
+
+
+@dataclass
+class Lock:
+    """A lock that is held until `free`; `remark` says in a sentence that it is no lock of the system's."""
+
+    handle: int
+    owner: Path | None = None
+    remark: str = ""
+
+    def free(self) -> None:
+        """Let others in."""
+        if self.owner is not None:
+            self.owner.unlink(missing_ok=True)
+        os.close(self.handle)
+
+
+def take(path: Path) -> Lock:
+    """Lock a file, which is made where it is missing; raise `Held` where another process has it, OSError as usual."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            if atomic_io.flock(handle):
+                return Lock(handle)
+        except OSError as error:
+            raise Held(*error.args) from error
+        owner = path.with_name(path.name + OWNER)
+        _claim(owner)
+        return Lock(handle, owner, REMARK.format(folder=path.parent, file=owner.name))
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _claim(owner: Path) -> None:
+    """Make the file that says who is there; raise `Held` where a process that may live has made it."""
+    mine = json.dumps(_process(os.getpid())).encode()
+    while True:
+        try:
+            with atomic_io.opened(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as handle:
+                atomic_io.write_all(handle, mine)
+                os.fsync(handle)
+            return
+        except FileExistsError:
+            _drop_dead(owner)
+
+
+def _drop_dead(owner: Path) -> None:
+    """Remove the file of a process that is gone; raise `Held` for any other."""
+    seen = atomic_io.read(owner)
+    if seen is None:
+        return
+    try:
+        facts = atomic_io.parsed(seen)
+        known = facts["host"] == socket.gethostname()
+        dead = known and _process(int(facts["process"])) != facts
+    except (ValueError, LookupError, TypeError):
+        raise Held(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
+    if not dead:
+        where = f"process {facts['process']} on {str(facts['host'])[:64]}"
+        raise Held(errno.EWOULDBLOCK, f"{where} is at work, says {owner}; where that is not so, remove the file")
+    # Another may have done the same and be there by now: what was taken away is looked at before it is thrown away.
+    aside = owner.with_name(f"{owner.name}.{secrets.token_hex(4)}")
+    try:
+        os.rename(owner, aside)
+    except FileNotFoundError:
+        return
+    if aside.read_bytes() != seen:
+        os.link(aside, owner)
+        aside.unlink()
+        raise Held(errno.EWOULDBLOCK, "another process was faster")
+    aside.unlink()
+
+
+def _process(number: int) -> dict[str, Any]:
+    """Return what tells a process from all others: its machine, that machine's start, and its own."""
+    boot = (atomic_io.read(Path("/proc/sys/kernel/random/boot_id")) or b"").decode().strip()
+    try:
+        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = "" if _lives(number) else "gone"
+    return {"host": socket.gethostname(), "boot": boot, "process": number, "began": began}
+
+
+def _lives(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,179 @@
+"""Rehearse a federation with the sites' real folders on one machine, before anybody is asked to join.
+
+The folders become a data set and its natural split: each folder is a client. A third of each site's labeled images of
+each class is held out, and all models are tested on what was held out everywhere. Played are the questions that a
+manager has: what each site reaches alone, what all labels reach together, what a federation makes of the labels, what
+it makes of the images without a label as well, and what fewer labels would do to that.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.data.partition.primitives import stream
+from halfmoon.data.partition.split import Split
+from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers.decode import prepared
+from halfmoon.federation.site_data import SiteFolder, read
+from halfmoon.runs.factory import preparation
+from halfmoon.runs.runner import cell
+from halfmoon.storage import atomic_io
+
+HELD_OUT = 3
+"""One of so many labeled images of each class and site is a test image."""
+
+SHARES = (0.25, 0.5)
+"""The shares of the labels that the curve is played with, beside all."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """One row of the table: what was trained, on how many labels, and how often it is right on the held-out images."""
+
+    name: str
+    labels: int
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The training rows of all sites."""
+
+    client: np.ndarray  # (N,) int64
+    labels: np.ndarray  # (N,) int64, 0 where there is none
+    labeled: np.ndarray  # (N,) bool
+    names: tuple[str, ...]  # of the sites
+
+    def split(self, keep: np.ndarray | None = None, site: int | None = None) -> Split:
+        """Return the split with these labels alone (others belong to nobody), or with one site's rows as one client."""
+        labeled = self.labeled if keep is None else self.labeled & keep
+        client = np.where(self.labeled & ~labeled, -1, self.client)
+        if site is None:
+            return Split(client, labeled, len(self.names))
+        return Split(np.where(client == site, 0, -1), labeled & (client == site), 1)
+
+
+def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[[str], None]) -> list[Played]:
+    """Play all rows in the folder `root`, or go on there, and return the table.
+
+    `config.method` is the one with semi-supervision. Raise `UserError` where the folders cannot be read, where their
+    images need a size (--resize) or channels, or where too few are labeled.
+    """
+    rows = _written(config, folders, root / "data", say)
+    base = replace(config, data=str(root / "data"), cache=root / "cache", baselines=(), image_size=config.image_size)
+    base = replace(base, clients=len(folders), cohort=min(config.cohort, len(folders)), resize=None, channels=None)
+    base = replace(base, crop=False, window=None, reference=config.reference or config.method)
+    table: list[Played] = []
+
+    def play(name: str, word: str, method: str, split: Split) -> None:
+        path = root / "splits" / f"{word}.parquet"
+        split.save(path)
+        one = replace(base, method=method, split=path, clients=split.clients, cohort=min(base.cohort, split.clients))
+        options = one.options if method == config.method else {}
+        summary = cell(replace(one, options=options), root / word)
+        table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), summary["accuracy"]["last"]))
+        say(f"{name}: {table[-1].accuracy:.2%} with {table[-1].labels:,} labels")
+
+    for number, name in enumerate(rows.names):
+        play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
+    play("all labels in one place", "together", "partially-supervised", rows.split())
+    play("federation, labels only", "labels-only", "fedavg", rows.split())
+    for share in SHARES:
+        kept = _share(rows, share)
+        play(
+            f"federation, {config.method}, {share:.0%} of the labels", f"share-{share}", config.method, rows.split(kept)
+        )
+    play(f"federation, {config.method}, all labels", "all-labels", config.method, rows.split())
+    return table
+
+
+def _share(rows: _Rows, share: float) -> np.ndarray:
+    """Return which labels are kept: of every site and class the same share, at least one."""
+    keep = np.zeros(len(rows.client), bool)
+    for site in range(len(rows.names)):
+        for label in np.unique(rows.labels[rows.labeled]):
+            of = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
+            order = stream(0, "own sites", str(site), str(label)).permutation(of)
+            keep[order[: max(1, round(share * len(of)))] if len(of) else []] = True
+    return keep
+
+
+def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable[[str], None]) -> _Rows:
+    """Decode the folders' images into train.parquet and test.parquet, and return who holds which rows."""
+    if len(folders) < 2 or len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("--sites needs the folders of two sites or more, each once.")
+    sites = [read(folder) for folder in folders]
+    classes = _classes(sites)
+    how = preparation(config)
+    channels = how.channels or 3
+    parts: dict[str, list[tuple[bytes, int]]] = {"train": [], "test": []}
+    client, labeled = list[int](), list[bool]()
+    for number, site in enumerate(sites):
+        held = _held_out(site)
+        for row, path in enumerate(site.paths):
+            label = int(site.labels[row])
+            named = classes.index(site.classes[label]) if label >= 0 else 0
+            try:
+                data = _png((site.folder / path).read_bytes(), path, replace(how, channels=channels))
+            except (UserError, OSError) as error:
+                say(f"{site.folder.name}: left out: {error}")
+                continue
+            parts["test" if held[row] else "train"].append((data, named))
+            if not held[row]:
+                client.append(number)
+                labeled.append(label >= 0)
+    if not parts["test"] or not any(labeled):
+        raise UserError(
+            f"too few images have labels: each site needs {HELD_OUT} or more of a class to be tested on one."
+        )
+    for part, rows in parts.items():
+        _write(place / f"{part}.parquet", rows, classes)
+    labels = np.array([label for _, label in parts["train"]], np.int64)
+    names = tuple(site.folder.resolve().name for site in sites)
+    return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names)
+
+
+def _classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
+    """Return the classes of all sites: those of the first with a classes.txt that has them all, else sorted."""
+    every = {name for site in sites for name in site.classes}
+    return next((site.classes for site in sites if set(site.classes) == every), tuple(sorted(every)))
+
+
+def _held_out(site: SiteFolder) -> np.ndarray:
+    """Return which images of a site are test images, the same ones every time."""
+    held = np.zeros(len(site), bool)
+    for label in np.unique(site.labels[site.labels >= 0]):
+        of = np.flatnonzero(site.labels == label)
+        held[stream(0, "own sites", "test", str(label)).permutation(of)[: len(of) // HELD_OUT]] = True
+    return held
+
+
+def _png(data: bytes, name: str, how: Preparation) -> bytes:
+    pixels = prepared(data, name, how)
+    file = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def _write(path: Path, rows: Sequence[tuple[bytes, int]], classes: Sequence[str]) -> None:
+    """Write a part as the readers of data sets take it; one that is the same already stays."""
+    kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
+    table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": [label for _, label in rows]})
+    file = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(kind)}), file)
+    data = file.getvalue().to_pybytes()
+    if atomic_io.read(path) != data:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.replace(path, data)

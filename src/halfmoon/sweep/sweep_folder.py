@@ -1,0 +1,167 @@
+"""The folder of a sweep: `sweep.json`, all that a table of it needs, written anew whenever a run is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from halfmoon.config.schema import identity
+from halfmoon.core.errors import UserError
+from halfmoon.storage import atomic_io
+from halfmoon.sweep.grid import Cell
+from halfmoon.sweep.recipe import MEASURES, Recipe, Scale
+
+SWEEP, CELLS, SPLITS = "sweep.json", "cells", "splits"
+FORMAT = 1
+
+Results = dict[str, dict[str, Any]]
+"""What became of runs, by identity: what a run's entry in sweep.json has beside its names."""
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """`<out>/<recipe>[-<scale>]`; the runs lie in `<out>/cells`, by identity, and are shared with other sweeps.
+
+    A recipe of splits trains nothing: its cells lie in `<out>/splits`, as they are no finished runs to other recipes.
+    """
+
+    out: Path
+    recipe: Recipe
+    scale: Scale | None
+    command: str = ""
+    results: Results = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """Return the sweep's folder."""
+        return self.out / (f"{self.recipe.name}-{self.scale.name}" if self.scale else self.recipe.name)
+
+    def run(self, mark: str) -> Path:
+        """Return the folder of the run with this identity."""
+        return self.out / (SPLITS if self.recipe.kind == "splits" else CELLS) / mark[:16]
+
+    def read(self) -> dict[str, Any]:
+        """Return what its sweep.json says, nothing where there is none.
+
+        Raise UserError where it is damaged, or of another format.
+        """
+        kept = atomic_io.read(self.path / SWEEP)
+        return {} if kept is None else parse(kept, self.path / SWEEP)
+
+    def write(self, cells: Sequence[Cell]) -> None:
+        """Write sweep.json; raise UserError where the disk refuses."""
+        words = json.dumps(atomic_io.finite(self._facts(cells)), indent=1) + "\n"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            atomic_io.replace(self.path / SWEEP, words.encode())
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: it cannot be written ({atomic_io.reason(error)}); choose another --out."
+            ) from error
+
+    def _facts(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        recipe = self.recipe
+        used = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
+        return {
+            "format": FORMAT,
+            **{
+                name: getattr(recipe, name)
+                for name in ("title", "paper", "item", "about", "reading", "kind", "rows", "x")
+            },
+            "recipe": recipe.name,
+            "measure": MEASURES[recipe.measure],
+            "columns": list(recipe.columns),
+            "scale": self.scale and {"name": self.scale.name, "about": self.scale.about},
+            "axes": [
+                {
+                    "name": axis,
+                    "values": [{"name": v.name, "title": v.title} for v in values if v.name in used[axis]],
+                }
+                for axis, values in recipe.axes.items()
+            ],
+            "command": self.command,
+            "machine": machine(),
+            "versions": versions(),
+            "cells": [self._cell(cell) for cell in cells],
+        }
+
+    def _cell(self, cell: Cell) -> dict[str, Any]:
+        runs = []
+        for seed, config in cell.configs.items():
+            mark = identity(config, config.method)
+            folder = os.path.relpath(self.run(mark), self.path)
+            result = measured(self.results.get(mark, {"finished": False, "failed": None}), cell.measure)
+            runs.append({"seed": seed, "identity": mark, "folder": folder, **result})
+        return {"at": dict(cell.at), "published": cell.published and cell.published._asdict(), "runs": runs}
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """Return what a sweep.json says; raise UserError where it is damaged, or of another format."""
+    try:
+        facts = atomic_io.parsed(data)
+        number = facts["format"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} is damaged; remove it and run the sweep again: finished runs are kept.") from error
+    if number != FORMAT:
+        raise UserError(
+            f"{path} has format {number}, but this halfmoon reads {FORMAT}; remove it and run the sweep again: runs of "
+            "an equal configuration are kept."
+        )
+    return facts
+
+
+def entry(summary: Mapping[str, Any] | None, failed: str | None = None) -> dict[str, Any]:
+    """Return what sweep.json says of a run that is over."""
+    if summary is None:
+        return {"finished": False, "failed": failed}
+    names = ("accuracy", "measured", "cost", "seconds")
+    return {"finished": True, "failed": None, **{name: summary[name] for name in names if name in summary}}
+
+
+def measured(result: Mapping[str, Any], measure: str) -> dict[str, Any]:
+    """Return an entry whose "accuracy" is the share that its cell compares, which may be another than the test's.
+
+    A run without such a number has failed there.
+    """
+    kept = {name: value for name, value in result.items() if name != "measured"}
+    if measure == "test" or not result["finished"]:
+        return kept
+    accuracy = result.get("measured", {}).get(measure)
+    if accuracy is None:
+        return {"finished": False, "failed": f"it has recorded no {MEASURES[measure]}"}
+    return {**kept, "accuracy": accuracy}
+
+
+def machine() -> dict[str, Any]:
+    """Return what this machine is: its processor, how many cores it gives, and its GPU."""
+    import torch  # slow to import
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {"cpu": _processor(), "cores": cores(), "gpu": gpu}
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    return {
+        "halfmoon": metadata.version("halfmoon"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    for line in (atomic_io.read(Path("/proc/cpuinfo")) or b"").decode(errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,249 @@
+"""A small search over named options of a run, judged by validation images alone; a stopped one goes on.
+
+Optuna proposes the trials and keeps its journal in the folder; each trial is a run (or one a seed) in a folder named
+after its values, so that a trial that was stopped goes on from its checkpoint. The test images of the data set have no
+part in it: the runs have none.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.config import schema as settings
+from halfmoon.config.option_types import members
+from halfmoon.config.schema import Config
+from halfmoon.core import rng
+from halfmoon.core.errors import UserError
+from halfmoon.engine.client_update import Diverged
+from halfmoon.runs import runner
+from halfmoon.storage import atomic_io
+
+if TYPE_CHECKING:
+    import optuna
+
+JOURNAL, TABLE, BEST = "journal.log", "trials.csv", "best.toml"
+SHARE = 0.2
+"""The validation share where the configuration sets none aside."""
+
+KNOBS = ("lr=3e-4..1e-2", "labeled_view=cutout,weak,plain", "server_ema=0,0.9")
+"""What is searched where nothing is named."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """An option that is searched: one of `choices`, as words, or a number from `low` to `high`.
+
+    A range of real numbers of a factor of ten or more is searched by its logarithm.
+    """
+
+    name: str
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    whole: bool = False
+
+    @classmethod
+    def parse(cls, words: str) -> Knob:
+        """Return the knob that NAME=LOW..HIGH or NAME=VALUE,VALUE,... spells; raise UserError for any other words."""
+        name, sign, said = words.partition("=")
+        name = name.replace("-", "_")
+        if not sign or not said:
+            raise UserError(f"--knob {words!r} is not NAME=LOW..HIGH or NAME=VALUE,VALUE: write lr=1e-4..1e-2.")
+        own = "." in name
+        if not own and (name not in settings.kinds() or name in _FIXED):
+            raise (
+                settings.unknown_option(name, None)
+                if name not in settings.kinds()
+                else UserError(f"--knob {name}: it cannot be searched, for it says what the search is.")
+            )
+        low, dots, high = said.partition("..")
+        if not dots:
+            choices = tuple(said.split(","))
+            for each in choices if not own else ():
+                settings.parse(name, each)
+            return cls(name, choices)
+        try:
+            ends = float(low), float(high)
+        except ValueError as error:
+            raise UserError(f"--knob {words!r}: {said!r} is no range of numbers, such as 1e-4..1e-2.") from error
+        if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
+            raise UserError(f"--knob {words!r}: a range goes from a smaller to a larger number.")
+        kinds = () if own else members(settings.kinds()[name])
+        if not own and not {int, float} & set(kinds):
+            raise UserError(f"--knob {words!r}: {name} is no number; name its values: {name}=A,B.")
+        return cls(name, (), *ends, whole=int in kinds and float not in kinds)
+
+    def ask(self, trial: optuna.Trial) -> Any:
+        """Return the value that a trial gives it."""
+        if self.choices:
+            return trial.suggest_categorical(self.name, self.choices)
+        if self.whole:
+            return trial.suggest_int(self.name, int(self.low), int(self.high))
+        return trial.suggest_float(self.name, self.low, self.high, log=self.low > 0 and self.high >= 10 * self.low)
+
+
+_FIXED = {
+    "data",
+    "data_dir",
+    "cache",
+    "method",
+    "baselines",
+    "seed",
+    "split_seed",
+    "validation_share",
+    "run_dir",
+    "split",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One that was played: its values, and the accuracy on validation images, a share; None where it diverged."""
+
+    number: int
+    values: Mapping[str, Any]
+    accuracy: float | None
+
+
+def tune(
+    config: Config,
+    knobs: Sequence[Knob],
+    trials: int,
+    seeds: Sequence[int],
+    folder: Path,
+    say: Callable[[str], None] = lambda words: None,
+) -> list[Trial]:
+    """Play trials until there are so many in the folder, and return all of them, the best first.
+
+    A trial's accuracy is that of the chosen round on the validation images, in the mean over `seeds`. Raise UserError
+    where the extra "tune" is not installed, a knob cannot be what it is to be, or the folder holds another search.
+    """
+    optuna = _optuna()
+    if not config.validation_share:
+        config = replace(config, validation_share=SHARE)
+    marks = json.dumps([settings.text(replace(config, run_dir=None)), [str(each) for each in knobs], list(seeds)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        store = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
+    except OSError as error:
+        raise UserError(f"{folder}: it cannot be written ({atomic_io.reason(error)}); choose another.") from error
+    study = optuna.create_study(storage=store, study_name="halfmoon", direction="maximize", load_if_exists=True)
+    # A search that goes on draws other values than it has drawn.
+    number = rng.number(config.seed, "tune", len(study.get_trials(deepcopy=False)))
+    study.sampler = optuna.samplers.TPESampler(seed=number % 2**32)
+    if study.user_attrs.setdefault("search", marks) != marks:
+        raise UserError(f"{folder} holds another search (other options, knobs or seeds); choose another --run-dir.")
+    study.set_user_attr("search", marks)
+    for left in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        study.tell(left.number, state=optuna.trial.TrialState.FAIL)  # stopped: its values come first now
+        study.enqueue_trial(left.params)
+    while len(done := _done(study)) < trials:
+        trial = study.ask()
+        chosen = {knob.name: knob.ask(trial) for knob in knobs}
+        accuracy = _accuracy(config, chosen, seeds, folder)
+        trial.set_user_attr("diverged", accuracy is None)
+        study.tell(trial, 0.0 if accuracy is None else accuracy)
+        said = "diverged" if accuracy is None else f"{100 * accuracy:.2f} %"
+        say(f"trial {len(done) + 1} of {trials}: {said} with {_words(chosen)}")
+        _write(folder, config, _done(study), knobs)
+    _write(folder, config, done, knobs)
+    return sorted(done, key=lambda each: -1.0 if each.accuracy is None else each.accuracy, reverse=True)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError("halfmoon tune needs optuna: pip install 'halfmoon[tune]'.") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _done(study: optuna.Study) -> list[Trial]:
+    """Return the trials that came to their end, in their order."""
+    return [
+        Trial(each.number, dict(each.params), None if each.user_attrs.get("diverged") else each.value)
+        for each in study.get_trials(deepcopy=False)
+        if each.value is not None
+    ]
+
+
+def applied(config: Config, chosen: Mapping[str, Any]) -> Config:
+    """Return the configuration with the knobs at these values; raise UserError where they do not fit together."""
+    changes: dict[str, Any] = {}
+    options: dict[str, Any] = dict(config.options)
+    for name, value in chosen.items():
+        if "." in name:
+            method, own = name.split(".", 1)
+            options[method] = {**dict(options.get(method) or {}), own: _value(value)}
+        else:
+            changes[name] = settings.parse(name, value) if isinstance(value, str) else value
+    made = replace(config, **changes, options=options)
+    settings.check_methods(made)
+    return made
+
+
+def _value(said: Any) -> Any:
+    """Return a method's option: a number, true or false where the words are one."""
+    if not isinstance(said, str):
+        return said
+    try:
+        value = json.loads(said)
+    except ValueError:
+        return said
+    return value if isinstance(value, bool | int | float) else said
+
+
+def _accuracy(config: Config, chosen: Mapping[str, Any], seeds: Sequence[int], folder: Path) -> float | None:
+    """Return the accuracy on validation images with these values, None where a loss was no number."""
+    made = applied(config, chosen)
+    name = hashlib.sha256(json.dumps(dict(chosen), sort_keys=True).encode()).hexdigest()[:12]
+    found = []
+    for seed in seeds:
+        path = folder / f"trial-{name}" / f"seed-{seed}"
+        try:
+            if runner.finished(path) is None:
+                runner.cell(replace(made, seed=seed, run_dir=None), path, tests=False)
+        except Diverged:
+            return None
+        rows = [
+            row["validation"]["accuracy"] for row in atomic_io.read_rows(path / "metrics.jsonl") if "validation" in row
+        ]
+        found.append(max(rows))
+    return statistics.fmean(found)
+
+
+def _write(folder: Path, config: Config, done: Sequence[Trial], knobs: Sequence[Knob]) -> None:
+    """Write the log of trials as CSV, and the configuration with the best values."""
+    text = io.StringIO()
+    names = [knob.name for knob in knobs]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["trial", "validation_accuracy", *names])
+    for each in done:
+        accuracy = "" if each.accuracy is None else repr(each.accuracy)
+        writer.writerow([each.number, accuracy, *(each.values[name] for name in names)])
+    files = {TABLE: text.getvalue()}
+    good = [each for each in done if each.accuracy is not None]
+    if good:
+        best = max(good, key=lambda each: each.accuracy or 0.0)
+        files[BEST] = settings.text(applied(config, best.values))
+    try:
+        for name, words in files.items():
+            atomic_io.replace(folder / name, words.encode())
+    except OSError as error:
+        raise UserError(f"{folder}: it cannot be written ({atomic_io.reason(error)}); go on when it can.") from error
+
+
+def _words(chosen: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in chosen.items()
+    )

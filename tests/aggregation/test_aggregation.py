@@ -1,0 +1,193 @@
+"""What stands between uploads and a method: what a guard is told, what it may do, before which methods it can stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from scenes import begin, dataset, furthest, play, simulate, task
+from test_contract import scene
+
+from halfmoon.aggregation import AggregationContext, changed, sent, update
+from halfmoon.api.requirements import requirements_of
+from halfmoon.config.schema import Config
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.engine.loop import TooFew
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.fedrgd import FedRGD
+from halfmoon.privacy.clipping import Clipped
+from halfmoon.runs.factory import method
+
+ROUNDS = range(3)
+
+
+@dataclass
+class Recorder:
+    """A guard that does `act` and keeps what it was told."""
+
+    act: Any = None
+    seen: list[AggregationContext] = field(default_factory=list)
+
+    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        self.seen.append(question)
+        return (range(len(question.clients)), up) if self.act is None else self.act(question, up)
+
+    def row(self) -> dict[str, Any]:
+        return {"questions": len(self.seen)}
+
+    def ended(self, round: int) -> str | None:
+        return None
+
+
+def question(down: Tree, each: Tree, clients: tuple[int, ...]) -> AggregationContext:
+    """Return a question of round 1 that all were asked and all answered."""
+    return AggregationContext(0, 0, 0, "train", down, each, clients, len(clients), True)
+
+
+def mean_for_all(asked: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    """Put the weighted mean of the updates in the place of each."""
+    change = tree.weighted_mean(update(up, asked), up["weight"])
+    return range(len(asked.clients)), changed(up, asked, change)
+
+
+def test_an_update_is_what_a_client_changed_and_nothing_else():
+    """Counts, new names and other shapes are no update; what came for one client alone is its own start."""
+    down = {"params": {"w": torch.tensor([1.0, 2.0])}, "round": torch.tensor(3)}
+    each = {"own": torch.tensor([[10.0], [20.0]])}
+    up = {
+        "params": {"w": torch.tensor([[1.5, 2.0], [0.0, 2.0]])},
+        "own": torch.tensor([[11.0], [19.0]]),
+        "round": torch.tensor([4, 4]),
+        "weight": torch.tensor([2.0, 3.0]),
+    }
+    asked = question(down, each, (4, 7))
+    change = update(up, asked)
+    assert {path: leaf.tolist() for path, leaf in change.items()} == {
+        "params/w": [[0.5, 0.0], [-1.0, 0.0]],
+        "own": [[1.0], [-1.0]],
+    }
+    again = changed(up, asked, change)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(up), strict=True))
+    one = changed(up, asked, {"params/w": torch.tensor([5.0, 5.0])})
+    assert one["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
+    assert one["weight"].tolist() == [2.0, 3.0]
+    assert sent(asked.only([1]))["own"].tolist() == [[20.0]]
+    assert asked.only([1]).clients == (7,)
+
+
+def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
+    """A run beside one is equal in every bit; it is told the round, the trip, and who answered, in order."""
+    made, shared, plain = scene("fedavg-fixmatch", "both", client_dropout=0.4)
+    aggregator = Recorder()
+    _, _, baselines = scene("fedavg-fixmatch", "both", client_dropout=0.4, aggregators=[aggregator])
+    for one, two in zip(
+        play(made, plain, begin(made, shared), ROUNDS), play(made, baselines, begin(made, shared), ROUNDS), strict=True
+    ):
+        assert furthest(two.server, one.server) == 0
+        assert two.report.cohort == one.report.cohort
+    assert [(asked.round, asked.query, asked.work) for asked in aggregator.seen] == [(k, 0, "train") for k in ROUNDS]
+    assert list(aggregator.seen[-1].clients) == two.report.cohort
+    assert aggregator.seen[-1].asked == baselines.size
+    assert all(asked.drawn for asked in aggregator.seen)
+    assert two.report.aggregator == {"questions": 3}
+
+
+def test_whom_a_guard_leaves_out_has_not_answered():
+    """The cohort and the average are without it; where nobody is left, the round has too few."""
+
+    def first_only(asked: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+        return [0], tree.map(lambda leaf: leaf[:1], up)
+
+    made, _, alone = scene("fedavg", "both", aggregators=[Recorder(first_only)])
+    shared = alone.base
+    (played,) = play(made, alone, begin(made, shared), [0])
+    alone.open(0)
+    first = int(alone.cohort[0])
+    assert played.report.cohort == [first]
+    up = alone.ask("train", begin(made, shared), to=torch.tensor([first]))
+    assert furthest(played.server, {name: tree.index(up, 0)[name] for name in played.server}) < 1e-12
+    _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, up: ([], {}))])
+    with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has no usable upload"):
+        play(made, empty, begin(made, shared), [0])
+
+
+SUMS = [name for name in registry.names() if not registry.entry(name).singles]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
+    """With the weighted mean in the place of every upload its server does the same, to rounding."""
+    made, shared, plain = scene(name, "both")
+    _, _, summed = scene(name, "both", aggregators=[Recorder(mean_for_all)])
+    one = play(made, plain, begin(made, shared), ROUNDS)
+    two = play(made, summed, begin(made, shared), ROUNDS)
+    assert furthest(two[-1].server, one[-1].server) < 1e-9
+
+
+def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
+    """With sbn 'server' a sum is enough, for its mean and to be private; a network without such statistics has none."""
+    made, shared = registry.make("semifl", {"tau": 0.39, "sbn": "server"}), task(rounds=3)
+    held, recorder = dataset(place="server"), Recorder(mean_for_all)
+    plain, summed = simulate(made, shared, held), simulate(made, shared, held, aggregators=[recorder])
+    one = play(made, plain, begin(made, shared), ROUNDS)
+    two = play(made, summed, begin(made, shared), ROUNDS)
+    assert furthest(two[-1].server, one[-1].server) < 1e-9
+    assert {asked.work for asked in recorder.seen} == {"train"}
+    config = Config(method="semifl", labels_at="server", secure_aggregation=True, options={"sbn": "server"})
+    assert method(config)
+    assert method(replace(config, options={}, norm="group"))
+    robust = replace(config, secure_aggregation=False, aggregation="median")
+    assert method(robust)
+    with pytest.raises(UserError, match="no rule looks; use norm 'group' or 'none', or sbn 'server'"):
+        method(replace(robust, options={}))
+
+
+def test_the_servers_own_training_is_not_clipped():
+    """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
+    made, shared = registry.make("semifl", {"tau": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
+    first = begin(made, shared)
+    clipped = simulate(Clipped(made, 1e-12), shared, dataset(place="server"))
+    (played,) = play(Clipped(made, 1e-12), clipped, first, range(1))
+    moved = furthest(played.server["params"], first["params"])
+    alone = simulate(made, shared, dataset(place="server"))
+    alone.open(0)
+    alone.ask_server("census", first)  # each trip of a round has random numbers of its own
+    alone.ask("train", first)
+    tuned = alone.ask_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
+    assert moved > 1e-3
+    assert furthest(played.server["params"], tuned["params"]) < 1e-9
+
+
+@dataclass(frozen=True)
+class OtherGroups(FedRGD):
+    """A method of somebody's own that begins with one of ours."""
+
+
+class Undeclared:
+    """A method that says nothing of itself."""
+
+
+def test_a_method_of_ones_own_is_refused_unless_it_declares_a_sum():
+    """What inherits from FedRGD needs single uploads as FedRGD does, and so does what declares nothing."""
+    for made in (OtherGroups(), Undeclared()):
+        assert requirements_of(made).aggregation == "individual"
+        entry = registry.MethodEntry("other", "Other", "none", "a method of one's own", made)  # type: ignore[arg-type]
+        assert entry.singles == requirements_of(made).reason != ""
+    assert requirements_of(FedAvg()).aggregation == "sum"
+
+
+def test_the_catalog_says_which_methods_need_single_uploads():
+    """FedDure and FedAvg do not; the others are refused, with the reason, wherever only a sum is seen."""
+    assert {"feddure", "fedavg", "fedavg-fixmatch", "fedloke", "fml"} <= set(SUMS)
+    for name in set(registry.names()) - set(SUMS):
+        entry = registry.entry(name)
+        if entry.pooled:
+            continue
+        with pytest.raises(UserError, match="secure_aggregation cannot be used"):
+            method(Config(method=name, labels_at=entry.places[0], secure_aggregation=True))

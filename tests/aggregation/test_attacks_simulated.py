@@ -1,0 +1,291 @@
+"""Hostile clients of a simulation: each attack is what it says, the same in every executor, and refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same
+from test_contract import scene
+from test_robust import SMALL, stopping
+
+from halfmoon.aggregation import AggregationContext
+from halfmoon.aggregation.attacks import FLIP, NOISE, Attack, Hostile, hostile
+from halfmoon.aggregation.robust import Finite, Robust
+from halfmoon.cli import main as cli
+from halfmoon.config.schema import Config
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.local_clients import FederatedDataset
+from halfmoon.federation.server.plan import load
+from halfmoon.runs import runner
+from halfmoon.storage.run_folder import METRICS
+
+ATTACKS: tuple[Attack, ...] = get_args(Attack)
+UPLOADS: tuple[Attack, ...] = ("sign-flip", "noise", "stale", "nan")  # those that touch what is sent
+EVERY = pytest.mark.parametrize("attack", ATTACKS)
+CLIENTS = (3, 5, 8)
+
+
+def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Tree]:
+    """Return a question that three clients have answered, and their uploads in float32."""
+    g = torch.Generator().manual_seed(0)
+    down = {"params": {"w": torch.randn(4, 5, generator=g), "b": torch.randn(3, generator=g)}, "stats": {}}
+    moved = {name: torch.randn(3, *leaf.shape, generator=g) for name, leaf in down["params"].items()}
+    params = {name: leaf + moved[name] for name, leaf in down["params"].items()}
+    up = {"params": params, "stats": {}, "appu": torch.rand(3, 2, generator=g), "weight": torch.tensor([4.0, 5.0, 6.0])}
+    return AggregationContext(round, 0, query, "train", down, {}, CLIENTS, 3, True), up
+
+
+def attacked(
+    attack: Attack, round: int = 0, query: int = 0, bad: tuple[int, ...] = (5,), seed: int = 7
+) -> tuple[Tree, Tree, Tree]:
+    """Return what went down, what came up, and what the attack makes of it."""
+    question, up = cohort(round, query)
+    places, new = Hostile(attack, bad, seed).uploads(question, up)
+    assert list(places) == [0, 1, 2]
+    return question.down, up, new
+
+
+def change(up: Tree, down: Tree, place: int) -> torch.Tensor:
+    """Return all that one client changed, one vector in float64."""
+    moved = [up["params"][name][place].double() - down["params"][name].double() for name in ("w", "b")]
+    return torch.cat([each.flatten() for each in moved])
+
+
+@pytest.mark.parametrize("attack", UPLOADS)
+def test_honest_clients_and_what_is_no_update_keep_their_bits(attack: Attack):
+    _, up, new = attacked(attack)
+    honest = [0, 2]
+    assert same(tree.map(lambda leaf: leaf[honest], new), tree.map(lambda leaf: leaf[honest], up))
+    assert torch.equal(new["weight"], up["weight"])
+    assert torch.equal(new["appu"], up["appu"])
+    assert not torch.equal(new["params"]["w"][1], up["params"]["w"][1])
+
+
+def test_a_flipped_update_points_the_other_way_and_is_as_long():
+    assert FLIP == 1
+    down, up, new = attacked("sign-flip")
+    assert change(new, down, 1).tolist() == pytest.approx((-change(up, down, 1)).tolist(), abs=1e-6)
+
+
+def test_a_stale_upload_is_what_was_sent():
+    down, _, new = attacked("stale")
+    assert all(torch.equal(new["params"][name][1], leaf) for name, leaf in down["params"].items())
+
+
+def test_a_nan_upload_is_no_number_anywhere():
+    _, _, new = attacked("nan")
+    assert all(bool(leaf[1].isnan().all()) for leaf in tree.leaves(new["params"]))
+
+
+def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
+    """Its norm is exact; equal for one round, trip, client and seed, and different where any of them differs."""
+    assert NOISE == 10
+    down, up, new = attacked("noise")
+    drawn = change(new, down, 1) - change(up, down, 1)
+    assert float(drawn.norm()) == pytest.approx(10 * float(change(up, down, 1).norm()), rel=1e-5)
+    _, _, again = attacked("noise")
+    assert same(again, new)
+    others = [attacked("noise", 1), attacked("noise", 0, 1), attacked("noise", seed=8), attacked("noise", bad=(5, 3))]
+    for number, (_, _, other) in enumerate(others):
+        assert torch.equal(other["params"]["w"][1], new["params"]["w"][1]) == (number == 3)
+    directions = [change(each, down, 1) - change(up, down, 1) for _, _, each in others[:3]]
+    directions.append(change(others[3][2], down, 0) - change(up, down, 0))
+    for each in directions:
+        assert abs(float(torch.cosine_similarity(each, drawn, 0))) < 0.9
+
+
+def test_noise_is_normal():
+    """Of 200,000 numbers in units of their deviation: mean 0, deviation 1, kurtosis 3, within four sigmas."""
+    down = {"w": torch.zeros(200_000)}
+    up = {"w": torch.full((1, 200_000), 1e-3)}
+    _, new = Hostile("noise", [0], 1).uploads(AggregationContext(0, 0, 0, "train", down, {}, (0,), 1, True), up)
+    z = (new["w"][0] - 1e-3).double() / (NOISE * 1e-3)
+    assert abs(float(z.mean())) < 4 / 200_000**0.5
+    assert float(z.square().mean()) == pytest.approx(1, abs=1e-5)  # its norm is fixed
+    assert float(z.pow(4).mean()) == pytest.approx(3, abs=4 * (96 / 200_000) ** 0.5)
+
+
+def test_who_is_hostile_is_fixed_by_the_seed():
+    """The first ceil(share * clients) of a permutation: of 10, 0.3 is 3 and 0.31 is 4; more include fewer."""
+    assert [len(hostile(10, share, 0)) for share in (0.0, 0.1, 0.3, 0.31)] == [0, 1, 3, 4]
+    assert len(hostile(100, 0.29, 0)) == 29
+    assert hostile(10, 0.3, 0) == hostile(10, 0.3, 0)
+    assert set(hostile(10, 0.3, 0)) < set(hostile(10, 0.49, 0))
+    order = torch.randperm(10, generator=rng.generator(5, "hostile"))[:3].sort().values.tolist()
+    assert hostile(10, 0.3, 5) == order
+    assert len({tuple(hostile(10, 0.3, seed)) for seed in range(20)}) > 10
+
+
+def test_a_row_names_the_hostile_clients_of_the_round():
+    question, up = cohort()
+    aggregator = Hostile("stale", (8, 3, 77), 0)
+    aggregator.uploads(question, up)
+    assert aggregator.row() == {"hostile": [3, 8]}
+    assert aggregator.row() == {"hostile": []}
+
+
+# Labels
+
+
+def test_liars_call_class_c_the_class_as_far_from_the_other_end():
+    """Of four classes 0, 1, 2, 3 become 3, 2, 1, 0, in labeled rows of liars alone; hidden labels stay true."""
+    honest = dataset()
+    lying = FederatedDataset(honest.train, honest.split, liars=frozenset({1, 3}), classes=CLASSES)
+    for client in range(len(SIZES)):
+        (data, hidden), (told, true) = honest.local(client), lying.local(client)
+        assert told.y.tolist() == [(3 - label if client in (1, 3) else label) for label in data.y.tolist()]
+        assert torch.equal(told.x, data.x)
+        assert torch.equal(told.u, data.u)
+        assert torch.equal(true, hidden)
+    served = dataset(place="server")
+    lying = FederatedDataset(served.train, served.split, liars=frozenset({1, 3}), classes=CLASSES)
+    assert torch.equal(lying.local(SERVER)[0].y, served.local(SERVER)[0].y)
+
+
+def test_a_liar_trains_on_what_it_says():
+    """A round whose hostile clients have flipped labels equals one whose images carry these labels from the start."""
+    made, shared, lied = scene("fedavg", "both")
+    held = lied.dataset
+    lied.local_clients.dataset = lied.dataset = FederatedDataset(
+        held.train, held.split, liars=frozenset({0, 2}), classes=CLASSES
+    )
+    _, _, other = scene("fedavg", "both")
+    labels = held.train.labels.clone()
+    for client in (0, 2):
+        rows = torch.from_numpy(held.rows(client, True))
+        labels[rows] = CLASSES - 1 - labels[rows]
+    relabeled = held.train._replace(labels=labels)
+    other.local_clients.dataset = other.dataset = FederatedDataset(relabeled, held.split)
+    (one,) = play(made, lied, begin(made, shared), range(1))
+    (two,) = play(made, other, begin(made, shared), range(1))
+    assert same(one.server, two.server)
+
+
+# In rounds
+
+
+@pytest.mark.parametrize("attack", ["sign-flip", "noise", "stale"])
+def test_loop_equals_vmap_under_attack(attack: Attack):
+    played = []
+    for executor in ("loop", "vmap"):
+        made, shared, simulation = scene("fedavg-fixmatch", "both", executor, aggregators=[Hostile(attack, [1, 2], 3)])
+        played.append(play(made, simulation, begin(made, shared), range(3)))
+    for one, many in zip(*played, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert one.report.aggregator == many.report.aggregator
+        assert one.report.aggregator is not None
+        assert one.report.aggregator["hostile"] == [k for k in (1, 2) if k in one.report.cohort]
+
+
+@pytest.mark.parametrize("attack", UPLOADS)
+def test_nobody_hostile_changes_nothing(attack: Attack):
+    made, shared, plain = scene("fedavg", "both")
+    _, _, baselines = scene("fedavg", "both", aggregators=[Hostile(attack, hostile(4, 0.0, 3), 3), Finite()])
+    one = play(made, plain, begin(made, shared), range(2))
+    two = play(made, baselines, begin(made, shared), range(2))
+    assert same(one[-1].server, two[-1].server)
+
+
+def test_a_stale_client_holds_the_mean_back_by_its_weight():
+    """FedAvg with weights w: mean = sum over honest w u + w of the stale one times the model that was sent."""
+    made, shared, plain = scene("fedavg-fixmatch", "both")
+    server = begin(made, shared)
+    plain.open(0)
+    up = plain.ask("train", server)
+    bad = int(plain.cohort[1])
+    shares = (up["weight"] / up["weight"].sum()).tolist()
+
+    def wanted(leaf: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
+
+    _, _, held = scene("fedavg-fixmatch", "both", aggregators=[Hostile("stale", [bad], 0)])
+    (played,) = play(made, held, server, range(1))
+    mean = {name: tree.map(wanted, up[name], server[name]) for name in server}
+    assert furthest(played.server, mean) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["clip", "median", "trimmed", "krum"])
+def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
+    """The cohort of the round is without it, and the model is finite."""
+    made, shared, simulation = scene("fedavg", "both", aggregators=[Hostile("nan", [1], 0), Robust(rule, 0.2)])
+    met = False
+    for one in play(made, simulation, begin(made, shared), range(4)):
+        assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server))
+        assert 1 not in one.report.cohort
+        assert one.report.aggregator is not None
+        met |= one.report.aggregator.get("not_finite") == [1]
+    assert met
+
+
+# Runs
+
+
+def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It names the client and the option; no model is written, and nothing is said of Python."""
+    words = "run --method fedavg --rounds 2 --clients 5 --cohort 5 --steps 1 --width 2 --threads 1 --device cpu"
+    words += f" --attack nan --attackers 0.2 --run-dir {tmp_path / 'run'}"
+    (bad,) = hostile(5, 0.2, 0)
+    assert cli.main(words.split()) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"the upload of client {bad} in round 1 (train) is not finite" in said
+    assert "--aggregation clip, median, trimmed or krum" in said
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+HONEST: dict[str, Any] = {"method": "fedavg", "aggregation": "median", **SMALL, "labels_per_class": 2.0}
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run that no client attacks."""
+    folder = tmp_path_factory.mktemp("honest") / "run"
+    runner.start(Config(run_dir=folder, **HONEST))
+    return folder
+
+
+@EVERY
+def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, honest: Path, tmp_path, monkeypatch):
+    """Killed after its second round and resumed, the run has the bytes of a straight one, noise and rows as well.
+
+    Without the attack it has others: the option reaches the clients.
+    """
+    run = {**HONEST, "attack": attack, "attackers": 0.2}
+    runner.start(Config(run_dir=tmp_path / "whole", **run))
+    monkeypatch.setattr(runner, "play", stopping(runner.play, 2))
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(Config(run_dir=tmp_path / "cut", **run))
+    monkeypatch.undo()
+    runner.resume(tmp_path / "cut")
+    for name in ("model.safetensors", METRICS):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    models = [(each / "model.safetensors").read_bytes() for each in (tmp_path / "whole", honest)]
+    assert models[0] != models[1]
+    rows = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
+    assert [row["aggregation"]["hostile"] for row in rows] == [hostile(5, 0.2, 0)] * 3
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (tmp_path / "whole", honest)]
+    assert summaries[0]["defenses"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
+    assert summaries[1]["defenses"] == {"aggregation": "median"}
+
+
+def test_pooled_rows_have_no_hostile_client(tmp_path: Path):
+    config = Config(method="fixmatch", attack="stale", attackers=0.2, run_dir=tmp_path / "run", **SMALL)
+    with pytest.raises(UserError, match="attack needs clients, but method fixmatch has all rows in one place"):
+        runner.start(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_server_of_real_sites_knows_no_attack(tmp_path: Path):
+    path = tmp_path / "federation.toml"
+    table = '[federation]\nsites = ["a", "b"]\nclasses = ["x", "y"]\nimage = [1, 16, 16]\n'
+    path.write_text(f'attack = "nan"\nattackers = 0.2\ncohort = 2\n{table}')
+    with pytest.raises(UserError, match=r"attack is 'nan' in federation.toml, but .* in simulations alone: leave"):
+        load(path)
+    path.write_text(f"cohort = 2\n{table}")
+    assert load(path).config.attack == "none"

@@ -1,0 +1,413 @@
+"""Robust aggregation: each rule against numbers by hand, numpy and scipy; before methods, and in both executors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import begin, furthest, play, same
+from scipy import stats
+from test_contract import scene
+
+from halfmoon.aggregation import AggregationContext
+from halfmoon.aggregation.robust import Robust, Rule, distances, finite, krum, median, tolerated, trimmed
+from halfmoon.config.schema import Config
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods import registry
+from halfmoon.runs import runner
+from halfmoon.runs.factory import aggregators, method
+from halfmoon.storage.run_folder import METRICS
+
+RULES: tuple[Rule, ...] = ("clip", "median", "trimmed", "krum")
+EVERY = pytest.mark.parametrize("rule", RULES)
+ONE: tuple[Rule, ...] = ("median", "trimmed", "krum")  # the rules that make one aggregate
+ROUNDS = range(2)
+
+batches = st.integers(1, 9).flatmap(
+    lambda k: st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3), min_size=k, max_size=k)
+)
+
+
+def ask(count: int, down: Tree) -> AggregationContext:
+    """Return a question that clients 0, 10, 20, ... have answered."""
+    return AggregationContext(0, 0, 0, "train", down, {}, tuple(range(0, 10 * count, 10)), count, True)
+
+
+def models(values: Sequence[Sequence[float]], stats: Sequence[Sequence[float]] | None = None) -> tuple[Tree, Tree]:
+    """Return a model of ones and zeros that was sent, and uploads that changed it by these rows."""
+    change = torch.tensor(values, dtype=torch.float64)
+    more = torch.zeros_like(change) if stats is None else torch.tensor(stats, dtype=torch.float64)
+    down = {"params": {"w": torch.ones_like(change[0])}, "stats": {"mean": torch.zeros_like(more[0])}}
+    up = {"params": {"w": 1 + change}, "stats": {"mean": more}, "weight": torch.arange(1, len(change) + 1).double()}
+    return down, up
+
+
+def ruled(
+    rule: Rule, values: Sequence[Sequence[float]], byzantine: float = 0.2, **more: Any
+) -> tuple[list[list[float]], dict[str, Any]]:
+    """Return the updates (k, n) that a rule makes of these, and its row."""
+    down, up = models(values, **more)
+    aggregator = Robust(rule, byzantine)
+    places, new = aggregator.uploads(ask(len(values), down), up)
+    assert list(places) == list(range(len(values)))
+    assert torch.equal(new["weight"], up["weight"])
+    return (new["params"]["w"] - 1).tolist(), aggregator.row()
+
+
+# Each rule, by hand
+
+
+def test_clip_scales_down_to_the_median_norm():
+    """Norms 5, 1, 10, 2: the median is the mean of 2 and 5, 3.5. So (3, 4) becomes 0.7 of itself, (6, -8) 0.35."""
+    new, row = ruled("clip", [[3, 4], [0, 1], [6, -8], [2, 0]])
+    assert new == [pytest.approx([2.1, 2.8]), [0, 1], pytest.approx([2.1, -2.8]), [2, 0]]
+    assert row == {"clipped": 2, "counted": 4, "median_norm": {"parameters": 3.5, "statistics": 0.0}}
+
+
+def test_statistics_are_clipped_by_themselves():
+    """Huge statistics do not raise the parameters' bound: 1, 2, 3 -> 2; nor parameters theirs: 100, 0, 300 -> 100."""
+    down, up = models([[1], [2], [3]], [[100], [0], [300]])
+    aggregator = Robust("clip", 0.2)
+    _, new = aggregator.uploads(ask(3, down), up)
+    assert (new["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
+    assert new["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
+    assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
+
+
+def test_median_of_an_even_number_is_the_mean_of_the_middle_two():
+    """Coordinates (1, 2, 10, 4) and (0, -5, 7, 1): 3 and 0.5, for everyone."""
+    new, row = ruled("median", [[1, 0], [2, -5], [10, 7], [4, 1]])
+    assert new == [pytest.approx([3, 0.5])] * 4
+    assert row == {"counted": 4}
+
+
+def test_trimmed_leaves_out_a_share_at_both_ends():
+    """Of 5 a share of 0.2 is one: (1, 2, 3, 4, 100) without 1 and 100 has the mean 3. Of 4 it is none."""
+    new, row = ruled("trimmed", [[4], [100], [1], [3], [2]])
+    assert new == [pytest.approx([3])] * 5
+    assert row == {"trimmed": 2, "counted": 5}
+    assert ruled("trimmed", [[4], [100], [1], [3]])[0] == [pytest.approx([27])] * 4
+
+
+def test_krum_chooses_the_update_nearest_to_its_neighbors():
+    """Five on a line at 0, 1, 3, 4 and 100, one hostile: each has 5 - 1 - 2 = 2 neighbors.
+
+    Squared distances to the nearest two: 1 + 9, 1 + 4, 1 + 4, 1 + 9, 96^2 + 97^2. Of the equal ones the first is taken.
+    """
+    new, row = ruled("krum", [[0], [1], [3], [4], [100]])
+    assert new == [[1]] * 5
+    assert row == {"chosen": 10, "expected": 1}
+
+
+def test_krum_looks_at_parameters_alone_and_takes_statistics_along():
+    down, up = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
+    _, new = Robust("krum", 0.2).uploads(ask(5, down), up)
+    assert new["stats"]["mean"].flatten().tolist() == [1e9] * 5
+
+
+def test_whoever_weighs_nothing_has_no_say():
+    """A client without labels sends back what it got: it is no vote for standing still."""
+    down, up = models([[2], [4], [0], [0], [0]])
+    up["weight"] = torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double()
+    wanted: dict[Rule, int] = {"median": 3, "trimmed": 3, "krum": 2}
+    for rule in ONE:
+        aggregator = Robust(rule, 0.2)
+        _, new = aggregator.uploads(ask(5, down), up)
+        assert (new["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
+    aggregator = Robust("clip", 0.2)
+    _, new = aggregator.uploads(ask(5, down), up)
+    assert (new["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
+    up["weight"] = torch.zeros(5)
+    _, still = Robust("median", 0.2).uploads(ask(5, down), up)
+    assert same(still, up)
+
+
+# Against numpy, scipy and the paper
+
+
+@given(batches, st.floats(0, 0.49))
+@settings(deadline=None, max_examples=60)
+def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(rows: list[list[float]], share: float):
+    values = np.array(rows, np.float64)
+    leaf = torch.tensor(values)
+    assert median(leaf).numpy() == pytest.approx(np.median(values, axis=0), rel=1e-12, abs=1e-12)
+    cut = int(share * len(rows))
+    assert trimmed(leaf, cut).numpy() == pytest.approx(stats.trim_mean(values, share, axis=0), rel=1e-9, abs=1e-9)
+
+
+def naive_krum(vectors: np.ndarray, hostile: int) -> int:
+    """Return Krum's choice as Blanchard et al. 2017 write it: the smallest score, of equals the first."""
+    count, scores = len(vectors), []
+    for i in range(count):
+        others = sorted(float(((vectors[i] - vectors[j]) ** 2).sum()) for j in range(count) if j != i)
+        scores.append(sum(others[: count - hostile - 2]))
+    return int(np.argmin(scores))
+
+
+def test_krum_is_the_published_rule():
+    """On random updates of several leaves, with and without outliers; distances come by way of inner products."""
+    g = np.random.default_rng(0)
+    for trial in range(40):
+        k = int(g.integers(3, 12))
+        vectors = g.normal(size=(k, 40)) * np.where(np.arange(k)[:, None] < trial % 3, 1e3, 1.0)
+        hostile = int(g.integers(0, (k - 3) // 2 + 1))
+        change = {"params/a": torch.tensor(vectors[:, :24]).reshape(k, 4, 6), "params/b": torch.tensor(vectors[:, 24:])}
+        assert krum(change, hostile) == naive_krum(vectors, hostile)
+        direct = ((vectors[:, None] - vectors[None]) ** 2).sum(-1)
+        assert distances(change).numpy() == pytest.approx(direct, rel=1e-9, abs=1e-6)
+
+
+def test_distances_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
+    change = {"params/a": torch.randn(6, 50, generator=torch.Generator().manual_seed(0))}
+    whole = distances(change)
+    monkeypatch.setattr("halfmoon.aggregation.robust.CHUNK", 7)
+    assert furthest({"d": distances(change)}, {"d": whole}) < 1e-12
+
+
+def test_krum_bears_as_many_as_there_are_neighbors_for():
+    """2f + 3 of k: of 10 at most 3, of 5 one, of 3 none; never more than the share."""
+    assert [tolerated(count, 0.45) for count in (10, 5, 4, 3, 2, 1)] == [3, 1, 0, 0, 0, 0]
+    assert tolerated(10, 0.1) == 1
+    assert tolerated(10, 0.3) == 3  # 0.3 * 10 is not cut to 2
+    assert tolerated(100, 0.29) == 29  # nor 0.29 * 100, 28.999999999999996
+
+
+# What holds of every rule
+
+
+@EVERY
+def test_one_client_is_the_aggregate(rule: Rule):
+    """With one upload, and with equal ones, every rule gives what came."""
+    for count in (1, 2, 3, 4, 7):
+        new, _ = ruled(rule, [[1.5, -2.0, 0.25]] * count)
+        assert new == [pytest.approx([1.5, -2.0, 0.25])] * count
+
+
+def test_trimmed_of_nothing_is_the_mean():
+    values = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    new, row = ruled("trimmed", values.tolist(), byzantine=0.0)
+    assert new == [pytest.approx(values.mean(0).tolist())] * 6
+    assert row["trimmed"] == 0
+
+
+@EVERY
+def test_the_order_of_clients_changes_nothing(rule: Rule):
+    values = torch.randn(5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).tolist()
+    first, _ = ruled(rule, values)
+    for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
+        new, _ = ruled(rule, [values[k] for k in order])
+        assert [new[order.index(k)] for k in range(5)] == [pytest.approx(each) for each in first]
+
+
+def test_what_is_below_the_median_keeps_its_bits():
+    g = torch.Generator().manual_seed(3)
+    down = {"params": {"w": torch.randn(8, generator=g)}}
+    up = {"params": {"w": down["params"]["w"] + torch.randn(7, 8, generator=g)}}
+    _, new = Robust("clip", 0.2).uploads(ask(7, down), up)
+    norms = (up["params"]["w"] - down["params"]["w"]).double().norm(dim=1)
+    short = norms <= norms.median()
+    assert int(short.sum()) == 4
+    assert torch.equal(new["params"]["w"][short], up["params"]["w"][short])
+    long = (new["params"]["w"] - down["params"]["w"]).double().norm(dim=1)[~short]
+    assert long.tolist() == pytest.approx([float(norms.median())] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30, 3e38])
+@EVERY
+def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule: Rule, size: float):
+    """Of five in float32, one as far as numbers go: clip leaves it the median norm, the others the honest's range."""
+    honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
+    down = {"params": {"w": torch.full((6,), -1.0)}}
+    up = {"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}, "weight": torch.ones(5)}
+    places, new = Robust(rule, 0.2).uploads(ask(5, down), up)
+    assert list(places) == list(range(5))
+    moved = new["params"]["w"] + 1
+    if rule == "clip":
+        assert float(moved.norm(dim=1).max()) <= float(honest.norm(dim=1).max()) * (1 + 1e-6)
+    else:
+        assert bool((moved >= honest.min(0).values - 1e-6).all())
+        assert bool((moved <= honest.max(0).values + 1e-6).all())
+
+
+@EVERY
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
+    """The others are what they are without it, to the bit; a spoiled weight counts as well."""
+    values = torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    down, up = models(values.tolist())
+    rest = [0, 1, 3, 4, 5]
+    alone = Robust(rule, 0.2).uploads(ask(6, down).only(rest), tree.map(lambda leaf: leaf[rest], up))[1]
+    for path in ("params", "weight"):
+        _, spoiled = models(values.tolist())
+        leaf = spoiled["params"]["w"] if path == "params" else spoiled["weight"]
+        leaf[2, ...] = bad
+        aggregator = Robust(rule, 0.2)
+        places, new = aggregator.uploads(ask(6, down), spoiled)
+        assert list(places) == rest
+        assert same(new, alone)
+        assert aggregator.row()["not_finite"] == [20]
+
+
+def test_a_difference_that_is_not_finite_is_left_out():
+    down = {"params": {"w": torch.tensor([-3e38])}}
+    up = {"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}
+    places, new = Robust("median", 0.2).uploads(ask(3, down), up)
+    assert list(places) == [0, 2]
+    assert new["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
+
+
+def test_nobody_finite_is_nobody():
+    down, up = models([[1.0], [2.0]])
+    up["params"]["w"][:] = torch.nan
+    assert finite(list(tree.leaves(up))) == []
+    places, _ = Robust("median", 0.2).uploads(ask(2, down), up)
+    assert list(places) == []
+
+
+def test_a_question_without_an_update_passes():
+    """SemiFL's census, say: nothing in it came down, so that no rule has anything to say, and the row is empty."""
+    up = {"moments": {"mean": torch.tensor([[1.0], [9.0]])}, "rows": torch.tensor([4.0, 5.0])}
+    aggregator = Robust("median", 0.2)
+    places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), up)
+    assert list(places) == [0, 1]
+    assert same(new, up)
+    assert aggregator.row() == {}
+
+
+# Before methods
+
+
+def refused(rule: Rule, norm: Literal["batch", "group"] = "batch") -> set[str]:
+    """Return the methods that a configuration with this rule and norm is refused for, each with a reason."""
+    found: set[str] = set()
+    for name in registry.names():
+        config = Config(method=name, labels_at=registry.entry(name).places[0], aggregation=rule, norm=norm)
+        if registry.entry(name).unrobust(rule, norm):
+            with pytest.raises(UserError, match=f"aggregation '{rule}' cannot be used with method {name}: .*[.]"):
+                method(config)
+            found.add(name)
+        else:
+            method(config)
+    return found
+
+
+SINGLE = ("fedmatch", "heterofl", "semifed", "proxyfl", "fixmatch-proxy-tuning", "protofssl")
+ALONE = {name for name in registry.names() if name.startswith(SINGLE)}
+CENSUS = {name for name in registry.names() if name.startswith(("semifl", "heterofl", "fl2"))}
+
+
+@EVERY
+def test_the_methods_that_a_rule_cannot_stand_before(rule: Rule):
+    """By name: those that need single models, and those whose statistics no rule would look at."""
+    assert refused(rule) == (CENSUS if rule == "clip" else CENSUS | ALONE)
+    assert refused(rule, "group") == (set() if rule == "clip" else ALONE)
+
+
+PLAYED: dict[Rule, tuple[str, ...]] = {
+    "clip": ("feddb", "fedmatch", "semifed", "fml"),
+    "median": ("fedavg-fixmatch", "feddb", "fedrgd"),
+    "trimmed": ("fedavg-fixmatch", "feddb"),
+    "krum": ("feddure", "feddb", "fedrgd"),
+}
+
+
+@pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule in RULES for name in PLAYED[rule]])
+def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
+    """Three clients of unequal size in float64: the same server, to rounding, and the same row."""
+    played = []
+    for executor in ("loop", "vmap"):
+        made, shared, simulation = scene(name, "both", executor, aggregators=[Robust(rule, 0.34)])
+        played.append(play(made, simulation, begin(made, shared), ROUNDS))
+    for one, many in zip(*played, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert one.report.aggregator is not None
+        assert many.report.aggregator is not None
+        assert one.report.aggregator.keys() == many.report.aggregator.keys()
+        assert one.report.aggregator.get("chosen") == many.report.aggregator.get("chosen")
+    _, _, plain = scene(name, "both")
+    (first, *_) = play(made, plain, begin(made, shared), range(1))
+    assert furthest(played[0][0].server, first.server) > 1e-6  # the rule has done something
+
+
+@pytest.mark.parametrize("rule", ONE)
+def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
+    """With one aggregate in everyone's place, a client that lies in its mean prediction and rows changes nothing."""
+
+    class Liar:
+        def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+            appu, weight = up["appu"].clone(), up["weight"].clone()
+            appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
+            return range(len(question.clients)), {**up, "appu": appu, "weight": weight}
+
+        def row(self) -> dict[str, Any]:
+            return {}
+
+        def ended(self, round: int) -> str | None:
+            return None
+
+    made, shared, honest = scene("feddb", "both", aggregators=[Robust(rule, 0.34)])
+    _, _, lied = scene("feddb", "both", aggregators=[Liar(), Robust(rule, 0.34)])
+    one = play(made, honest, begin(made, shared), range(1))
+    two = play(made, lied, begin(made, shared), range(1))
+    assert furthest(two[0].server, one[0].server) < 1e-12
+    _, _, bare = scene("feddb", "both", aggregators=[Liar()])
+    assert furthest(play(made, bare, begin(made, shared), range(1))[0].server, one[0].server) > 1e-6
+
+
+def test_a_configuration_brings_its_rule():
+    assert aggregators(Config(), b"", Path()) == ()
+    (aggregator,) = aggregators(Config(aggregation="trimmed", byzantine=0.1), b"", Path())
+    assert isinstance(aggregator, Robust)
+    assert (aggregator.rule, aggregator.byzantine) == ("trimmed", 0.1)
+
+
+def test_krum_needs_enough_clients():
+    """2f + 3 with f the share of the cohort, rounded down: 0.3 of 10 is 3, which needs 9; of 6 is 1, which needs 5."""
+    Config(aggregation="krum", cohort=10, byzantine=0.3)
+    with pytest.raises(UserError, match=r"krum cannot tell 4 hostile of 10 clients .* cohort of 11 or more; choose"):
+        Config(aggregation="krum", cohort=10, byzantine=0.4)
+    with pytest.raises(UserError, match="a cohort of 3 or more"):
+        Config(aggregation="krum", cohort=2)
+
+
+SMALL: dict[str, Any] = {"clients": 5, "cohort": 5, "rounds": 3, "steps": 1, "width": 2, "threads": 1, "device": "cpu"}
+
+
+@EVERY
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(rule: Rule, tmp_path: Path, monkeypatch):
+    """Stopped after its second round and resumed: the model and the rows, with what the guard says, are the same."""
+    config = Config(method="fedavg", aggregation=rule, run_dir=tmp_path / "whole", **SMALL)
+    runner.start(config)
+    monkeypatch.setattr(runner, "play", stopping(runner.play, 2))
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(Config(method="fedavg", aggregation=rule, run_dir=tmp_path / "cut", **SMALL))
+    monkeypatch.undo()
+    runner.resume(tmp_path / "cut")
+    for name in ("model.safetensors", METRICS):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
+    assert all(row["aggregation"] for row in rows)
+
+
+def stopping(original: Any, after: int) -> Any:
+    """Return a round loop that is interrupted when so many rounds are over."""
+
+    def played(experiment: Any, folder: Any, loaded: Any, watch: Any) -> Any:
+        def look(row: Any) -> None:
+            watch(row)
+            if row["round"] == after:
+                raise KeyboardInterrupt
+
+        return original(experiment, folder, loaded, look)
+
+    return played

@@ -1,0 +1,251 @@
+"""Impossible requests: each ends in its exact sentence and code 2 with nothing written; what is odd but legal works."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from halfmoon.cli import main as cli
+from halfmoon.data import Split, load
+from halfmoon.data.partition.split import Origin, hash_labels
+from halfmoon.methods import registry
+
+TINY = "--clients 4 --cohort 2 --rounds 1 --steps 1 --width 4 --threads 1"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def listing() -> dict[Path, bytes]:
+    """Return all files below the current folder."""
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+SENTENCES = {
+    "run --method fedure": "unknown method 'fedure': did you mean 'feddure'?",
+    "run --data digts": "no data set or folder is called 'digts'; did you mean 'digits'?",
+    "run --clients 0": "clients is 0: it must be at least 1.",
+    "run --clients 1": "cohort is 5, but clients is 1: it must be at most 1.",
+    "run --clients 1438": "1438 clients cannot share 1437 images; ask for fewer clients.",
+    "run --clients 4 --cohort 5": "cohort is 5, but clients is 4: it must be at most 4.",
+    "run --labeled-batch 1": (
+        "labeled_batch is 1: a batch of one image has no variance to normalize by: use at least 2."
+    ),
+    "run --unlabeled-batch 1 --statistics separate": (
+        "unlabeled_batch is 1: a batch of one image has no variance to normalize by: use at least 2."
+    ),
+    "run --labels-per-class 9": (
+        "labels_per_class 9 for 20 clients needs 180 labeled images of class 8, which has 139; set labels_per_class "
+        "to 6.95 or less, or clients to 15 or less."
+    ),
+    "run --label-ratio 1": (
+        "client 0 (20 of 20 in all) has no unlabeled image, but feddure needs some at every client; ask for fewer "
+        "labels or a larger min_size."
+    ),
+    "run --label-ratio 0.0001": "label_ratio 0.0001 leaves class 0 without a label; ask for more labels.",
+    "run --labels-per-class 1 --min-size 40": (
+        "20 clients with at least 40 labeled images each need 800, but there are 200; ask for fewer clients, a "
+        "smaller min_size or another share of labels."
+    ),
+    "run --network resnet9 --image-size 10": (
+        "ResNet-9 takes images whose sides are multiples of 8 and at least 16, not 10x10; set image_size to the next "
+        "such size, or use network = 'small'."
+    ),
+    "run --image-size 6": "images of 8x8 do not fit into 6x6; shrink them first.",
+    "run --shrink 3": "digits: 3 does not divide images of 8x8; choose a factor that divides both.",
+    "run --shrink 4": "The small network takes images of at least 4x4 pixels, not 2x2.",
+    "run --width 0": "width is 0: it must be at least 1.",
+    "run --width -16": "width is -16: it must be at least 1.",
+    "run --lr nan": "lr is nan: it must be a number above 0.",
+    "run --option fedavg.tau=0.9": "method fedavg has no option 'tau': choose one of: decay, keep_optimizer, prox.",
+    "run --method fedavg-fixmatch --option taw=0.9": (
+        "method fedavg-fixmatch has no option 'taw': did you mean 'tau'?"
+    ),
+    "run --config unknown.toml": "unknown option 'roundz' in unknown.toml: did you mean 'rounds'?",
+    "run --config typed.toml": 'rounds in typed.toml is "3": it must be a whole number.',
+    "run --config broken.toml": "broken.toml is not valid TOML: Invalid value (at line 1, column 10).",
+    "compare --methods fedavg fedavg": "compare needs one or more different methods, not fedavg, fedavg.",
+    "compare --methods fedavg --seeds 1 1": "compare needs one or more different seeds, not 1, 1.",
+}
+FILES = {"unknown.toml": "roundz = 3\n", "typed.toml": 'rounds = "3"\n', "broken.toml": "rounds = = 3\n"}
+
+
+@pytest.mark.parametrize(("words", "sentence"), SENTENCES.items())
+def test_the_exact_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content in FILES.items():
+        Path(name).write_text(content)
+    before = listing()
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr() == ("", f"halfmoon: {sentence}\n")
+    assert listing() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--device", "cuda"]) == 2
+    said = "halfmoon: device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.\n"
+    assert capsys.readouterr().err == said
+    assert listing() == {}
+
+
+def test_a_smallest_size_that_no_draw_meets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine clients share 90 labeled images, so each needs exactly ten of whole classes: the drawing ends."""
+    words = "run --clients 9 --labels-per-class 1 --min-size 10 --dirichlet-alpha 0.001"
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err == (
+        "halfmoon: in 100 draws no split with dirichlet_alpha 0.001 gave each of 9 clients 10 labeled images; the best "
+        "minimum was 1. Raise dirichlet_alpha, or set min_size to 1 or less.\n"
+    )
+    assert listing() == {}
+
+
+def changed_split(change: Callable[[np.ndarray, np.ndarray], None], source: str = "digits") -> None:
+    """Save s.parquet: digits dealt in turn to four clients, ten of each labeled, then changed."""
+    labels = load("digits").train.labels
+    client = np.arange(len(labels), dtype=np.int64) % 4
+    labeled = np.arange(len(labels)) < 40
+    change(client, labeled)
+    Split(client, labeled, 4, Origin({}, source, hash_labels(labels))).save(Path("s.parquet"))
+
+
+def unlabel_client_2(client: np.ndarray, labeled: np.ndarray) -> None:
+    labeled[client == 2] = False
+
+
+def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    changed_split(unlabel_client_2)
+    before = listing()
+    words = "run --split s.parquet --cohort 2 --rounds 1 --method"
+    assert cli.main(f"{words} feddure".split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "halfmoon: client 2 (1 of 4 in all) has no labeled image, but feddure needs some at every client; "
+        "ask for more labels or a larger min_size, or choose one of: fedavg, "
+    )
+    assert said.count("\n") == 1
+    assert listing() == before
+    # FixMatch learns there from its own guesses; the upper bound trains on all rows with all labels.
+    for method in ("fedavg-fixmatch", "fedavg-sl"):
+        assert cli.main(f"{words} {method} --steps 1 --width 4 --threads 1".split()) == 0
+
+
+def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the option, before any data is read, and by a saved split: the reason, and the methods that can."""
+    before = listing()
+    reason = "halfmoon: method feddure needs labels at every client, but they are at the server; "
+    for words in ("run --method feddure --labels-at server", "run --method feddure --labels-at server --data nowhere"):
+        assert cli.main(words.split()) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{reason}choose another labels_at, or one of: semifl, ")
+        assert said.count("\n") == 1
+    assert listing() == before
+    assert cli.main(["data", "digits", "--labels-at", "server", "--clients", "4", "--save", "s.parquet"]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", "--method", "feddure", "--split", "s.parquet", "--cohort", "2"]) == 2
+    assert capsys.readouterr().err.startswith(reason)
+
+
+def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:
+    """Same number of images, other labels; then another number of images."""
+    labels = load("digits").train.labels
+    client = np.arange(len(labels), dtype=np.int64) % 4
+    labeled = np.arange(len(labels)) < 40
+    Split(client, labeled, 4, Origin({}, "xrays", hash_labels(labels[::-1]))).save(Path("s.parquet"))
+    assert cli.main(["run", "--split", "s.parquet", "--cohort", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"halfmoon: the split was made for xrays ({len(labels)} images), but the labels of digits differ from its "
+        "labels or stand in another order; load that data set or make a new split.\n"
+    )
+    Split(client[:-1], labeled[:-1], 4, Origin({}, "xrays", "")).save(Path("s.parquet"))
+    assert cli.main(["run", "--split", "s.parquet", "--cohort", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"halfmoon: the split was made for xrays ({len(labels) - 1} images), but digits has {len(labels)}; load that "
+        "data set or make a new split.\n"
+    )
+    assert cli.main(["run", "--split", "nowhere.parquet"]) == 2
+    assert capsys.readouterr().err == (
+        f"halfmoon: {Path('nowhere.parquet').absolute()}: there is no such file; save a split with halfmoon data "
+        "--save.\n"
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_cohort_larger_than_the_split(capsys: pytest.CaptureFixture[str]) -> None:
+    changed_split(lambda client, labeled: None)
+    assert cli.main(["run", "--split", "s.parquet", "--cohort", "5"]) == 2
+    assert capsys.readouterr().err == ("halfmoon: cohort is 5, but the split has 4 clients; choose a smaller one.\n")
+    assert not Path("runs").exists()
+
+
+def test_a_folder_of_another_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(f"run --method fedavg {TINY} --run-dir r".split()) == 0
+    before = listing()
+    capsys.readouterr()
+    assert cli.main(f"run --method fedavg {TINY} --run-dir r --seed 1".split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"halfmoon: {Path('r').absolute()} holds a run of another configuration (")
+    assert said.endswith(f"or `halfmoon resume {Path('r').absolute()}` to go on with that one.\n")
+    assert said.count("\n") == 1
+    assert listing() == before
+
+
+# What is odd but legal
+
+
+def test_one_client_is_a_federation(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "run --method feddure --clients 1 --cohort 1 --rounds 1 --steps 2 --width 4 --threads 1 --labels-per-class 5"
+    )
+    assert cli.main([*words.split(), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["cost"]["labeled_steps"] == 2
+
+
+def test_fewer_labels_than_a_batch_are_noticed_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"run --method fedavg-fixmatch {TINY} --setting iid-iid --labels-per-class 0.5"
+    assert cli.main(words.split()) == 0
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "halfmoon: 4 of 4 clients have fewer labeled images than a batch of 10: their images repeat within a batch."
+    )
+
+
+def test_resnet9_pads_digits_to_16(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(f"run --method fedavg --network resnet9 {TINY} --run-dir r".split()) == 0
+    from safetensors import safe_open
+
+    with safe_open("r/model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["image"]) == [1, 16, 16]
+
+
+def test_the_narrowest_networks_and_smallest_images_work() -> None:
+    assert cli.main(f"run --method fedavg {TINY} --width 1 --shrink 2".split()) == 0
+
+
+def test_every_method_runs_batched(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"compare --methods {' '.join(registry.names())} {TINY} --rounds 2 --executor vmap --run-dir c --json"
+    assert cli.main(words.split()) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["method"] for run in runs] == registry.names()
+    assert all(run["finished"] for run in runs)
+    for name in registry.names():
+        assert len(Path(f"c/{name}-seed0/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_number_of_threads_is_only_borrowed() -> None:
+    """A run uses the threads it was given, at most one a processor, and PyTorch has its own number back after it."""
+    before = torch.get_num_threads()
+    assert cli.main(f"run --method fedavg {TINY} --threads 100000".split()) == 0
+    assert torch.get_num_threads() == before
+
+
+def test_what_is_recommended_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(f"run --method recommended --labels-at server --labels 10 {TINY} --run-dir r".split()) == 0
+    assert "recommended with labels at server: fl2\n" in capsys.readouterr().err

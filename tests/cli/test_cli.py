@@ -1,0 +1,547 @@
+"""The command line: what it starts, what it prints, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from sklearn.datasets import load_digits
+
+import halfmoon
+from halfmoon.cli import console
+from halfmoon.cli import main as cli
+from halfmoon.config import schema as config
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.data import Split
+from halfmoon.engine.client_update import Diverged
+from halfmoon.methods import registry
+from halfmoon.runs.callbacks import RunInfo
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Fake:
+    """Stands in for `halfmoon.runs.runner`: notes what it is asked for, and does what the test says."""
+
+    def __init__(self) -> None:
+        self.config = Config()
+        self.rest: tuple[Any, ...] = ()
+        self.act: Callable[[Any], None] = lambda watch: None
+
+    def start(self, chosen: Config, watch: Any) -> SimpleNamespace:
+        return self._note(chosen, (), watch)
+
+    def compare(self, chosen: Config, methods: list[str], seeds: list[int], watch: Any) -> SimpleNamespace:
+        return self._note(chosen, (methods, seeds), watch)
+
+    def _note(self, chosen: Config, rest: tuple[Any, ...], watch: Any) -> SimpleNamespace:
+        self.config, self.rest = chosen, rest
+        assert chosen.run_dir is not None
+        chosen.run_dir.mkdir(parents=True, exist_ok=True)
+        self.act(watch)
+        curves = chosen.run_dir / "curves.png"
+        return SimpleNamespace(folder=chosen.run_dir, summaries=[], curves=curves, runs=[], tables=[])
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Put a fake in the place of `halfmoon.runs.runner`."""
+    build = Fake()
+    monkeypatch.setitem(sys.modules, "halfmoon.runs.runner", build)
+    monkeypatch.setattr(halfmoon.runs, "runner", build, raising=False)
+    return build
+
+
+def test_the_main_job_has_three_methods_beside_it(fake: Fake) -> None:
+    assert cli.main(["run"]) == 0
+    assert (fake.config.method, fake.config.data) == ("feddure", "digits")
+    assert fake.config.baselines == ("fedavg", "fedavg-fixmatch", "fedavg-sl")
+    cli.main(["run", "--rounds", "7", "--seed", "3"])
+    assert (len(fake.config.baselines), fake.config.rounds, fake.config.seed) == (3, 7, 3)
+
+
+def test_a_method_or_a_file_runs_alone(fake: Fake, tmp_path: Path) -> None:
+    assert cli.main(["run", "--method", "fedavg"]) == 0
+    assert (fake.config.method, fake.config.baselines) == ("fedavg", ())
+    (tmp_path / "run.toml").write_text("rounds = 7\nlr = 0.01\n[options]\nhidden = 16\nfine = true\n")
+    assert cli.main(["run", "--config", "run.toml", "--rounds", "9", "--option", "hidden=8"]) == 0
+    assert (fake.config.baselines, fake.config.rounds, fake.config.lr) == ((), 9, 0.01)
+    assert fake.config.options == {"hidden": 8, "fine": True}
+    assert cli.main(["run", "--baselines", "fedavg-sl"]) == 0
+    assert fake.config.baselines == ("fedavg-sl",)
+
+
+def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Path) -> None:
+    words = "run --no-flip --unlabeled-batch rest --label-ratio 0.1 --run-dir a --width none --executor vmap --lr 1"
+    words += " --option coarse_lr=1 --option fine=false --option sign=new-old --option fedavg-fixmatch.tau=0.9"
+    assert cli.main(words.split()) == 0
+    chosen = fake.config
+    assert (chosen.flip, chosen.unlabeled_batch, chosen.width, chosen.lr) == (False, "rest", None, 1.0)
+    assert (chosen.label_ratio, chosen.labels_per_class, chosen.executor) == (0.1, None, "vmap")
+    assert chosen.run_dir == tmp_path / "a"
+    own = {"coarse_lr": 1, "fine": False, "sign": "new-old"}
+    given = cli.MAIN_JOB["options"]
+    assert chosen.options == {**given, **own, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "tau": 0.9}}
+
+
+def test_the_main_job_is_a_recipe_that_flags_override(fake: Fake) -> None:
+    assert cli.main(["run"]) == 0
+    assert {name: getattr(fake.config, name) for name in cli.MAIN_JOB} == cli.MAIN_JOB
+    assert cli.main(["run", "--rounds", "2", "--epochs", "2", "--option", "labels=step"]) == 0
+    chosen = fake.config
+    assert (chosen.rounds, chosen.steps, chosen.epochs, chosen.lr) == (2, None, 2, cli.MAIN_JOB["lr"])
+    assert chosen.options == {**cli.MAIN_JOB["options"], "labels": "step"}
+    assert cli.main(["run", "--method", "fedavg"]) == 0
+    assert (fake.config.rounds, fake.config.baselines, fake.config.options) == (config.Config.rounds, (), {})
+
+
+def test_a_flag_that_is_true_or_false_takes_no_value(fake: Fake) -> None:
+    """Alone it says yes, with no- before it no, and without it the default stands."""
+    words = "run --nesterov --momentum 0.9 --optimizer sgd --no-reuse-labeled --labeled-batch all"
+    assert cli.main(words.split()) == 0
+    chosen = fake.config
+    assert (chosen.nesterov, chosen.reuse_labeled, chosen.shared_views) == (True, False, False)
+    assert chosen.labeled_batch == "all"
+
+
+def test_compare_names_methods_seeds_and_a_free_folder(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "digits-compare-seed0-1").mkdir(parents=True)
+    words = "compare --methods feddure fedavg --seeds 0 2 --budget forwards --option feddure.hidden=8"
+    assert cli.main(words.split()) == 0
+    assert fake.rest == (["feddure", "fedavg"], [0, 2])
+    assert (fake.config.method, fake.config.baselines, fake.config.budget) == ("feddure", (), "forwards")
+    assert fake.config.run_dir == tmp_path / "runs" / "digits-compare-seed0-2"
+
+
+def test_every_option_is_a_flag_of_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert [name for name in config.kinds() if f"--{name.replace('_', '-')}" not in said] == []
+
+
+MISTAKES = {
+    "rum": "unknown command 'rum': did you mean 'run'?",
+    "--jsn": "--jsn comes before any command: write halfmoon COMMAND --jsn, see halfmoon --help.",
+    "run extra": "unexpected argument 'extra'; see halfmoon run --help.",
+    "run --silent 0.1": "option '--silent' is called --client-dropout since version 0.2: rename it.",
+    "run --gamma 0.1": "option '--gamma' is called --dirichlet-alpha since version 0.2: rename it.",
+    "run --round 3": "unknown option '--round': did you mean '--rounds'?",
+    "run --rounds": "--rounds has no value: it must be a whole number.",
+    "run --rounds ten": '--rounds is "ten": it must be a whole number.',
+    "run --seed -1": "seed is -1: it must be at least 0.",
+    "run --flip=3": "--flip takes no value: write --flip or --no-flip alone.",
+    "run --method fedure": "unknown method 'fedure': did you mean 'feddure'?",
+    "run --baselines fedavgg": "unknown method 'fedavgg': did you mean 'fedavg'?",
+    "run --data digit": "no data set or folder is called 'digit'; did you mean 'digits'?",
+    "run --setting dirdir": "--setting is 'dirdir': did you mean 'dir-dir'?",
+    "run --clients 0": "clients is 0: it must be at least 1.",
+    "run --clients 2000": "2000 clients cannot share 1437 images; ask for fewer clients.",
+    "run --labeled-batch 1": "labeled_batch is 1: a batch of one image has no variance to normalize by: ",
+    "run --labels-per-class 2 --label-ratio 0.1": "labels_per_class and label_ratio exclude each other: ",
+    "run --option tau": "--option 'tau' is not NAME=VALUE: write, for example, --option tau=0.9.",
+    "run --option hiden=3": "method feddure has no option 'hiden': did you mean 'hidden'?",
+    "run --option hidden=x": 'option hidden of feddure is "x": it must be a whole number.',
+    "run --config no.toml": "no.toml cannot be read: No such file or directory.",
+    "compare --seeds 0": "the following arguments are required: --methods.",
+    "compare --methods fedavg --seed 3": "unknown option '--seed' of compare: did you mean '--seeds'?",
+    "compare --methods fedavg --seeds 0 x": "--seeds is 'x': it must be whole numbers from 0.",
+    "compare --methods feddure --option hidden=3": (
+        "option 'hidden' does not say of which method: in a comparison write feddure.hidden."
+    ),
+    "methods fedavgg": "unknown method 'fedavgg': did you mean 'fedavg'?",
+    "methods --rounds 3": "unknown option '--rounds': choose one of: --debug, --help, --json.",
+    "data digits cifar10 --save s": "--save goes with one data set, not with 2.",
+    "data digits --data digits": "data sets are given twice: name them either before the flags or by --data.",
+    "data --split s.parquet --dirichlet-alpha 1": (
+        "dirichlet_alpha and split exclude each other: the saved split has its own dirichlet_alpha; give one of them."
+    ),
+    "data --cohort 3": "unknown option '--cohort': ",
+    "resume": "the following arguments are required: DIR.",
+    "resume nowhere": "nowhere is not a run folder",
+    "resume x --rounds 9": "--rounds cannot change on the way: halfmoon resume goes on as the run was configured.",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), MISTAKES.items())
+def test_a_mistake_is_one_sentence_and_code_2(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    out, said = capsys.readouterr()
+    assert said.startswith(f"halfmoon: {sentence}")
+    assert said.count("\n") == 1
+    assert out == ""
+    assert not Path("runs").exists()
+
+
+def test_debug_shows_where_it_happened() -> None:
+    with pytest.raises(UserError):
+        cli.main(["run", "--rounds", "0", "--debug"])
+
+
+def raising(error: BaseException) -> Callable[[Any], None]:
+    """Return what a fake does to fail."""
+
+    def act(watch: Any) -> None:
+        raise error
+
+    return act
+
+
+def test_a_failed_run_ends_with_code_1(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.act = raising(Diverged(11, 3, 4, float("nan")))
+    assert cli.main(["run", "--run-dir", "r"]) == 1
+    said = capsys.readouterr().err
+    assert "The loss became nan in round 12 at client 3, step 5" in said
+    assert said.rstrip().endswith(f"The run folder is {Path('r').absolute()}.")
+    full = UserError("r: the disk is full.")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    fake.act = raising(full)
+    assert cli.main(["run"]) == 1
+    assert capsys.readouterr().err == "halfmoon: r: the disk is full.\n"
+    fake.act = raising(PermissionError(errno.EACCES, "Permission denied", "r/curves.png"))
+    assert cli.main(["run"]) == 1
+    assert capsys.readouterr().err == "halfmoon: r/curves.png: Permission denied.\n"
+
+
+def test_control_c_names_the_way_back(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.act = raising(KeyboardInterrupt())
+    assert cli.main(["run", "--run-dir", "my run"]) == 130
+    assert capsys.readouterr().err == "halfmoon: stopped; nothing was saved yet.\n"
+    (tmp_path / "my run" / "run.json").write_text("{}")
+    assert cli.main(["run", "--run-dir", "my run"]) == 130
+    assert capsys.readouterr().err == f"halfmoon: stopped; go on with: halfmoon resume '{tmp_path / 'my run'}'\n"
+
+
+def test_help_and_version_need_no_torch() -> None:
+    code = "import sys; from halfmoon.cli.main import main\n"
+    code += "codes = main(['run', '--help']), main(['--version']), main([])\n"
+    code += "print(codes, [name for name in ('torch', 'matplotlib', 'sklearn') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "(0, 0, 0) []"
+    assert "--labels-per-class X" in done.stdout
+
+
+# Real runs
+
+
+def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "run --method fedavg --baselines fedavg-sl --rounds 2 --clients 4 --cohort 2 --run-dir r --threads 1 --json"
+    assert cli.main(words.split()) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert [each["method"] for each in out["runs"]] == ["fedavg", "fedavg-sl"]
+    assert [Path(each["folder"]).relative_to(out["folder"]) for each in out["runs"]] == [
+        Path(),
+        Path("baselines/fedavg-sl"),
+    ]
+    assert Path(out["curves"]).read_bytes().startswith(b"\x89PNG")
+    assert all(Path(path).stat().st_size for path in out["tables"])
+    assert [each["method"] for each in out["comparison"]] == [each["title"] for each in out["runs"]]
+
+    assert cli.main(["resume", "r"]) == 0
+    table, said = capsys.readouterr()
+    assert said.splitlines()[-1] == "halfmoon: r is finished already; this is what came out."
+    assert table.splitlines()[0].split()[:3] == ["method", "last", "%"]
+    percent = f"{100 * out['runs'][0]['accuracy']['last']:.2f}"
+    assert table.splitlines()[1].startswith(f"{out['runs'][0]['title']}  ")
+    assert percent in table.splitlines()[1]
+    assert table.splitlines()[-2:] == ["curves: r/curves.png", "run folder: r"]
+
+    assert cli.main([*words.split(), "--rounds", "3"]) == 2
+    assert "choose another --run-dir" in capsys.readouterr().err
+
+
+def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "compare --methods fedavg fedavg-fixmatch --seeds 0 1 --rounds 1 --clients 4 --cohort 1 --run-dir c"
+    assert cli.main(f"{words} --budget labeled-steps --threads 1".split()) == 0
+    table, lines = capsys.readouterr()
+    assert sorted(path.parent.name for path in Path("c").glob("*/summary.json")) == [
+        "fedavg-fixmatch-seed0",
+        "fedavg-fixmatch-seed1",
+        "fedavg-seed0",
+        "fedavg-seed1",
+    ]
+    assert table.count("2 seeds") == 2
+    assert lines.count("round 1/1, accuracy") == 4
+    assert Path("c/table.csv").read_text().startswith("method,seeds,last_percent")
+    assert Path("c/table.md").read_text().count("2 seeds") == 2
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    words = "run --method fedavg --rounds 40 --clients 4 --cohort 1 --evaluate-every 20 --run-dir r --threads 1"
+    # Started in a shell's background, the tests inherit a SIGINT that is ignored.
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", heed + "from halfmoon.cli.main import main; sys.exit(main())"]
+    play = subprocess.Popen([*command, *words.split()], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("r/checkpoint-*2.json")) and play.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    play.send_signal(signal.SIGINT)
+    _, said = play.communicate(timeout=300)
+    assert play.returncode == 130
+    assert said.splitlines()[-1] == f"halfmoon: stopped; go on with: halfmoon resume {tmp_path / 'r'}"
+    assert "Traceback" not in said
+    assert cli.main(["resume", "r"]) == 0
+    assert len(Path("r/metrics.jsonl").read_text().splitlines()) == 40
+
+
+# Data and methods
+
+
+def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "data --clients 6 --labels-per-class 2 --setting iid-iid --json --save s.parquet --png b.png"
+    assert cli.main(words.split()) == 0
+    (facts,) = json.loads(capsys.readouterr().out)["data"]
+    target = np.asarray(load_digits(return_X_y=True)[1])
+    both = np.array(facts["train_classes"]) + facts["test_classes"]
+    assert both.tolist() == np.bincount(target).tolist()
+    assert (facts["train"], facts["test"], facts["shape"]) == (1437, 360, [8, 8, 1])
+    # Stratified labels: two of each of ten classes for each of six clients.
+    assert [client["labeled_classes"] for client in facts["split"]["each"]] == [[2] * 10] * 6
+    assert Path("b.png").read_bytes().startswith(b"\x89PNG")
+
+    kept = Split.load(Path("s.parquet"))
+    assert (kept.clients, int(kept.labeled.sum())) == (6, 120)
+    assert cli.main(["data", "--split", "s.parquet", "--json"]) == 0
+    (again,) = json.loads(capsys.readouterr().out)["data"]
+    assert again["split"] == facts["split"]
+    assert cli.main(["data", "--split", "s.parquet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "digits: 1,437 training and 360 test images, 8x8, 1 channel(s), 10 classes"
+    assert "split: iid-iid, seed 0: 6 clients, 120 labeled and 1,317 unlabeled images" in lines
+    first = facts["split"]["each"][0]
+    cells = lines[-6].split()
+    assert cells[:4] == ["0", "20", str(first["unlabeled"]), f"{first['tv']:.3f}"]
+    assert cells[4:] == [f"2+{count}" for count in first["unlabeled_classes"]]
+
+
+SPLITS = {
+    "--labels-at server": (
+        "dir-dir (alpha 0.5), seed 0: 20 clients, 100 labeled (at the server) and 1,337 unlabeled images"
+    ),
+    "--setting fedloke --dirichlet-alpha 0.1": (
+        "fedloke (alpha 0.1), seed 0: 20 clients, 100 labeled and 1,320 unlabeled images; 17 left to nobody"
+    ),
+    "--labels-at some --labeled-clients 1 --setting iid-iid": (
+        "iid-iid, seed 0: 20 clients, 100 labeled (at 1 client) and 1,337 unlabeled images"
+    ),
+    "--setting semifl-shards --classes-per-client 3": (
+        "semifl-shards (3 shards a client), seed 0: 20 clients, 100 labeled and 1,337 unlabeled images"
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "line"), SPLITS.items())
+def test_a_split_is_described_in_a_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """20 clients on 1,437 digits of which 100 (0.5 * 20 of each class) are labeled; 1,437 - 20 * 71 = 17 are over."""
+    assert cli.main(["data", "digits", *words.split()]) == 0
+    assert f"split: {line}" in capsys.readouterr().out.splitlines()
+
+
+def test_the_labels_of_a_server_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "data digits --labels-at server --labels 30 --clients 3 --setting semifl-iid --png b.png"
+    assert cli.main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(n for n, line in enumerate(lines) if line.startswith("client"))
+    server, *clients = (line.split() for line in lines[heading + 1 : -1])
+    assert server[:3] == ["server", "30", "0"]
+    assert server[4:] == ["3+0"] * 10
+    assert [(name, labeled, unlabeled) for name, labeled, unlabeled, *_ in clients] == [
+        (str(k), "0", "469")
+        for k in range(3)  # floor((1437 - 30) / 3)
+    ]
+    assert Path("b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stages_of_a_stream_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 1,337 unlabeled rows each of 20 clients gets floor(66.85) = 66, 22 in each of three stages: 440 in all."""
+    assert cli.main(["data", "digits", "--setting", "fedmatch-stream", "--stages", "3"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "unlabeled images seen in 3 stages, one after the other: 440, 440, 440" in shown
+
+
+def test_a_split_of_ones_own_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    client = np.arange(1437) % 4 - 1
+    Split(client=client, labeled=client == 0, clients=3).save(Path("own.parquet"))
+    assert cli.main(["data", "--split", "own.parquet"]) == 0
+    line = "split: of your own: 3 clients, 359 labeled (at 1 client) and 718 unlabeled images; 360 left to nobody"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_methods_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in listed] == registry.names()
+    for each in listed:
+        options = registry.options(each["name"])
+        assert {name: option["default"] for name, option in each["options"].items()} == {
+            name: option.default for name, option in options.items()
+        }
+        entry = registry.entry(each["name"])
+        assert each["labels"] == entry.labels
+        assert (each["labels_at"], each["centralized"]) == (list(entry.places), entry.pooled)
+    assert cli.main(["methods", "fedavg-fixmatch"]) == 0
+    shown = capsys.readouterr().out
+    assert "tau = 0.95" in shown
+    assert "\n  labels_at: clients, some\n" in shown
+    assert "centralized" not in shown
+
+
+def test_centralized_methods_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods"]) == 0
+    federated, centralized = capsys.readouterr().out.split("centralized, all rows in one place:\n")
+    assert federated.startswith("name ")
+    assert centralized.startswith("name ")
+    for name in registry.names():
+        lines = (centralized if registry.entry(name).pooled else federated).splitlines()
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1
+        assert f"{name}: {registry.entry(name).about}" in centralized  # what each one is comes after both tables
+
+
+# Progress
+
+
+def row(number: int, accuracy: float | None = None, pseudo: float | None = None) -> dict[str, Any]:
+    """Return a line of metrics.jsonl."""
+    result: dict[str, Any] = {"round": number, "pseudo": None}
+    if accuracy is not None:
+        result["test"] = {"accuracy": accuracy}
+    if pseudo is not None:
+        result["pseudo"] = {"accuracy": pseudo, "share_above": 0.125}
+    return result
+
+
+def running(title: str, rounds: int) -> RunInfo:
+    """Return a run that begins."""
+    return RunInfo(Path("r"), Config(rounds=rounds), title)
+
+
+def test_time_left_is_the_mean_pace_of_this_session() -> None:
+    # Going on after round 10 of 40: 5 rounds in 20 s are 4 s a round; 25 rounds are left, so 100 s.
+    progress = console.Progress(Path("run"), "FedAvg", 40, first=10, began=1000.0)
+    assert progress.left(1001.0) is None
+    progress.add(row(15, 0.5, 0.25))
+    assert progress.left(1020.0) == 100.0
+    progress.add(row(16))
+    assert console.line(progress, 1020.0) == "FedAvg: round 16/40, accuracy 50.0 %, 1:20 left"
+
+
+@given(st.integers(1, 500))
+def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
+    file = io.StringIO()
+    watch = console.Lines(Console(file=file, width=40), clock=lambda: 0.0)
+    run = running("FedDure", rounds)
+    watch.begin(run)
+    for number in range(1, rounds + 1):
+        watch.round(run, row(number, 0.5, 0.25))
+    lines = file.getvalue().splitlines()
+    assert len(lines) == min(10, rounds)
+    assert lines[-1] == f"FedDure: round {rounds}/{rounds}, accuracy 50.0 %, pseudo-labels 25.0 %, confident 12.5 %"
+
+
+def test_a_terminal_gets_one_live_row_a_method() -> None:
+    file, now = io.StringIO(), [0.0]
+    watch = console.watcher(Console(file=file, width=110, force_terminal=True))
+    assert isinstance(watch, console.Rows)
+    watch.clock = lambda: now[0]
+    with watch:
+        one, other = running("FedAvg [labeled]", 4), running("FedDure", 4)
+        watch.begin(one)
+        now[0] = 63.0
+        watch.round(one, row(1, 0.5))
+        watch.end(one, {})
+        watch.begin(other)
+        now[0] = 73.0
+        watch.round(other, row(1, 0.25, 0.75))
+        plain = Console(file=io.StringIO(), width=110)
+        plain.print(watch.table())
+        assert isinstance(plain.file, io.StringIO)
+        first, second = plain.file.getvalue().splitlines()[1:]
+    assert first.startswith("FedAvg [labeled]")
+    assert first.split()[-6:] == ["1/4", "50.0", "%", "-", "-", "1:03"]
+    assert second.split()[-9:] == ["1/4", "25.0", "%", "75.0", "%", "12.5", "%", "0:30", "left"]
+
+
+@pytest.mark.parametrize(("width", "ruled"), [(80, True), (15, False)])
+def test_a_table_loses_nothing_on_a_narrow_terminal(width: int, ruled: bool) -> None:
+    file = io.StringIO()
+    console.show(
+        Console(file=file, width=width, force_terminal=True), ["method", "last %"], [["Fed [Dure]", "1,234.56"]]
+    )
+    shown = file.getvalue()
+    assert ("─" in shown) is ruled
+    assert "Fed [Dure]" in shown
+    assert "1,234.56" in shown
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
+def test_durations(seconds: float | None, words: str) -> None:
+    assert console.duration(seconds) == words
+
+
+def test_json_on_a_pipe_shows_no_progress() -> None:
+    watch = console.watcher(Console(file=io.StringIO()), json=True)
+    run = running("FedDure", 1)
+    watch.begin(run)
+    watch.round(run, row(1, 0.5))
+    watch.end(run, {})
+    assert isinstance(watch, console.Quiet)
+    assert isinstance(watch.console.file, io.StringIO)
+    assert watch.console.file.getvalue() == ""
+    assert len(watch.played) == 1
+
+
+@pytest.mark.parametrize("width", [50, 60, 72, 80, 90, 110])
+def test_a_narrow_terminal_never_loses_the_time_that_is_left(width: int) -> None:
+    """With the longest titles, epsilon and hours; columns go before the time does, and names before columns."""
+    watch = console.watcher(Console(file=io.StringIO(), width=width, force_terminal=True))
+    assert isinstance(watch, console.Rows)
+    now = [0.0]
+    watch.clock = lambda: now[0]
+    run = running("FedProx + FixMatch without a coarse-grained regulator", 2000)
+    watch.begin(run)
+    now[0] = 40.0
+    watch.round(run, row(1, 0.5, 0.25) | {"aggregation": {"epsilon": 12.345}})
+    plain = Console(file=io.StringIO(), width=width)
+    plain.print(watch.table())
+    assert isinstance(plain.file, io.StringIO)
+    head, line = plain.file.getvalue().splitlines()
+    assert line.rstrip().endswith("22:12:40 left")
+    assert "1/2000" in line
+    assert len(line) <= width
+    assert ("accuracy" in head) == ("50.0 %" in line)
+    assert "accuracy" in head or width < 60
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_methods_break_between_words_on_a_terminal(width: int) -> None:
+    entries = [registry.entry(name) for name in ("feddure", "fedavg-fixmatch", "fixmatch")]
+    file = io.StringIO()
+    options = {
+        each.name: "confidence_threshold = 0.95, another_long_option = false, the_last_one = 12" for each in entries
+    }
+    console.show_methods(Console(file=file, width=width, force_terminal=True, color_system=None), entries, options)
+    words = file.getvalue().replace("\n", " ")
+    for each in entries:
+        for word in f"{each.name} {each.title} {each.paper} {each.labels} {options[each.name]}".split():
+            assert re.search(rf"(^|\s){re.escape(word)}(\s|$)", words), word
+    tables = [line for line in file.getvalue().splitlines() if not re.match(r"[a-z-]+: ", line)]
+    assert max(map(len, tables)) <= width

@@ -1,0 +1,362 @@
+"""One configuration from flags, files and Python: strict, and the same after a trip through TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon import models
+from halfmoon.config import schema as config
+from halfmoon.config.schema import Config
+from halfmoon.config.template import template
+from halfmoon.core.errors import UserError
+from halfmoon.data.partition import scenario
+from halfmoon.methods import registry
+
+RUN = Path("folder/run.toml")
+
+
+def refused(values: dict[str, Any], flags: dict[str, Any] | None = None) -> str:
+    """Return the sentence with which a file's values or flags are refused."""
+    with pytest.raises(UserError) as caught:
+        config.resolve(values, flags or {}, RUN)
+    return str(caught.value)
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+paths = st.lists(st.text("abcäß 'z.#\"\\\n\t\x7f", min_size=1), min_size=1, max_size=3).map(
+    lambda parts: Path("/", *(part.replace("/", "") for part in parts))
+)
+shares = st.floats(0, 1, exclude_min=True)
+positive = st.floats(0, exclude_min=True, allow_infinity=False)
+at_least_one = st.integers(1, 2**70)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Draw a valid configuration with every option away from its default."""
+    clients = draw(at_least_one)
+    optimizer = draw(st.sampled_from(["adam", "sgd"]))
+    steps = draw(st.none() | at_least_one)
+    batch = draw(st.just("rest") | st.integers(2, 10**6))
+    chosen: dict[str, Any] = {
+        "method": "feddure",
+        "baselines": tuple(draw(st.permutations(["fedavg", "fedavg-sl", "fedavg-fixmatch"])))[
+            : draw(st.integers(0, 3))
+        ],
+        "data": draw(words),
+        "cohort": draw(st.integers(1, clients)),
+        "clients": clients,
+        "optimizer": optimizer,
+        "momentum": draw(st.floats(0, 1, exclude_max=True)) if optimizer == "sgd" else 0.0,
+        "steps": steps,
+        "labeled_batch": draw(st.integers(2, 10**6)),
+        "unlabeled_batch": batch,
+        "dirichlet_alpha": draw(positive),
+        "lr": draw(positive),
+        "weight_decay": draw(positive),
+        "confidence_threshold": draw(shares),
+        "flip": draw(st.none() | st.booleans()),
+        "options": draw(method_options()),
+        "reference": draw(st.none() | st.just("fedavg-sl")),
+    }
+    chosen[draw(st.sampled_from(["labels_per_class", "label_ratio"]))] = draw(shares)
+    for name in ("data_dir", "cache", "run_dir"):
+        chosen[name] = draw(st.none() | paths)
+    for name in ("shrink", "rounds", "evaluate_every", "checkpoint_every"):
+        chosen[name] = draw(at_least_one)
+    for name in ("image_size", "min_size", "width", "threads"):
+        chosen[name] = draw(st.none() | at_least_one)
+    for name in ("seed", "split_seed"):
+        chosen[name] = draw(st.integers(0, 2**64))
+    for name, kind in config.kinds().items():
+        if name not in chosen and getattr(kind, "__origin__", None) is Literal:
+            chosen[name] = draw(st.sampled_from(get_args(kind)))
+    chosen["labels_at"] = draw(st.sampled_from(["clients", "server"]))
+    if chosen["labels_at"] == "server":
+        chosen |= {"method": "fedavg-sl", "baselines": (), "options": {}, "preset": "none"}
+    chosen["shared_views"] = batch != "rest" and draw(st.booleans())
+    chosen["nesterov"] = chosen["momentum"] > 0 and draw(st.booleans())
+    chosen["attackers"] = 0.0 if chosen["attack"] == "none" else draw(st.floats(0.01, 0.49))
+    if chosen["aggregation"] == "krum" and chosen["cohort"] < 3:
+        chosen["aggregation"] = "median"  # Krum needs neighbors
+    private = chosen["aggregation"] == "mean" and chosen["norm"] != "batch" and draw(st.booleans())
+    for name in ("dp_clip", "dp_noise", "dp_epsilon"):
+        chosen[name] = draw(positive) if private else None
+    many = chosen["aggregation"] == "mean" and chosen["cohort"] >= 3  # fewer hide nothing
+    chosen["secure_aggregation"] = many and draw(st.booleans())
+    chosen["client_dropout"] = draw(st.floats(0, 1, exclude_max=True))
+    for name in ("clip_norm", "clip_value"):
+        chosen[name] = draw(st.none() | positive)
+    for name in ("server_batch", "server_epochs"):
+        chosen[name] = draw(st.none() | at_least_one)
+    for name in ("classes_per_client", "stages", "memory_cap"):
+        chosen[name] = draw(at_least_one)
+    if steps is None:
+        chosen["epochs"] = draw(at_least_one)
+    if steps is not None or batch == "rest":
+        chosen["epoch"] = "auto"
+    if draw(st.booleans()):
+        for name in config.SCENARIO:
+            chosen.pop(name, None)
+        chosen |= {"split": draw(paths)}
+    return Config(**chosen)
+
+
+@st.composite
+def method_options(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw options of the main method, and tables of others."""
+    own = {"hidden": st.integers(1, 999), "coarse": st.booleans(), "virtual_lr": positive, "sign": st.just("new-old")}
+    fixmatch = {"tau": shares}
+    drawn: dict[str, Any] = draw(st.fixed_dictionaries({}, optional=own))
+    tables = {"feddure": st.fixed_dictionaries({}, optional=own)}
+    tables["fedavg-fixmatch"] = st.fixed_dictionaries({}, optional=fixmatch)
+    return {**drawn, **draw(st.fixed_dictionaries({}, optional=tables))}
+
+
+@given(configs())
+@settings(deadline=None, max_examples=150)
+def test_text_loads_as_the_same_configuration(tmp_path_factory: pytest.TempPathFactory, drawn: Config) -> None:
+    path = tmp_path_factory.mktemp("run") / "config.toml"
+    path.write_text(config.text(drawn), encoding="utf-8")
+    again = config.resolve(config.load(path), {}, path)
+    assert again == dataclasses.replace(drawn, run_dir=None)
+    assert config.identity(again, "feddure") == config.identity(drawn, "feddure")
+
+
+def test_defaults_are_a_valid_configuration_and_the_template_states_them() -> None:
+    assert config.resolve({}, {}) == Config()
+    stated = tomllib.loads(template())
+    named = {name for name in config.kinds() if f"\n# {name} = " in template()}
+    assert set(stated) | named == set(config.kinds())
+    assert config.merge(stated, {}) == Config()
+
+
+def test_every_option_says_what_it_is() -> None:
+    for name, about in config.helps().items():
+        assert len(about.split()) > 1, name
+    assert set(config.helps()) == {each.name for each in dataclasses.fields(Config)}
+
+
+def test_flags_override_the_file_one_by_one() -> None:
+    file = {"rounds": 7, "lr": 1, "options": {"hidden": 4, "fine": False, "fedavg-fixmatch": {"tau": 0.5}}}
+    merged = config.resolve(file, {"rounds": 9, "options": {"hidden": 8}})
+    assert (merged.rounds, merged.lr) == (9, 1.0)
+    assert isinstance(merged.lr, float)
+    assert config.method_options(merged, "feddure") == {"hidden": 8, "fine": False}
+    assert config.method_options(merged, "fedavg-fixmatch") == {"tau": 0.5}
+    assert config.method_options(merged, "fedavg") == {}
+
+
+def test_an_exclusive_flag_displaces_the_files_value() -> None:
+    assert config.merge({"labels_per_class": 5}, {"label_ratio": 0.1}).labels_per_class is None
+    assert config.merge({"label_ratio": 0.1}, {"labels_per_class": 5}).label_ratio is None
+    assert Config(label_ratio=0.1).labels_per_class is None
+    assert Config().labels_per_class == config.LABELS
+
+
+def test_paths_of_a_file_start_at_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "xrays").mkdir()
+    (tmp_path / "run.toml").write_text('data = "xrays"\ncache = "kept"\nrun_dir = "/elsewhere"\nsplit = "../s.parquet"')
+    merged = config.merge(config.load(tmp_path / "run.toml"), {"data_dir": Path("here")})
+    assert merged.data == str(tmp_path / "xrays")
+    assert merged.cache == tmp_path / "kept"
+    assert merged.split == tmp_path / "../s.parquet"
+    assert merged.run_dir == Path("/elsewhere")
+    assert merged.data_dir == Path.cwd() / "here"
+
+
+def test_a_known_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("digits", "cifar10", "mine"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert [Config(data=name).data for name in ("digits", "cifar10", "mine")] == [
+        "digits",
+        "cifar10",
+        str(tmp_path / "mine"),
+    ]
+    assert Config(data="mine", data_dir=tmp_path).data == "mine"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"beside": ["fedavg"]}, "option 'beside' in run.toml is called baselines since version 0.2: rename it."),
+        ({"round": 3}, "unknown option 'round' in run.toml: did you mean 'rounds'?"),
+        ({"rounds": "ten"}, 'rounds in run.toml is "ten": it must be a whole number.'),
+        ({"rounds": True}, "rounds in run.toml is true: it must be a whole number."),
+        ({"rounds": 2.0}, "rounds in run.toml is 2.0: it must be a whole number."),
+        ({"lr": True}, "lr in run.toml is true: it must be a number."),
+        ({"flip": 1}, "flip in run.toml is 1: it must be true or false."),
+        ({"method": 1}, "method in run.toml is 1: it must be text."),
+        ({"cache": 1}, "cache in run.toml is 1: it must be a path."),
+        ({"baselines": "fedavg"}, 'baselines in run.toml is "fedavg": it must be a list of names.'),
+        ({"unlabeled_batch": "all"}, "unlabeled_batch in run.toml is \"all\": it must be a whole number or 'rest'."),
+        ({"setting": "dirdir"}, "setting in run.toml is 'dirdir': did you mean 'dir-dir'?"),
+        ({"setting": 3}, "setting in run.toml is 3: it must be text."),
+        ({"options": 3}, "options in run.toml is 3: it must be a table of the method's options."),
+        (
+            {"options": {"hidden": [1]}},
+            "options in run.toml: hidden is [1]: it must be a number, text, true or false.",
+        ),
+        ({"method": "fedure"}, "unknown method 'fedure': did you mean 'feddure'?"),
+        ({"baselines": ["fedavgg"]}, "unknown method 'fedavgg': did you mean 'fedavg'?"),
+        ({"options": {"hiden": 1}}, "method feddure has no option 'hiden': did you mean 'hidden'?"),
+        ({"options": {"hidden": 1.5}}, "option hidden of feddure is 1.5: it must be a whole number."),
+        ({"options": {"sign": "newold"}}, "option sign of feddure is 'newold': did you mean 'new-old'?"),
+        ({"options": {"fedavg": {"objective": 1}}}, "method fedavg has no option 'objective': "),
+    ],
+)
+def test_a_wrong_key_type_or_choice_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    assert refused(values).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"rounds": 0}, "rounds is 0: it must be at least 1."),
+        ({"clients": 0}, "clients is 0: it must be at least 1."),
+        ({"clients": -3}, "clients is -3: it must be at least 1."),
+        ({"cohort": 21}, "cohort is 21, but clients is 20: it must be at most 20."),
+        ({"dirichlet_alpha": 0}, "dirichlet_alpha is 0.0: it must be a number above 0."),
+        ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan: it must be a number above 0."),
+        ({"lr": float("inf")}, "lr is inf: it must be a number above 0."),
+        ({"weight_decay": float("nan")}, "weight_decay is nan: it must be at least 0."),
+        ({"label_ratio": 1.5}, "label_ratio is 1.5: it must be above 0 and at most 1."),
+        ({"confidence_threshold": 1.01}, "confidence_threshold is 1.01: it must be from 0 to 1."),
+        ({"seed": -1}, "seed is -1: it must be at least 0."),
+        ({"labeled_batch": 1}, "labeled_batch is 1: a batch of one image has no variance to normalize by"),
+        (
+            {"unlabeled_batch": 1, "statistics": "separate"},
+            "unlabeled_batch is 1: a batch of one image has no variance to normalize by",
+        ),
+        ({"label_ratio": 0.1, "labels_per_class": 2}, "labels_per_class and label_ratio exclude each other"),
+        ({"unlabeled_batch": "rest", "epoch": "unlabeled"}, "epoch 'unlabeled' needs a number as unlabeled_batch"),
+        ({"steps": 5, "epochs": 2}, "steps and epochs exclude each other"),
+        ({"momentum": 0.9}, "momentum is 0.9, but adam has none: use optimizer 'sgd'."),
+        ({"baselines": ["feddure"]}, "method feddure is named twice in method and baselines: name it once."),
+        (
+            {"split": "s.parquet", "dirichlet_alpha": 1},
+            "dirichlet_alpha and split exclude each other: the saved split has its own dirichlet_alpha",
+        ),
+    ],
+)
+def test_ranges_and_impossible_combinations_are_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    said = refused(values)
+    assert said.startswith(sentence)
+    assert said.endswith(".")
+    assert "\n" not in said
+
+
+def test_flags_are_named_as_they_are_typed() -> None:
+    assert (
+        refused({}, {"labels_per_clas": 3}) == "unknown option '--labels-per-clas': did you mean '--labels-per-class'?"
+    )
+    assert refused({}, {"split_seed": "x"}) == '--split-seed is "x": it must be a whole number.'
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "value"),
+    [
+        ("rounds", "12", 12),
+        ("lr", "1e-3", 1e-3),
+        ("labels_per_class", "none", None),
+        ("unlabeled_batch", "rest", "rest"),
+        ("unlabeled_batch", "4", 4),
+        ("data", "none", "none"),
+        ("run_dir", "a b", Path("a b")),
+    ],
+)
+def test_words_of_the_command_line(name: str, typed: str, value: object) -> None:
+    assert config.parse(name, typed) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "sentence"),
+    [
+        ("rounds", "1.5", '--rounds is "1.5": it must be a whole number.'),
+        ("rounds", "none", '--rounds is "none": it must be a whole number.'),
+        ("labels_per_class", "few", '--labels-per-class is "few": it must be a number.'),
+        ("executor", "vmapp", "--executor is 'vmapp': did you mean 'vmap'?"),
+    ],
+)
+def test_wrong_words_of_the_command_line(name: str, typed: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config.parse(name, typed)
+    assert str(caught.value) == sentence
+
+
+def test_a_broken_file_is_named_with_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('rounds = 3\ndata = "digits\n')
+    with pytest.raises(UserError, match=r"run\.toml is not valid TOML: .*line 2, column 15"):
+        config.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"run\.toml is no text file: byte 0 is not UTF-8\."):
+        config.load(path)
+    with pytest.raises(UserError, match=r"none\.toml cannot be read: No such file or directory\."):
+        config.load(tmp_path / "none.toml")
+
+
+def test_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = Config(data=str(tmp_path / "xrays"), seed=3)
+    assert config.free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-1")
+    Path("runs/xrays-fedavg-seed3-1").mkdir(parents=True)
+    assert config.free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-2")
+
+
+def test_identity_follows_the_numbers_only() -> None:
+    base = Config(baselines=("fedavg",), budget="none")
+    same = dataclasses.replace(base, device="cpu", executor="loop", threads=1, run_dir=Path("x"), baselines=())
+    assert config.identity(same, "feddure") == config.identity(base, "feddure")
+    written_out = dataclasses.replace(
+        base, reference="fedavg", options={"hidden": 128, "fedavg-fixmatch": {"tau": 0.9}}
+    )
+    assert config.identity(written_out, "feddure") == config.identity(base, "feddure")
+    others: list[Config] = [
+        dataclasses.replace(base, **change)
+        for change in (
+            {"seed": 1},
+            {"rounds": 61},
+            {"split_seed": 1},
+            {"options": {"hidden": 64}},
+            {"options": {"feddure": {"hidden": 64}}},
+            {"budget": "forwards"},
+            {"budget": "forwards", "reference": "fedavg"},
+            {"confidence_threshold": 0.9},
+        )
+    ]
+    hashes = [config.identity(each, "feddure") for each in (base, *others)]
+    assert hashes[4] == hashes[5]
+    assert len(set(hashes)) == len(hashes) - 1
+    assert config.identity(base, "fedavg") != config.identity(base, "feddure")
+
+
+def test_a_tilde_before_no_users_name_is_a_plain_path() -> None:
+    """Found by a drawn configuration: `~0` is nobody's home."""
+    assert Config(data="~0").data == str(Path("~0").absolute())
+
+
+def test_settings_are_those_of_the_scenario() -> None:
+    """The configuration spells them out, as it must not import what splits."""
+    assert config.SETTINGS == scenario.SETTINGS
+    assert ("auto", *models.NETWORKS) == config.NETWORKS
+    assert get_args(config.kinds()["labels_at"]) == ("clients", "some", "server")
+    assert set(get_args(scenario.Place)) == {"clients", "some", "server"}
+
+
+@pytest.mark.parametrize(("place", "name"), [("clients", "proxyfl"), ("some", "cbafed"), ("server", "fl2")])
+def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: str) -> None:
+    """The configuration holds the method itself; options given to it are checked as ever."""
+    given = {"labels_at": place, **({"labeled_clients": 2} if place == "some" else {})}
+    resolved = config.resolve({"method": "recommended", **given}, {"options": {"keep_optimizer": True}})
+    assert resolved.method == name
+    assert resolved == config.resolve({"method": name, **given}, {"options": {"keep_optimizer": True}})
+    assert place in registry.entry(name).places

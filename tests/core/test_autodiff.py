@@ -1,0 +1,123 @@
+"""Gradients and lifted programs against `torch.func`, whose answers they have to give bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.func
+from scenes import same
+from torch import Tensor
+
+from halfmoon.api.types import Pseudo, StepMetrics, WeightedMetric
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value, inside, lifted, vjp
+from halfmoon.models import SmallCNN
+
+NETWORK = SmallCNN(1, 4, 4)
+
+
+def scene(seed: int = 0) -> tuple[tree.Tree, Tensor]:
+    """Return parameters in double precision, one of them used by nobody, and images."""
+    g = torch.Generator().manual_seed(seed)
+    params = tree.to(NETWORK.init(g)["params"], dtype=torch.float64)
+    return {**params, "idle": {"weight": torch.ones(3, dtype=torch.float64)}}, torch.randn(
+        5, 1, 8, 8, generator=g, dtype=torch.float64
+    )
+
+
+def loss(params: tree.Tree, x: Tensor) -> tuple[Tensor, Any]:
+    """Return a loss, and beside it what still hangs on its graph."""
+    logits, moments = NETWORK.train(params, x)
+    return logits.square().sum(), {"moments": [moments], "logits": logits, "none": ()}
+
+
+def parts(params: tree.Tree, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return two outputs of which the second depends on no parameter, and something beside them."""
+    logits, _ = NETWORK.train(params, x)
+    return (logits, x.mean((1, 2, 3))), logits
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_gradient_is_that_of_torch_func(quiet: bool):
+    """Gradient, loss and aside have the same bits, with or without no_grad; nothing keeps a graph, inputs stay."""
+    params, x = scene()
+    with torch.set_grad_enabled(not quiet):
+        ours, value, aside = grad_and_value(loss, params, x)
+        theirs, (expected, baselines) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
+    assert same(ours, theirs)
+    assert torch.equal(value, expected)
+    assert torch.equal(aside["logits"], baselines["logits"])
+    assert same(aside["moments"][0], baselines["moments"][0])
+    assert aside["none"] == ()
+    assert not ours["idle"]["weight"].any()
+    found = [*tree.leaves(ours), value, aside["logits"], *tree.leaves(params)]
+    assert not any(leaf.requires_grad for leaf in found)
+
+
+def test_a_loss_of_nothing_has_the_gradient_zero():
+    """Where no parameter comes in, there is a gradient all the same."""
+    params, x = scene()
+    gradient, _, _ = grad_and_value(lambda p: (x.sum(), ()), params)
+    assert same(gradient, tree.zeros_like(params))
+
+
+def test_pulls_are_those_of_torch_func():
+    """Two pulls of one pass, under no_grad as in a visit; an output without a graph takes a cotangent as well."""
+    params, x = scene()
+    cotangents = [
+        (torch.full((5, 4), scale, dtype=torch.float64), torch.ones(5, dtype=torch.float64)) for scale in (1.0, 2.0)
+    ]
+    with torch.no_grad():
+        outputs, pull, aside = vjp(lambda p: parts(p, x), params)
+        expected, theirs, baselines = cast(Any, torch.func.vjp(lambda p: parts(p, x), params, has_aux=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert torch.equal(aside, baselines)
+        assert same(pull(cotangents[0], True), theirs(cotangents[0])[0])
+        assert same(pull(cotangents[1], False), theirs(cotangents[1])[0])
+    assert not outputs[0].requires_grad
+    assert not aside.requires_grad
+
+
+def test_both_work_inside_other_transforms():
+    """Under vmap three clients get the gradients they get alone; a gradient of a gradient is torch.func's."""
+    scenes = [scene(seed) for seed in range(3)]
+    params, x = tree.stack([p for p, _ in scenes]), torch.stack([x for _, x in scenes])
+
+    def both(p: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+        assert inside()
+        (logits, _), pull, _ = vjp(lambda q: parts(q, x), p)
+        return grad_and_value(loss, p, x)[0], pull((torch.ones_like(logits), torch.ones_like(x[:, 0, 0, 0])), False)
+
+    many = lifted(both)(params, x)
+    assert not inside()
+    for k, (p, images) in enumerate(scenes):
+        (logits, _), pull, _ = vjp(lambda q, images=images: parts(q, images), p)
+        alone = grad_and_value(loss, p, images)[0], pull((torch.ones_like(logits), torch.ones(5).double()), False)
+        for ours, theirs in zip(many, alone, strict=True):
+            for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True):
+                torch.testing.assert_close(a[k], b, rtol=1e-11, atol=1e-12)
+    cube = torch.func.grad(lambda z: grad_and_value(lambda p: (p["z"] ** 3, ()), {"z": z})[0]["z"])
+    assert float(cube(torch.tensor(2.0))) == 12
+
+
+def test_a_lifted_program_is_that_of_vmap():
+    """Nested dicts and named tuples go in and come out as they are, empty ones too."""
+    base = torch.arange(6.0).view(3, 2)
+    sample = WeightedMetric(base[:, 0], base[:, 1], torch.ones(3))
+
+    def one(carry: tree.Tree, sample: WeightedMetric) -> tuple[tree.Tree, StepMetrics]:
+        pseudo = Pseudo(carry["a"]["b"].argmax(), carry["a"]["b"], carry["a"]["b"] * 2)
+        return {"first": carry, "nothing": {}}, StepMetrics(sample.total + sample.count, {"m": sample}, (pseudo,))
+
+    carry = {"a": {"b": base, "c": {}}, "d": base[:, 0]}
+    (state, notes), (expected, theirs) = lifted(one)(carry, sample), torch.func.vmap(one)(carry, sample)
+    assert same(state, expected)
+    assert list(state) == ["first", "nothing"]
+    assert state["first"]["a"]["c"] == {}
+    assert isinstance(notes, StepMetrics)
+    assert isinstance(notes.samples["m"], WeightedMetric)
+    assert torch.equal(notes.loss, theirs.loss)
+    assert all(torch.equal(a, b) for a, b in zip(notes.pseudo[0], theirs.pseudo[0], strict=True))
+    assert lifted(lambda carry: {})(carry) == {}

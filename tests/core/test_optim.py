@@ -1,0 +1,183 @@
+"""The pure optimizers against `torch.optim`, alone and lifted by vmap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scenes import NETWORK
+from torch.func import vmap
+
+from halfmoon.api.types import Task
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Steps, descend
+
+RULES = [
+    (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
+    (SGD(0.05, momentum=0.9), torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    (SGD(0.05, weight_decay=0.3), torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.3}),
+    (
+        SGD(0.05, momentum=0.8, weight_decay=0.01, nesterov=True),
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.01, "nesterov": True},
+    ),
+    (Adam(1e-2), torch.optim.Adam, {"lr": 1e-2}),
+    (
+        Adam(3e-3, beta1=0.7, beta2=0.95, eps=1e-4, weight_decay=0.1),
+        torch.optim.Adam,
+        {"lr": 3e-3, "betas": (0.7, 0.95), "eps": 1e-4, "weight_decay": 0.1},
+    ),
+]
+EVERY = pytest.mark.parametrize(("ours", "theirs", "options"), RULES, ids=lambda value: str(value)[:40])
+STEPS = 6
+
+
+def scene(seed: int = 0):
+    """Return parameters and a gradient for every step; one parameter's gradient is zero throughout."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
+    params = {"a": draw(3, 2), "b": {"c": draw(4), "still": draw(2)}}
+    gradients = [
+        {"a": draw(3, 2) * 10.0**-step, "b": {"c": draw(4), "still": torch.zeros(2, dtype=torch.float64)}}
+        for step in range(STEPS)
+    ]
+    return params, gradients
+
+
+@EVERY
+def test_steps_equal_torch_optim(ours, theirs, options):
+    """Six steps with gradients of falling size, float64, 1e-12."""
+    params, gradients = scene()
+    twins = [leaf.clone() for leaf in tree.leaves(params)]
+    oracle = theirs(twins, **options)
+    state = ours.init(params)
+    for gradient in gradients:
+        params, state = ours.step(params, gradient, state)
+        for twin, g in zip(twins, tree.leaves(gradient), strict=True):
+            twin.grad = g.clone()
+        oracle.step()
+        for leaf, twin in zip(tree.leaves(params), twins, strict=True):
+            torch.testing.assert_close(leaf, twin, rtol=1e-12, atol=1e-12)
+
+
+@EVERY
+def test_lifted_steps_equal_single_ones(ours, theirs, options):
+    """Three clients with a step count each under vmap take the steps they take alone."""
+    alone = []
+    for seed in range(3):
+        params, gradients = scene(seed)
+        state = ours.init(params)
+        for gradient in gradients[:3]:
+            params, state = ours.step(params, gradient, state)
+        alone.append((params, state))
+    scenes = [scene(seed) for seed in range(3)]
+    params = tree.stack([params for params, _ in scenes])
+    state = vmap(ours.init)(params)
+    for step in range(3):
+        params, state = vmap(ours.step)(params, tree.stack([g[step] for _, g in scenes]), state)
+    for k, (one, memory) in enumerate(alone):
+        for a, b in zip(tree.leaves(tree.index(params, k)), tree.leaves(one), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        for a, b in zip(tree.leaves(tree.index(state, k)), tree.leaves(memory), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@EVERY
+def test_a_step_writes_into_nothing(ours, theirs, options):
+    """Parameters, gradient and state are what they were."""
+    params, (gradient, *_) = scene()
+    params, state = ours.step(params, gradient, ours.init(params))
+    trees = (params, gradient, state)
+    copies = [tree.map(torch.clone, each) for each in trees]
+    ours.step(params, gradient, state)
+    for each, copy in zip(trees, copies, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(each), tree.leaves(copy), strict=True))
+
+
+def test_float32_stays_float32():
+    """Adam counts its steps in double precision, but what it moves keeps its type."""
+    for optimizer in (Adam(), SGD(momentum=0.9)):
+        params = {"a": torch.ones(2)}
+        params, state = optimizer.step(params, {"a": torch.ones(2)}, optimizer.init(params))
+        assert params["a"].dtype == torch.float32
+        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(state) if leaf.dim())
+
+
+def test_adams_first_step_is_the_learning_rate():
+    """m / (1 - beta1) = g and sqrt(v / (1 - beta2)) = |g|: the first step is lr * g / (|g| + eps) = 0.01 here."""
+    params = {"a": torch.tensor([1.0, 1.0], dtype=torch.float64)}
+    moved, _ = Adam(1e-2).step(params, {"a": torch.tensor([5.0, -0.003], dtype=torch.float64)}, Adam().init(params))
+    assert moved["a"].tolist() == pytest.approx([0.99, 1.01], rel=1e-6)
+
+
+def test_another_learning_rate_is_a_replacement():
+    """A method takes the shared optimizer with a rate of its own."""
+    assert replace(Adam(1e-3, weight_decay=0.1), lr=0.5) == Adam(0.5, weight_decay=0.1)
+
+
+def test_descend_is_differentiable():
+    """d/dp of (p - 0.1 g)^2 at p = 2, g = 10 is 2 * (2 - 1) = 2, in g it is -0.1 * 2."""
+    p, g = torch.tensor(2.0, requires_grad=True), torch.tensor(10.0, requires_grad=True)
+    descend({"a": p}, {"a": g}, 0.1)["a"].square().backward()
+    assert p.grad is not None
+    assert g.grad is not None
+    assert float(p.grad) == pytest.approx(2.0)
+    assert float(g.grad) == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize(("norm", "value"), [(0.7, None), (None, 0.3), (0.7, 0.3), (1e6, 1e6)])
+def test_clipping_equals_torchs(norm, value):
+    """By value, then by norm, then a step with momentum and weight decay: torch's two functions and its SGD, 1e-12."""
+    ours = Clipped(SGD(0.1, 0.9, 0.01, nesterov=True), norm, value)
+    params, gradients = scene()
+    twins = [leaf.clone() for leaf in tree.leaves(params)]
+    oracle = torch.optim.SGD(twins, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    state = ours.init(params)
+    clipped = 0
+    for gradient in gradients:
+        params, state = ours.step(params, gradient, state)
+        for twin, g in zip(twins, tree.leaves(gradient), strict=True):
+            twin.grad = g.clone()
+        if value is not None:
+            torch.nn.utils.clip_grad_value_(twins, value)
+        if norm is not None:
+            clipped += float(torch.nn.utils.clip_grad_norm_(twins, norm)) > norm
+        oracle.step()
+        for leaf, twin in zip(tree.leaves(params), twins, strict=True):
+            torch.testing.assert_close(leaf, twin, rtol=1e-9, atol=1e-12)
+    assert clipped == (STEPS if norm == 0.7 else 0) or value == 0.3
+
+
+def test_a_clipped_optimizer_changes_its_rate_like_the_one_inside():
+    """The learning rate is that of the optimizer inside; changing it keeps the bounds."""
+    ours = Clipped(Adam(0.1), 1.0, 2.0)
+    assert ours.with_lr(0.3) == Clipped(Adam(0.3), 1.0, 2.0)
+    assert ours.with_lr(0.3).lr == 0.3
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Constant(), lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        (Cosine(), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)),
+        (Cosine(0.1), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.02)),
+        (Steps(), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [20, 30])),
+        (Steps((0.25,), 0.5), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [10], 0.5)),
+    ],
+)
+def test_schedules_equal_torchs(ours, theirs):
+    """The learning rate of each of 40 rounds, set from the task of the run or from that of the round before."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
+    scheduler = theirs(optimizer)
+    run = Task(NETWORK, SGD(0.2, momentum=0.9), None, rounds=40, schedule=ours)  # type: ignore[arg-type]
+    before = run
+    for number in range(40):
+        now = run.at(number)
+        assert now.optimizer.lr == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        assert before.at(number).optimizer.lr == pytest.approx(now.optimizer.lr, rel=1e-9)
+        assert now.optimizer.with_lr(0.2) == run.optimizer
+        assert now.round == number
+        before = now
+        optimizer.step()
+        scheduler.step()

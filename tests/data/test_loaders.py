@@ -1,0 +1,585 @@
+"""CIFAR-10 and -100 (binary), SVHN, CINIC-10 and Tiny ImageNet from small files of the true format, written here.
+
+Pixels are compared with what numpy drew or with what Pillow decodes, never with our own reader.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from scipy.io import loadmat, savemat
+
+from halfmoon.core.errors import UserError
+from halfmoon.data import load
+from halfmoon.data.images import statistics
+from halfmoon.data.readers import mat
+from halfmoon.data.sources import KNOWN
+
+FISH, FROG, CROC = "n01443537", "n01641577", "n01698640"
+
+
+def noise(count: int, size: int = 32, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, size, size, channels), np.uint8)
+
+
+def write_image(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(path)
+
+
+def pillow_rgb(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def record(pixels: np.ndarray, *labels: int) -> bytes:
+    """Return a record of CIFAR's binary version: label bytes, then the red, the green and the blue plane by rows."""
+    return bytes(labels) + b"".join(pixels[..., channel].tobytes() for channel in range(3))
+
+
+def cifar10(folder: Path, *, meta: bool = True) -> np.ndarray:
+    """Write two images for each of six files, labels counting up; return the twelve in the order of the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = noise(12)
+    for number, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+        pair = range(2 * number, 2 * number + 2)
+        (folder / f"{name}.bin").write_bytes(b"".join(record(pixels[i], i % 10) for i in pair))
+    if meta:
+        (folder / "batches.meta.txt").write_text("\n".join(KNOWN["cifar10"].classes) + "\n\n")
+    return pixels
+
+
+def cifar100(folder: Path) -> np.ndarray:
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = noise(5)
+    (folder / "train.bin").write_bytes(b"".join(record(pixels[i], 19 - i, 33 * i) for i in range(4)))
+    (folder / "test.bin").write_bytes(record(pixels[4], 7, 42))
+    (folder / "fine_label_names.txt").write_text("\n".join(KNOWN["cifar100"].classes) + "\n")
+    return pixels
+
+
+def svhn(folder: Path, **changed: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Write both files, 12 images in the train one; `changed` replaces its arrays, None leaves one out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels, labels = noise(12), np.array([1, 9, 10, 2, 3, 4, 5, 6, 7, 8, 10, 1], np.uint8)
+    whole = {"X": pixels.transpose(1, 2, 3, 0), "y": labels[:, None]}
+    train = {name: array for name, array in (whole | changed).items() if array is not None}
+    savemat(folder / "train_32x32.mat", train, do_compression=True)
+    test = {"X": whole["X"][..., :3], "y": whole["y"][:3]}
+    savemat(folder / "test_32x32.mat", test, do_compression=True)
+    return pixels, labels
+
+
+def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
+    """Write Tiny ImageNet with three classes: two training JPEGs a class (one of them gray) and four test JPEGs."""
+    for label, wnid in enumerate((FISH, FROG, CROC)):
+        for i in range(2):
+            pixels = noise(1, 64, 1 if (label, i) == (0, 0) else 3, seed=10 * label + i)[0]
+            write_image(folder / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", pixels)
+        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t10\t63\t58\n")
+    for i, channels in enumerate((3, 1, 3, 3)):
+        write_image(folder / "val" / "images" / f"val_{i}.JPEG", noise(1, 64, channels, seed=100 + i)[0])
+    lines = [f"val_{i}.JPEG\t{wnid}\t0\t32\t44\t62\n" for i, wnid in enumerate((CROC, FISH, CROC, FROG))]
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+    write_image(folder / "test" / "images" / "test_0.JPEG", noise(1, 64)[0])
+    if wnids:
+        (folder / "wnids.txt").write_text(f"{CROC}\n{FISH}\n{FROG}\n")  # the real one is not sorted either
+    if words:
+        (folder / "words.txt").write_text(
+            f"n00001740\tentity\n{FISH}\tgoldfish, Carassius auratus\n{FROG}\tbullfrog, Rana catesbeiana\n"
+        )
+    return folder
+
+
+# What is known before a file is read
+
+
+def test_sizes_of_known_sets() -> None:
+    """The counts of the sets' own pages: CIFAR 50,000 + 10,000, SVHN 73,257 + 26,032, CINIC-10 a third of 270,000
+    each, Fashion-MNIST 60,000 + 10,000, Tiny ImageNet 200 classes of 500 and 50.
+    """
+    assert {name: (known.train, known.test, known.shape, len(known.classes)) for name, known in KNOWN.items()} == {
+        "cifar10": (50_000, 10_000, (32, 32, 3), 10),
+        "cifar100": (50_000, 10_000, (32, 32, 3), 100),
+        "svhn": (73_257, 26_032, (32, 32, 3), 10),
+        "cinic10": (90_000, 90_000, (32, 32, 3), 10),
+        "fashion_mnist": (60_000, 10_000, (28, 28, 1), 10),
+        "tiny_imagenet": (100_000, 10_000, (64, 64, 3), 200),
+    }
+    for known in KNOWN.values():
+        assert len(known.mean) == len(known.std) == known.shape[2]
+        assert len(set(known.classes)) == len(known.classes)
+    assert [name for name, known in KNOWN.items() if not known.mirror] == ["svhn"]
+    assert KNOWN["cifar100"].classes[26] == "crab"  # the hub's own list says "cra"
+    for name in ("cifar100", "tiny_imagenet"):  # so class folders have the official order
+        assert list(KNOWN[name].classes) == sorted(KNOWN[name].classes)
+
+
+# CIFAR's binary version
+
+
+@pytest.mark.parametrize("place", ["", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
+def test_cifar10_binary(tmp_path: Path, place: str) -> None:
+    pixels = cifar10(tmp_path / place, meta=place != "")
+    source = load("cifar10", tmp_path)
+    np.testing.assert_array_equal(source.train.images, pixels[:10])
+    np.testing.assert_array_equal(source.test.images, pixels[10:])
+    assert source.train.labels.tolist() == list(range(10))
+    assert source.test.labels.tolist() == [0, 1]
+    assert source.classes == KNOWN["cifar10"].classes
+    assert (source.name, source.mirror, source.mean) == ("cifar10", True, KNOWN["cifar10"].mean)
+
+
+@pytest.mark.parametrize("place", ["cifar100", "cifar-100-binary"])
+def test_cifar100_binary_has_fine_labels(tmp_path: Path, place: str) -> None:
+    pixels = cifar100(tmp_path / place)
+    cifar10(tmp_path / "cifar-10-batches-bin")  # one folder may hold several archives
+    source = load("cifar100", tmp_path)
+    np.testing.assert_array_equal(source.train.images, pixels[:4])
+    assert source.train.labels.tolist() == [0, 33, 66, 99]
+    assert source.test.labels.tolist() == [42]
+    assert (source.classes[0], source.classes[99]) == ("apple", "worm")
+
+
+def test_a_folder_by_its_path_is_known_by_its_files(tmp_path: Path) -> None:
+    pixels = cifar100(tmp_path)
+    source = load(str(tmp_path))
+    np.testing.assert_array_equal(source.test.images, pixels[4:])
+    assert (source.name, len(source.classes)) == (tmp_path.name, 100)
+    assert (source.mean, source.std) == statistics(pixels[:4])
+
+
+def test_names_are_those_of_the_names_file(tmp_path: Path) -> None:
+    cifar10(tmp_path)
+    names = [f"kind {i}" for i in range(10)]
+    (tmp_path / "batches.meta.txt").write_text("\n".join(names))
+    assert load("cifar10", tmp_path).classes == tuple(names)
+    (tmp_path / "batches.meta.txt").write_text("\n".join([*names[:8], names[0]]))
+    with pytest.raises(UserError, match=r"batches.meta.txt: it has 8 different class names, but cifar10 has 10"):
+        load("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change", "message"),
+    [
+        ("cifar10", "data_batch_3.bin", lambda x: x[:-1], r"6145 bytes are no whole .* of 3073 bytes \(1 label byte,"),
+        ("cifar10", "test_batch.bin", lambda x: x + b"\0", r"6147 bytes are no whole number of records"),
+        ("cifar10", "data_batch_1.bin", lambda x: b"", r"0 bytes are no whole number of records"),
+        ("cifar10", "test_batch.bin", lambda x: x[:3073] + b"\x0a" + x[3074:], r"record 1: label byte 1 is 10, but"),
+        ("cifar100", "train.bin", lambda x: x[:5000], r"5000 bytes are no whole .* of 3074 bytes \(2 label bytes,"),
+        ("cifar100", "train.bin", lambda x: b"\x14" + x[1:], r"record 0: label byte 1 is 20, but there are 20"),
+        ("cifar100", "train.bin", lambda x: x[:6149] + b"\x64" + x[6150:], r"record 2: label byte 2 is 100, but"),
+    ],
+)
+def test_a_damaged_binary_file_is_named(
+    tmp_path: Path, name: str, file: str, change: Callable[[bytes], bytes], message: str
+) -> None:
+    (cifar10 if name == "cifar10" else cifar100)(tmp_path)
+    (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
+    with pytest.raises(UserError, match=message) as caught:
+        load(name, tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / file))
+
+
+def test_a_missing_binary_file_is_named(tmp_path: Path) -> None:
+    cifar10(tmp_path / "ten")
+    (tmp_path / "ten" / "data_batch_4.bin").unlink()
+    with pytest.raises(UserError, match=r"data_batch_4.bin is missing; .* data_batch_5.bin and test_batch.bin"):
+        load(str(tmp_path / "ten"))
+    cifar100(tmp_path / "hundred")
+    (tmp_path / "hundred" / "test.bin").unlink()
+    with pytest.raises(UserError, match=r"hundred/test.bin is missing; .* train.bin and test.bin"):
+        load("hundred", tmp_path)
+    cifar100(tmp_path / "hundred")
+    with pytest.raises(UserError, match=r"binary version of cifar100 has no part 'validation'"):
+        load("hundred", tmp_path, test="validation")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", None])
+@pytest.mark.parametrize("inside", [True, False])
+def test_pickles_are_refused_unopened(tmp_path: Path, name: str | None, inside: bool) -> None:
+    """The files would write a marker when they are unpickled; it must not appear."""
+    marker = tmp_path / "opened"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (marker,))
+
+    hundred = name == "cifar100"
+    place = tmp_path / ("cifar-100-python" if hundred else "cifar-10-batches-py")
+    place.mkdir()
+    for file in ("train", "test", "meta") if hundred else ("data_batch_1", "test_batch", "batches.meta"):
+        (place / file).write_bytes(pickle.dumps(Trap()))
+    wanted = "train.bin and test.bin" if hundred else "data_batch_1.bin to data_batch_5.bin"
+    with pytest.raises(UserError, match=rf"pickle can run any program .* binary version \({wanted}.* or parquet"):
+        load(name, tmp_path if inside else place) if name else load(str(tmp_path if inside else place))
+    assert not marker.exists()
+
+
+def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
+    cifar100(tmp_path)
+    with pytest.raises(UserError, match=r"cifar10 is not here; expected data_batch_1.bin to data_batch_5.bin"):
+        load("cifar10", tmp_path)
+    for part in ("train", "test"):
+        for label in range(11):
+            write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", noise(1)[0])
+    with pytest.raises(UserError, match=r"cinic10 has 10 classes, but there are 11 here"):
+        load("cinic10", tmp_path)
+
+
+# SVHN
+
+
+@pytest.mark.parametrize("place", ["", "svhn"])
+def test_svhn_mat_files(tmp_path: Path, place: str) -> None:
+    pixels, labels = svhn(tmp_path / place)
+    source = load("svhn", tmp_path)
+    np.testing.assert_array_equal(source.train.images, pixels)
+    np.testing.assert_array_equal(source.test.images, pixels[:3])
+    assert source.train.labels.tolist() == [0 if y == 10 else y for y in labels]
+    assert source.classes == tuple("0123456789")
+    assert not source.mirror
+    assert load("svhn", tmp_path, mirror=True).mirror
+    assert not load(str(tmp_path / place)).mirror
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"X": None}, "there is no array X in it"),
+        ({"y": None}, "there is no array y in it"),
+        ({"y": np.ones((11, 1), np.uint8)}, "y has 11 labels, but X has 12 images"),
+        ({"y": np.array([[1]] * 7 + [[0]] + [[2]] * 4, np.uint8)}, r"image 7: y is 0, but labels are 1 to 10"),
+        ({"y": np.array([[1]] * 11 + [[11]], np.uint8)}, r"image 11: y is 11, but"),
+        ({"y": np.array([[1.0]] * 11 + [[2.5]])}, r"image 11: y is 2.5, but"),
+        ({"X": noise(12).transpose(1, 2, 3, 0).astype(np.float64)}, r"X is float64 \(32, 32, 3, 12\), not uint8"),
+        ({"X": noise(12)}, r"X is uint8 \(12, 32, 32, 3\), not uint8 \(32, 32, 3, N\)"),
+    ],
+)
+def test_svhn_arrays_that_are_wrong_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    svhn(tmp_path, **changed)
+    with pytest.raises(UserError, match=message) as caught:
+        load("svhn", tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / "train_32x32.mat"))
+
+
+def test_a_damaged_mat_file_is_named(tmp_path: Path) -> None:
+    svhn(tmp_path)
+    path = tmp_path / "test_32x32.mat"
+    whole = path.read_bytes()
+    for data in (b"", b"nothing", whole[: len(whole) // 2], whole[:100], whole[:200] + bytes(500) + whole[700:]):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"test_32x32.mat: (not a readable MATLAB file|there is no array)"):
+            load("svhn", tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match=r"test_32x32.mat is missing; svhn is train_32x32.mat and test_32x32.mat"):
+        load("svhn", tmp_path)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_arrays_of_matlab_are_those_that_scipy_reads(packed: bool) -> None:
+    """Every type of real numbers, names from one letter on, shapes with and without values; other things are left."""
+    kinds = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8")
+    held: dict[str, Any] = {f"a{kind}": np.arange(24).reshape(2, 3, 4).astype(kind) for kind in kinds}
+    held |= {"X": np.zeros((0, 3)), "y": np.array([[7]], np.uint8), "text": "words", "z": np.ones((2, 2)) * 1j}
+    held["cells"] = np.array([1, "a"], object)
+    file = io.BytesIO()
+    savemat(file, held, do_compression=packed)
+    read = mat.arrays(file.getvalue(), tuple(held))
+    known = loadmat(io.BytesIO(file.getvalue()))
+    assert read.keys() == held.keys() - {"text", "z", "cells"}
+    for name, array in read.items():
+        assert array.dtype == known[name].dtype, name
+        np.testing.assert_array_equal(array, known[name])
+    assert mat.arrays(file.getvalue(), ["y"]).keys() == {"y"}
+
+
+def test_an_array_of_matlab_on_a_machine_of_the_other_order() -> None:
+    """By hand from the format's description: flags, sides, name and values, most significant bytes first."""
+    parts = [struct.pack(">IIII", 6, 8, 10, 0), struct.pack(">IIii", 5, 8, 1, 2), struct.pack(">HH4s", 1, 1, b"y")]
+    body = b"".join(parts) + struct.pack(">IIHH4x", 3, 4, 513, 2)
+    head = b"by hand".ljust(124) + b"\1\0MI"
+    assert mat.arrays(head + struct.pack(">II", 14, len(body)) + body, "y")["y"].tolist() == [[513, 2]]
+
+
+def test_a_packed_array_of_matlab_is_not_unpacked_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    savemat(file, {"X": np.zeros((1000, 1000), np.uint8)}, do_compression=True)
+    monkeypatch.setattr(mat, "LARGEST", 1_000_000)
+    with pytest.raises(ValueError, match="over 1,000,000 bytes"):
+        mat.arrays(file.getvalue(), ["X"])
+    monkeypatch.setattr(mat, "LARGEST", 1_000_100)
+    assert mat.arrays(file.getvalue(), ["X"])["X"].shape == (1000, 1000)
+
+
+# CINIC-10
+
+
+def test_cinic10_folders(tmp_path: Path) -> None:
+    """The names of its files begin with cifar10- or with a WordNet id, so sorted CIFAR's images come first; a gray
+    one is made RGB, and the part `valid` is not read (here it could not be).
+    """
+    names = ("n02691156_10.png", "cifar10-train-7.png", "cifar10-train-10.png")
+    pixels = {(label, name): noise(1, seed=10 * label + i)[0] for label in range(10) for i, name in enumerate(names)}
+    pixels[3, names[0]] = pixels[3, names[0]][..., :1]
+    for (label, name), image in pixels.items():
+        for part in ("train", "test"):
+            write_image(tmp_path / part / KNOWN["cinic10"].classes[label] / name, image)
+    (tmp_path / "valid" / "airplane").mkdir(parents=True)
+    (tmp_path / "valid" / "airplane" / "broken.png").write_bytes(b"no image")
+    source = load("cinic10", tmp_path)
+    wanted = [np.broadcast_to(pixels[label, name], (32, 32, 3)) for label in range(10) for name in sorted(names)]
+    assert sorted(names)[2] == names[0]
+    np.testing.assert_array_equal(source.train.images, wanted)
+    assert source.train.labels.tolist() == [label for label in range(10) for _ in names]
+    assert source.classes == KNOWN["cinic10"].classes
+    with pytest.raises(UserError, match=r"class folder automobile is in train but not in valid"):
+        load("cinic10", tmp_path, test="valid")
+
+
+# Tiny ImageNet
+
+
+@pytest.mark.parametrize("place", ["", "tiny_imagenet", "tiny-imagenet-200"])
+def test_tiny_imagenet(tmp_path: Path, place: str) -> None:
+    folder = tiny(tmp_path / place)
+    source = load("tiny_imagenet", tmp_path)
+    train = [folder / "train" / wnid / "images" / f"{wnid}_{i}.JPEG" for wnid in (FISH, FROG, CROC) for i in range(2)]
+    np.testing.assert_array_equal(source.train.images, [pillow_rgb(path) for path in train])
+    held = [pillow_rgb(folder / "val" / "images" / f"val_{i}.JPEG") for i in range(4)]
+    np.testing.assert_array_equal(source.test.images, held)
+    assert Image.open(train[0]).mode == "L"  # or the test shows nothing about gray images
+    assert (source.train.images[0] == source.train.images[0][..., :1]).all()
+    assert source.train.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert source.test.labels.tolist() == [2, 0, 2, 1]
+    assert source.classes == (f"{FISH} goldfish", f"{FROG} bullfrog", CROC)
+    assert source.mirror
+    np.testing.assert_array_equal(load(str(folder), test="val").test.images, held)
+
+
+def test_tiny_imagenet_images_lie_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """val_10 comes before val_2, whatever the order of the annotations."""
+    folder = tiny(tmp_path)
+    write_image(folder / "val" / "images" / "val_10.JPEG", noise(1, 64, seed=7)[0])
+    path = folder / "val" / "val_annotations.txt"
+    path.write_text(path.read_text() + f"val_10.JPEG\t{FROG}\t0\t0\t1\t1\n")
+    source = load("tiny_imagenet", tmp_path)
+    assert source.test.labels.tolist() == [2, 0, 1, 2, 1]
+    np.testing.assert_array_equal(source.test.images[2], pillow_rgb(folder / "val" / "images" / "val_10.JPEG"))
+
+
+@pytest.mark.parametrize("inside", ["", "images"])
+@pytest.mark.parametrize("texts", [True, False])
+def test_tiny_imagenet_in_class_folders(tmp_path: Path, inside: str, texts: bool) -> None:
+    folder = tiny(tmp_path, wnids=texts, words=False)
+    moved = {}
+    for i, wnid in enumerate((CROC, FISH, CROC, FROG)):
+        moved[wnid, i] = folder / "val" / wnid / inside / f"val_{i}.JPEG"
+        moved[wnid, i].parent.mkdir(parents=True, exist_ok=True)
+        (folder / "val" / "images" / f"val_{i}.JPEG").rename(moved[wnid, i])
+    (folder / "val" / "images").rmdir()
+    if not texts:
+        (folder / "val" / "val_annotations.txt").unlink()
+    source = load("tiny_imagenet", tmp_path)
+    assert source.test.labels.tolist() == [0, 1, 2, 2]
+    np.testing.assert_array_equal(source.test.images, [pillow_rgb(moved[key]) for key in sorted(moved)])
+    assert source.classes == (FISH, FROG, CROC)
+
+
+def annotate(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path = folder / "val" / "val_annotations.txt"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "message"),
+    [
+        (lambda f: annotate(f, lambda x: x[:2] + x[3:]), "val/val_annotations.txt", "no line for val_2.JPEG of val/"),
+        (lambda f: annotate(f, lambda x: [*x, "val_9.JPEG\t" + FISH]), "val/val_annotations.txt", "names val_9.JPEG,"),
+        (
+            lambda f: annotate(f, lambda x: [x[0].replace(CROC, "n99999999"), *x[1:]]),
+            "val/val_annotations.txt",
+            "line 1: val_0.JPEG is of class n99999999, which is no folder of train",
+        ),
+        (lambda f: annotate(f, lambda x: [*x, x[1]]), "val/val_annotations.txt", "line 5: val_1.JPEG has a line befo"),
+        (lambda f: annotate(f, lambda x: [*x, "val_1.JPEG\n"]), "val/val_annotations.txt", "line 5: expected an image"),
+        (lambda f: (f / "val" / "val_annotations.txt").unlink(), "val/val_annotations.txt", "is missing; it says"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_bytes(b"\xff"), "val/val_annotations.txt", "cannot be re"),
+        (lambda f: (f / "wnids.txt").write_text(f"{FISH}\n{FROG}\n"), "wnids.txt", f"it does not list {CROC}"),
+        (
+            lambda f: (f / "wnids.txt").write_text(f"{FISH}\n{FROG}\n{CROC}\nn12267677\n"),
+            "wnids.txt",
+            "it lists n12267677, but there is no folder train/n12267677",
+        ),
+        (
+            lambda f: (f / "val" / "images" / "val_3.JPEG").write_bytes(b"?"),
+            "val/images/val_3.JPEG",
+            "not a readable image",
+        ),
+        (
+            lambda f: write_image(f / "train" / FROG / "images" / "x.JPEG", noise(1, 63)[0]),
+            f"train/{FROG}/images/x.JPEG",
+            "the image is 63x63 RGB, but",
+        ),
+    ],
+)
+def test_a_damaged_tiny_imagenet_is_named(
+    tmp_path: Path, damage: Callable[[Path], object], file: str, message: str
+) -> None:
+    damage(tiny(tmp_path))
+    with pytest.raises(UserError, match=message) as caught:
+        load("tiny_imagenet", tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / file))
+    assert "\n" not in str(caught.value)
+
+
+def test_tiny_imagenet_without_its_test_is_said(tmp_path: Path) -> None:
+    folder = tiny(tmp_path)
+    for path in (folder / "val" / "images").iterdir():
+        path.unlink()
+    (folder / "val" / "images").rmdir()
+    with pytest.raises(UserError, match=r"val: it has no class folders"):
+        load("tiny_imagenet", tmp_path)
+    with pytest.raises(UserError, match=r"no part 'validation', only train and val"):
+        load("tiny_imagenet", tmp_path, test="validation")
+
+
+def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
+    """The cache keeps pixels; labels that are corrected afterwards hold at once."""
+    folder = tiny(tmp_path / "tiny_imagenet")
+    load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
+    annotate(folder, lambda lines: [lines[0].replace(CROC, FISH), *lines[1:]])
+    again = load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
+    assert len(list((tmp_path / "cache").glob("images-????????????????.npy"))) == 2
+    assert again.test.labels.tolist() == [0, 0, 2, 1]
+    np.testing.assert_array_equal(again.test.images[1], pillow_rgb(folder / "val" / "images" / "val_1.JPEG"))
+
+
+# Parquet and the hub
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_parquet(path: Path, pixels: list[np.ndarray], image: str, **labels: list[int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    column = pa.array([{"bytes": encoded(x), "path": None} for x in pixels], kind)
+    pq.write_table(pa.table({image: column, **labels}), path)
+
+
+def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
+    pixels = noise(3)
+    for part in ("train", "test"):
+        path = tmp_path / "cifar100" / "cifar100" / f"{part}-00000-of-00001.parquet"
+        write_parquet(path, list(pixels), "img", coarse_label=[3, 2, 1], fine_label=[49, 99, 0])
+    source = load("cifar100", tmp_path)
+    np.testing.assert_array_equal(source.train.images, pixels)
+    assert source.train.labels.tolist() == [49, 99, 0]
+    assert source.classes == KNOWN["cifar100"].classes
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "held"),
+    [
+        ("svhn", "cropped_digits", "test-00000-of-00001"),
+        ("cinic10", "data", "test-00000-of-00001"),
+        ("tiny_imagenet", "data", "valid-00000-of-00001-70d52db3c749a935"),
+        ("tiny_imagenet", "", "test"),
+    ],
+)
+def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder: str, held: str) -> None:
+    """Gray images are made RGB where a set has them; valid of Tiny ImageNet and cropped_digits of SVHN are found."""
+    size = KNOWN[name].shape[0]
+    pixels = [noise(1, size, 3, seed=i)[0] for i in range(3)]
+    if KNOWN[name].gray:
+        pixels[1] = pixels[1][..., :1]
+    write_parquet(tmp_path / folder / "train-00000-of-00001.parquet", pixels, "image", label=[1, 0, 2])
+    write_parquet(tmp_path / folder / f"{held}.parquet", pixels[:2], "image", label=[5, 4])
+    source = load(name, tmp_path)
+    shape = KNOWN[name].shape
+    np.testing.assert_array_equal(source.train.images, [np.broadcast_to(image, shape) for image in pixels])
+    assert source.test.labels.tolist() == [5, 4]
+    assert source.classes == KNOWN[name].classes
+
+
+def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
+    """The same gray files are one channel as a folder of their own and three as Tiny ImageNet."""
+    for part in ("train", "valid"):
+        write_parquet(tmp_path / f"{part}.parquet", list(noise(2, 64, 1)), "image", label=[0, 1])
+    cache = tmp_path / "cache"
+    assert load(str(tmp_path), test="valid", cache=cache).train.images.shape == (2, 64, 64, 1)
+    for _ in range(2):
+        assert load("tiny_imagenet", tmp_path, cache=cache).train.images.shape == (2, 64, 64, 3)
+
+
+class Rows:
+    """As much of `datasets.Dataset` as the reader uses, its images not decoded."""
+
+    def __init__(self, pixels: list[np.ndarray], image: str, **labels: list[int]) -> None:
+        columns = {image: [{"bytes": encoded(x), "path": None} for x in pixels], **labels}
+        self.columns, self.column_names = columns, list(columns)
+        self.features = dict.fromkeys(columns, SimpleNamespace())
+
+    def cast_column(self, column: str, kind: dict[str, bool]) -> Rows:
+        assert kind == {"decode": False}
+        return self
+
+    def __len__(self) -> int:
+        return len(self.columns[self.column_names[0]])
+
+    def __getitem__(self, column: str) -> list[Any]:
+        return self.columns[column]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(dict(zip(self.columns, row, strict=True)) for row in zip(*self.columns.values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "repository", "config", "held"),
+    [
+        ("cifar100", "img", "uoft-cs/cifar100", None, "test"),
+        ("svhn", "image", "ufldl-stanford/svhn", "cropped_digits", "test"),
+        ("cinic10", "image", "flwrlabs/cinic10", None, "test"),
+        ("tiny_imagenet", "image", "zh-plus/tiny-imagenet", None, "valid"),
+    ],
+)
+def test_names_resolve_to_hub_repositories(
+    monkeypatch: pytest.MonkeyPatch, name: str, image: str, repository: str, config: str | None, held: str
+) -> None:
+    """Repository, configuration and parts as the hub has them; CIFAR-100 has a coarse label too, which is not taken."""
+    asked = []
+    labels = {"coarse_label": [0, 1], "fine_label": [49, 4]} if name == "cifar100" else {"label": [9, 4]}
+    size = KNOWN[name].shape[0]
+    second = noise(1, size, 1 if KNOWN[name].gray else 3, seed=1)[0]
+
+    def load_dataset(path: str, config: str | None, split: str) -> Rows:
+        asked.append((path, config, split))
+        return Rows([noise(1, size)[0], second], image, **labels)
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    module.Image = lambda decode: {"decode": decode}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    source = load(name)
+    assert asked == [(repository, config, "train"), (repository, config, held)]
+    np.testing.assert_array_equal(source.train.images[1], np.broadcast_to(second, KNOWN[name].shape))
+    assert source.test.labels.tolist()[1] == 4
+    assert source.test.labels.tolist()[0] == (49 if name == "cifar100" else 9)
+    assert source.classes == KNOWN[name].classes
+    load(name, test="validation")
+    assert asked[-1] == (repository, config, "validation")

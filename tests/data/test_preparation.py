@@ -1,0 +1,173 @@
+"""Images as they are: sizes, modes, depths and DICOM brought to one form while they are decoded, kept as maps."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfmoon import Config, UserError
+from halfmoon.data import load
+from halfmoon.data.images import statistics
+from halfmoon.data.preparation import Preparation, checked_window, eight_bits, middle
+from halfmoon.data.readers.decode import fitted, prepared
+from halfmoon.runs import factory
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Return an image file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def mixed(folder: Path) -> Path:
+    """Write a set of class folders whose images have several sizes and modes."""
+    draw = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for name in ("a", "b"):
+            for k, shape in enumerate([(20, 30), (30, 20, 3), (16, 16)]):
+                place = folder / part / name
+                place.mkdir(parents=True, exist_ok=True)
+                (place / f"{k}.png").write_bytes(png(draw.integers(0, 256, shape, np.uint8)))
+    return folder
+
+
+def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
+    """Without an option the sentence names both and what to give; with them every image has one form."""
+    folder = str(mixed(tmp_path / "set"))
+    with pytest.raises(
+        UserError, match=r"the image is 20x30 RGB, but .*0.png is 30x20 gray; .* --resize N, --channels"
+    ):
+        load(folder)
+    for channels in (1, 3):
+        found = load(folder, how=Preparation((16, 16), channels))
+        assert found.train.images.shape == (6, 16, 16, channels)
+        assert (
+            found.train.images[2].tolist()
+            == prepared((tmp_path / "set/train/a/2.png").read_bytes(), "x", Preparation(channels=channels)).tolist()
+        )
+        assert (found.mean, found.std) == statistics(found.train.images)
+
+
+def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start reads no pixel: not for the statistics either; another form is another file."""
+    folder, cache, how = str(mixed(tmp_path / "set")), tmp_path / "cache", Preparation((16, 16), 1)
+    plain = load(folder, how=how)
+    first = load(folder, cache=cache, how=how)
+    monkeypatch.setattr("halfmoon.data.sources.statistics", lambda _: pytest.fail("pixels were read"))
+    again = load(folder, cache=cache, how=how)
+    for found in (first, again):
+        assert isinstance(found.train.images, np.memmap)
+        assert np.array_equal(found.train.images, plain.train.images)
+        assert (found.mean, found.std) == (plain.mean, plain.std)
+    monkeypatch.undo()
+    other = load(folder, cache=cache, how=Preparation((16, 16), 1, crop=True))
+    assert not np.array_equal(other.train.images, plain.train.images)
+
+
+def test_mapped_images_give_the_clients_the_same(tmp_path: Path) -> None:
+    """The tensors that a run trains on equal those in memory, and lie where they are."""
+    folder, how = str(mixed(tmp_path / "set")), {"resize": 16, "channels": 3}
+    for cache in (None, tmp_path / "cache"):
+        source = factory.images(Config(data=folder, cache=cache, **how))
+        made = factory.examples(source.train, factory.device(Config(device="cpu")))
+        assert made.images.shape == (6, 3, 16, 16)
+        assert np.array_equal(made.images.permute(0, 2, 3, 1).numpy(), source.train.images)
+        shared = made.images.data_ptr() == source.train.images.ctypes.data
+        assert shared == (cache is not None)
+
+
+def test_every_source_is_resized() -> None:
+    """The digits, decoded long ago: 8x8 gray become 16x16 RGB, by the same resampling as an image file."""
+    plain, made = load("digits"), load("digits", how=Preparation((16, 16), 3))
+    assert made.train.images.shape == (1437, 16, 16, 3)
+    for row in (0, 700):
+        data = png(plain.train.images[row, :, :, 0])
+        assert np.array_equal(made.train.images[row], fitted(data, "x", 16, 16, 3))
+    assert made.mean == pytest.approx(plain.mean * 3, abs=0.01)
+
+
+def test_crop_keeps_the_middle_in_proportion() -> None:
+    """A 4x8 image of four columns 0, 1, 2, 3 (two wide each), cut to 4x4: the columns 1 and 2 stay."""
+    wide = np.repeat(np.arange(4, dtype=np.uint8) * 60, 2)[None].repeat(4, 0)
+    assert prepared(png(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [60, 60, 120, 120]
+    assert prepared(png(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
+    assert middle(4, 8, 4, 4) == (2, 0, 6, 4)
+    assert middle(9, 3, 2, 2) == (0, 3, 3, 6)
+
+
+def test_twelve_bits_do_not_become_black() -> None:
+    """Values 100 to 4095 in 16 bits are spread over 0..255; a window says what is black and white instead."""
+    deep = np.array([[100, 4095, 2098]], np.uint16)
+    assert fitted(png(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [0, 255, 128]  # 1998 / 3995 * 255 = 127.53
+    assert fitted(png(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [6, 255, 131]  # 6.23, 130.65
+    assert fitted(png(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
+    assert eight_bits(np.array([[7, 7]], np.uint16), None, "x").tolist() == [[0, 0]]
+    assert eight_bits(np.array([[0.5, 2.0]], np.float32), (0, 1), "x").tolist() == [[128, 255]]
+    for wrong in ((1,), (2, 1), (0, float("nan"))):
+        with pytest.raises(UserError, match="window is"):
+            checked_window(wrong)
+
+
+def test_the_configuration_says_it(tmp_path: Path) -> None:
+    """Ranges are checked, and a model's card takes over what predict needs."""
+    assert factory.preparation(Config(resize=20, channels=3, crop=True, window=(0.0, 9.0))) == Preparation(
+        (20, 20), 3, True, (0.0, 9.0)
+    )
+    for values in ({"channels": 2}, {"resize": 0}, {"window": (1.0,)}, {"window": (3.0, 1.0)}):
+        with pytest.raises(UserError, match=f"{next(iter(values))} is"):
+            Config(**values)
+
+
+def dicom(path: Path, pixels: np.ndarray, **header: object) -> bytes:
+    """Write a DICOM file as a scanner would, with a person's name in it."""
+    pydicom = pytest.importorskip("pydicom")
+    from pydicom.dataset import FileDataset, FileMetaDataset
+    from pydicom.uid import ExplicitVRLittleEndian
+
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = "1.2.840.10008.5.1.4.1.1.7", "1.2.3"
+    file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    file.PatientName, file.Rows, file.Columns = "Doe^Jane", pixels.shape[-2], pixels.shape[-1]
+    file.SamplesPerPixel, file.BitsAllocated, file.BitsStored, file.HighBit = 1, 16, 12, 11
+    file.PixelRepresentation, file.PhotometricInterpretation = 0, "MONOCHROME2"
+    file.PixelData = pixels.astype(np.uint16).tobytes()
+    for name, value in header.items():
+        setattr(file, name, value)
+    assert pydicom
+    file.save_as(path, enforce_file_format=True)
+    return path.read_bytes()
+
+
+def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
+    """Stored 0, 1000, 2000 with slope 2 and intercept -1000 are -1000, 1000, 3000.
+
+    Without a window the extremes are black and white: 0, 127.5, 255. A window of center 1000 and width 2001 is black at
+    or below -0.5 ... the ends 999.5 -+ 1000: (1000 + 0.5) / 2000 * 255 = 127.56. MONOCHROME1 is the other way round.
+    """
+    stored = np.array([[0, 1000, 2000]])
+    slope = {"RescaleSlope": 2, "RescaleIntercept": -1000}
+    read = lambda **header: fitted(dicom(tmp_path / "a.dcm", stored, **slope, **header), "a", 1, 3, 1)[0, :, 0].tolist()  # noqa: E731
+    assert read() == [0, 128, 255]
+    assert read(WindowCenter=1000, WindowWidth=2001) == [0, 128, 255]
+    assert read(WindowCenter=1000, WindowWidth=4001) == [0, 128, 255]
+    assert read(WindowCenter=[2000, 5], WindowWidth=[2001, 5]) == [0, 0, 255]
+    assert read(PhotometricInterpretation="MONOCHROME1") == [255, 127, 0]
+    data = dicom(tmp_path / "a.dcm", stored, **slope)
+    assert fitted(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == [0, 255, 255]
+
+
+def test_dicom_that_is_no_single_gray_image_says_so(tmp_path: Path) -> None:
+    """Several frames and color are refused; what is damaged is no readable file."""
+    frames = np.zeros((2, 2, 3))
+    with pytest.raises(UserError, match="it has 2 frames; cut it into files"):
+        fitted(dicom(tmp_path / "a.dcm", frames, NumberOfFrames=2), "a", 1, 1, 1)
+    with pytest.raises(UserError, match="its pixels are RGB, not gray"):
+        fitted(dicom(tmp_path / "a.dcm", frames[0], PhotometricInterpretation="RGB"), "a", 1, 1, 1)
+    with pytest.raises(UserError, match="a"):
+        fitted(dicom(tmp_path / "a.dcm", frames[0])[:200], "a", 1, 1, 1)

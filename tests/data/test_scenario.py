@@ -1,0 +1,302 @@
+"""Scenarios: the three settings of FedDure by their counts and statistics, and requests that cannot be met."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.core.errors import UserError
+from halfmoon.data import Scenario, Split, load
+from halfmoon.data.partition.heterogeneity import counts, mix, total_variation
+
+Setting = Literal["iid-iid", "iid-dir", "dir-dir"]
+CIFAR = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
+
+
+def sizes(split: Split, labeled: bool) -> np.ndarray:
+    return np.array([len(split.rows(k, labeled)) for k in range(split.clients)])
+
+
+def test_the_defaults_are_the_papers() -> None:
+    s = Scenario()
+    assert (s.setting, s.clients, s.dirichlet_alpha, s.labels_per_class, s.label_ratio) == (
+        "dir-dir",
+        100,
+        0.5,
+        5,
+        None,
+    )
+
+
+def test_iid_iid_is_exact_on_cifar() -> None:
+    """50,000 images, 100 clients, 5 labels a class and client: 5 labeled and 45 unlabeled of each class everywhere."""
+    split = Scenario(setting="iid-iid").split(CIFAR, 10)
+    labeled, unlabeled = counts(split, CIFAR, 10)
+    assert (labeled == 5).all()
+    assert (unlabeled == 45).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_iid_dir_has_the_published_shape(seed: int) -> None:
+    """The notes measured, for the same routine on CIFAR, unlabeled sizes 108 / 458 / 826, 8.1 classes a client and
+    a total variation of 0.53 against labels that were not stratified; stratified ones lie a little lower.
+    """
+    split = Scenario(setting="iid-dir", seed=seed).split(CIFAR, 10)
+    labeled, unlabeled = counts(split, CIFAR, 10)
+    assert (labeled == 5).all()
+    of = unlabeled.sum(1)
+    assert of.sum() == 45_000
+    assert 30 <= of.min() <= 200
+    assert 430 <= np.median(of) <= 490
+    assert 750 <= of.max() <= 1300
+    assert 7.6 <= (unlabeled > 0).sum(1).mean() <= 8.6
+    assert 0.44 <= total_variation(mix(labeled), mix(unlabeled)).mean() <= 0.58
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dir_dir_has_the_published_shape(seed: int) -> None:
+    """Measured in the notes: labeled 14..132 around 51, unlabeled 114..897 around 478, 6.8 and 8.1 classes, 0.64."""
+    split = Scenario(seed=seed).split(CIFAR, 10)
+    labeled, unlabeled = counts(split, CIFAR, 10)
+    assert labeled.sum(0).tolist() == [500] * 10
+    assert unlabeled.sum(0).tolist() == [4500] * 10
+    of = labeled.sum(1)
+    assert 10 <= of.min() <= 25
+    assert 46 <= np.median(of) <= 55
+    assert 80 <= of.max() <= 150
+    assert 6.4 <= (labeled > 0).sum(1).mean() <= 7.3
+    assert 7.6 <= (unlabeled > 0).sum(1).mean() <= 8.6
+    assert 0.58 <= total_variation(mix(labeled), mix(unlabeled)).mean() <= 0.70
+
+
+def test_the_two_draws_are_independent() -> None:
+    """Were one Dirichlet shared by both pools, sizes would go together; independent, 100 clients give |r| < 0.3."""
+    split = Scenario().split(CIFAR, 10)
+    labeled, unlabeled = counts(split, CIFAR, 10)
+    assert abs(np.corrcoef(mix(labeled).ravel(), mix(unlabeled).ravel())[0, 1]) < 0.15
+    assert abs(np.corrcoef(labeled.sum(1), unlabeled.sum(1))[0, 1]) < 0.3
+
+
+def test_settings_of_one_seed_share_their_pool_and_what_they_can() -> None:
+    """The labeled pool depends on seed and count alone, the unlabeled Dirichlet not on how labels are dealt."""
+    iid, mid, both = (Scenario(setting=s).split(CIFAR, 10) for s in ("iid-iid", "iid-dir", "dir-dir"))
+    np.testing.assert_array_equal(iid.labeled, both.labeled)
+    np.testing.assert_array_equal(iid.client[iid.labeled], mid.client[iid.labeled])
+    np.testing.assert_array_equal(mid.client[~iid.labeled], both.client[~iid.labeled])
+
+
+def test_a_seed_is_a_split() -> None:
+    one, two, other = (Scenario(seed=seed).split(CIFAR, 10) for seed in (4, 4, 5))
+    np.testing.assert_array_equal(one.client, two.client)
+    np.testing.assert_array_equal(one.labeled, two.labeled)
+    assert (one.labeled != other.labeled).sum() > 5000
+
+
+def test_the_order_of_the_file_does_not_choose_the_labels() -> None:
+    """In sorted labels the authors' code would label rows 0..499 of each class; a permutation spreads them."""
+    labels = np.sort(CIFAR)
+    split = Scenario().split(labels, 10)
+    first = split.labeled[:5000]
+    assert first.sum() == 500
+    assert 20 < first[:500].sum() < 90
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["iid-iid", "iid-dir", "dir-dir"]),
+    st.integers(1, 12),
+    st.floats(0.3, 20),
+    st.one_of(st.integers(1, 6), st.sampled_from([1.5, 2.5, 3.75])),
+    st.integers(1, 6),
+    st.integers(0, 10**9),
+)
+def test_every_row_has_one_client_and_the_labels_that_were_asked(
+    setting: Setting, clients: int, dirichlet_alpha: float, asked: float, classes: int, seed: int
+) -> None:
+    labels = np.random.default_rng(seed).permutation(np.arange(600) % classes)
+    scenario = Scenario(setting, clients, dirichlet_alpha, asked, min_size=0, seed=seed)
+    split = scenario.split(labels, classes)
+    pool = int(np.floor(clients * asked + 0.5))
+    assert np.bincount(labels[split.labeled], minlength=classes).tolist() == [pool] * classes
+    rows = np.concatenate([split.rows(k, labeled) for k in range(clients) for labeled in (True, False)])
+    assert sorted(rows.tolist()) == list(range(600))
+    if setting != "dir-dir":
+        labeled, _ = counts(split, labels, classes)
+        assert labeled.max() - labeled.min() <= 1
+        assert np.ptp(labeled.sum(1)) <= 1
+        if isinstance(asked, int):
+            assert (labeled == asked).all()
+    if setting == "iid-iid":
+        assert np.ptp(sizes(split, False)) <= 1
+
+
+@pytest.mark.parametrize(("percent", "asked"), [(2, 1), (4, 2), (10, 5), (15, 7.5), (20, 10)])
+def test_a_ratio_is_so_many_labels_a_class(percent: int, asked: float) -> None:
+    """CIFAR, 100 clients: 2, 4, 10, 15, 20 % are 1, 2, 5, 7.5, 10 labels a class and client (FedDure's Fig. 6)."""
+    by_ratio = Scenario(setting="iid-iid", label_ratio=percent / 100).split(CIFAR, 10)
+    by_count = Scenario(setting="iid-iid", labels_per_class=asked).split(CIFAR, 10)
+    np.testing.assert_array_equal(by_ratio.labeled, by_count.labeled)
+    np.testing.assert_array_equal(by_ratio.client, by_count.client)
+    assert by_ratio.labeled.sum() == 500 * percent
+
+
+def test_a_ratio_follows_classes_of_different_size() -> None:
+    labels = np.repeat([0, 1], [300, 50])
+    split = Scenario(setting="iid-iid", clients=5, label_ratio=0.1).split(labels, 2)
+    assert np.bincount(labels[split.labeled]).tolist() == [30, 5]
+
+
+def test_everything_may_be_labeled() -> None:
+    split = Scenario(clients=4, label_ratio=1.0).split(CIFAR[:400], 10)
+    assert split.labeled.all()
+    assert sizes(split, False).tolist() == [0] * 4
+    assert split.client.min() == 0
+
+
+def test_a_ratio_takes_the_place_of_the_default_only() -> None:
+    s = Scenario(label_ratio=0.1)
+    assert (s.labels_per_class, s.label_ratio) == (None, 0.1)
+    assert Scenario(**asdict(s)) == s
+    with pytest.raises(UserError, match="exactly one of"):
+        Scenario(labels_per_class=4, label_ratio=0.1)
+    with pytest.raises(UserError, match="exactly one of"):
+        Scenario(labels_per_class=None)
+
+
+def test_the_smallest_client_has_a_fifth_of_the_mean_or_ten() -> None:
+    """Digits: 10 clients, 5 a class: 500 labeled, mean 50, so 10; with 1 a class: mean 10, so 2. A given 8 holds."""
+    source = load("digits")
+    for seed in range(5):
+        split = Scenario(clients=10, seed=seed).split(source.train.labels, source.classes)
+        assert sizes(split, True).min() >= 10
+        assert sizes(split, False).min() >= 10
+        few = Scenario(clients=10, labels_per_class=1, seed=seed)
+        assert sizes(few.split(source.train.labels, source.classes), True).min() >= 2
+        more = replace(few, min_size=5, dirichlet_alpha=2.0)
+        assert sizes(more.split(source.train.labels, source.classes), True).min() >= 5
+
+
+def test_min_size_does_not_bind_an_even_part() -> None:
+    """One label a class and client of two classes is two labeled rows; min_size 10 speaks of the Dirichlet part."""
+    labels = np.arange(2000) % 2
+    split = Scenario("iid-dir", clients=10, dirichlet_alpha=5, labels_per_class=1, min_size=10).split(labels, 2)
+    assert sizes(split, True).tolist() == [2] * 10
+    assert sizes(split, False).min() >= 10
+
+
+def test_the_cap_can_be_lifted() -> None:
+    """Without a cap sizes are sums of ten free shares and spread wider: the largest client grows."""
+    capped, free = (
+        [sizes(Scenario(cap=cap, seed=s, min_size=1).split(CIFAR, 10), False).max() for s in range(5)]
+        for cap in (True, False)
+    )
+    assert np.mean(free) > np.mean(capped)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"setting": "dir-iid"},
+            "setting 'dir-iid' is unknown; choose iid-iid, iid-dir, dir-dir, .* or fedmatch-stream",
+        ),
+        ({"clients": 0}, "clients is 0; there must be at least one"),
+        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha is 0.0; it must be above 0"),
+        ({"dirichlet_alpha": -1.0}, "dirichlet_alpha is -1.0"),
+        ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan"),
+        ({"dirichlet_alpha": float("inf")}, "dirichlet_alpha is inf"),
+        ({"label_ratio": 0.0}, "label_ratio is 0.0; it must be above 0 and at most 1"),
+        ({"label_ratio": 1.1}, "label_ratio is 1.1"),
+        ({"label_ratio": float("nan")}, "label_ratio is nan"),
+        ({"labels_per_class": 0}, "labels_per_class is 0; it must be positive"),
+        ({"labels_per_class": float("nan")}, "labels_per_class is nan"),
+        ({"min_size": -1}, "min_size is -1"),
+        ({"tries": 0}, "tries is 0"),
+    ],
+)
+def test_a_field_out_of_range_is_said_at_once(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Scenario(**fields)
+
+
+def test_more_labels_than_images_names_the_class_and_the_largest_value() -> None:
+    """200 images of ant, 30 of bee; 8 clients at 5 want 40 bees; 30 / 8 = 3.75 a client or 30 / 5 = 6 clients fit."""
+    labels = np.repeat([0, 1], [200, 30])
+    scenario = Scenario("iid-iid", clients=8)
+    with pytest.raises(
+        UserError,
+        match=r"needs 40 labeled images of class bee, which has 30; set labels_per_class to 3.75 or less, "
+        r"or clients to 6 or less",
+    ):
+        scenario.split(labels, ("ant", "bee"))
+    replace(scenario, labels_per_class=3.75).split(labels, 2)
+    replace(scenario, clients=6).split(labels, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "classes", "message"),
+    [
+        ({"clients": 101}, 2, "101 clients cannot share 100 images"),
+        ({"clients": 4}, ("a", "b", "c"), "class c has no image"),
+        ({"clients": 4}, 1, "labels run from 0 to 1, but 1 classes"),
+        (
+            {"clients": 4, "label_ratio": 0.001},
+            ("a", "b"),
+            "label_ratio 0.001 leaves class a without a label",
+        ),
+        (
+            {"clients": 4, "labels_per_class": 0.1},
+            2,
+            "labels_per_class 0.1 for 4 clients leaves class 0 without",
+        ),
+        (
+            {"clients": 50, "labels_per_class": 0.2},
+            2,
+            "50 clients with at least 1 labeled images each need 50, but",
+        ),
+        (
+            {"clients": 10, "labels_per_class": 1, "min_size": 3},
+            2,
+            "at least 3 labeled images each need 30, but",
+        ),
+        (
+            {"clients": 10, "label_ratio": 0.95, "setting": "iid-iid"},
+            2,
+            "at least 1 unlabeled images each need 10",
+        ),
+        (
+            {"clients": 10, "dirichlet_alpha": 0.05, "labels_per_class": 2, "min_size": 4, "tries": 3},
+            2,
+            "in 3 draws no split",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_said(fields: dict[str, Any], classes: Any, message: str) -> None:
+    labels = np.arange(100) % 2
+    with pytest.raises(UserError, match=message):
+        Scenario(**fields).split(labels, classes)
+
+
+def test_the_split_remembers_its_scenario() -> None:
+    scenario = Scenario(clients=5, seed=9)
+    origin = scenario.split(CIFAR[:500], 10, "cifar10").origin
+    assert (origin.scenario, origin.source) == (asdict(scenario), "cifar10")
+
+
+def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
+    labels = np.arange(1000) % 10
+    whole = Scenario("dir-dir", clients=5, labels_per_class=2, seed=3).split(labels, 10)
+    half = Scenario("dir-dir", clients=5, labels_per_class=2, seed=3, unlabeled_share=0.5).split(labels, 10)
+    assert (half.labeled == whole.labeled).all()
+    assert (half.client[half.labeled] == whole.client[whole.labeled]).all()
+    for k in range(5):
+        mine = whole.rows(k, labeled=False)
+        assert len(half.rows(k, labeled=False)) == round(len(mine) / 2)
+        assert set(half.rows(k, labeled=False)) < set(mine)
+    with pytest.raises(UserError, match="unlabeled_share is 0; it must be above 0"):
+        Scenario(unlabeled_share=0)

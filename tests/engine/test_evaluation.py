@@ -1,0 +1,233 @@
+"""Accuracy, pseudo-label quality and leanings against plain counting in numpy, scipy, and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scenes import CLASSES, examples, task
+from scipy.spatial.distance import jensenshannon
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Pseudo
+from halfmoon.config.schema import Config
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
+from halfmoon.engine.evaluation import Examples, Quality, leaning, mean_prediction, scores, tally
+from halfmoon.engine.loop import measured
+from halfmoon.models import track
+from halfmoon.runs import factory
+
+counted = hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 9)).filter(lambda n: (n.sum(1) > 0).all())
+
+
+def spoken(images: torch.Tensor) -> np.ndarray:
+    """Return the logits (N, classes) of the model's twin in eval mode."""
+    oracle = twin(TorchSmall(1, CLASSES, task().network.width), model()).eval()
+    with torch.no_grad():
+        return oracle(images.double() / 127.5 - 1).numpy()
+
+
+def model():
+    """Return a random model with the statistics of the images and logits around zero: it says all classes of them."""
+    shared = task()
+    made = tree.to(shared.network.init(rng.generator(4, "evaluate")), dtype=torch.float64)
+    images = shared.normalize(examples(50, seed=8).images)
+    for _ in range(40):
+        _, moments = shared.network.train(made["params"], images)
+        made["stats"] = track(made["stats"], moments)
+    made["params"]["head"]["bias"] -= shared.network.predict(made["params"], made["stats"], images).mean(0)
+    return made
+
+
+@pytest.mark.parametrize("batch", [1, 7, 50, 1000])
+def test_scores_equal_a_count(batch):
+    """Accuracy, loss and class-wise accuracy of 50 images equal the module's in eval mode, however they are cut."""
+    test = examples(50, seed=8)
+    shared = task()
+    made = scores(shared.network, model(), shared.normalize, test, batch)
+    logits = spoken(test.images)
+    labels = test.labels.numpy()
+    right = logits.argmax(1) == labels
+    chance = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert made["accuracy"] == right.mean()
+    assert made["loss"] == pytest.approx(-np.log(chance[np.arange(50), labels]).mean(), rel=1e-10)
+    assert made["per_class"] == [round(right[labels == k].mean(), 6) for k in range(CLASSES)]
+    assert len(set(logits.argmax(1))) == CLASSES
+    assert 0 < made["accuracy"] < 1
+
+
+@pytest.mark.parametrize("batch", [7, 1000])
+def test_a_tally_equals_a_count(batch):
+    """Each cell counts images of its row's class that are said to be of its column's; the scores follow from them."""
+    test = examples(50, seed=8)
+    shared = task()
+    made = tally(shared.network, model(), shared.normalize, test, batch)
+    said, labels = spoken(test.images).argmax(1), test.labels.numpy()
+    cells = [[int(((labels == row) & (said == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
+    assert made.confusion.tolist() == cells
+    assert made.confusion.T.tolist() != cells
+    assert made.row() == scores(shared.network, model(), shared.normalize, test, batch)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_a_mean_prediction_equals_a_mean(batch):
+    """The mean softmax over 50 images, however they are cut; a head 300 times as large says 300 times as much."""
+    images = examples(50, seed=8).images
+    shared, sure = task(), model()
+    sure["params"]["head"] = tree.map(lambda leaf: 300 * leaf, sure["params"]["head"])
+    made = mean_prediction(shared.network, sure, shared.normalize, images, batch)
+    power = np.exp(300 * spoken(images))
+    assert made == pytest.approx((power / power.sum(1, keepdims=True)).mean(0), rel=1e-6)
+    assert made.sum() == pytest.approx(1, abs=1e-12)
+    assert made.max() - made.min() > 0.1
+
+
+@given(counted)
+def test_jensen_shannon_equals_scipys(pair):
+    """scipy has the distance, the root of the divergence; zeros stand in most of these shares."""
+    p, q = mix(pair)
+    assert jensen_shannon(p, q) == pytest.approx(jensenshannon(p, q, 2) ** 2, abs=1e-12)
+
+
+def test_leanings_by_hand():
+    """Accuracy (0.9, 0.3, 0) is (3/4, 1/4, 0) of its sum; the labels are (2, 2, 0), the unlabeled rows (1, 1, 2).
+
+    APP-U (1/4, 3/4, 0): the middle is (1/2, 1/2, 0) with 1 bit, either side has h = 2 - (3/4) log2(3) = 0.811278, so
+    the divergence is 0.188722. Labels (1/2, 1/2, 0): the middle (5/8, 3/8) has 0.954434 bits, the sides h and 1, so it
+    is 0.954434 - 0.905639 = 0.048795.
+    """
+    row = leaning(np.array([0.25, 0.75, 0]), np.array([2, 2, 0]), np.array([1, 1, 2]), [0.9, 0.3, 0.0])
+    assert row == {
+        "app_u": [0.25, 0.75, 0.0],
+        "labeled": [0.5, 0.5, 0.0],
+        "unlabeled": [0.25, 0.25, 0.5],
+        "accuracy": [0.75, 0.25, 0.0],
+        "js_app_u": pytest.approx(0.188722, abs=1e-6),
+        "js_labeled": pytest.approx(0.048795, abs=1e-6),
+    }
+
+
+def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
+    """And shares of nothing, with their divergences, are None: no NaN gets into a row."""
+    one, other, nothing = np.array([3, 1, 0, 0]), np.array([0, 0, 5, 2]), np.zeros(4)
+    row = leaning(mix(one), other, one, [0.6, 0.2, 0.0, 0.0])
+    assert (row["js_app_u"], row["js_labeled"]) == (0, 1)
+    row = leaning(mix(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
+    assert (row["labeled"], row["js_labeled"], row["js_app_u"]) == (None, None, 0)
+    row = leaning(mix(one), other, one, [0.0] * 4)
+    assert (row["accuracy"], row["js_labeled"], row["js_app_u"]) == (None, None, None)
+
+
+def test_a_class_without_test_images_scores_zero():
+    """It has no accuracy of its own, and the others are not disturbed."""
+    test = examples(30, seed=8)
+    without = Examples(test.images, test.labels.clamp_max(CLASSES - 2))
+    made = scores(task().network, model(), task().normalize, without)
+    assert len(made["per_class"]) == CLASSES
+    assert made["per_class"][-1] == 0
+
+
+def test_quality_equals_a_count():
+    """Over 40 random batches: accuracy, accuracy and share above the threshold, of those used, and by class."""
+    random = np.random.default_rng(0)
+    quality = Quality(CLASSES, 0.7, torch.device("cpu"))
+    label, hidden, confidence, weight = [], [], [], []
+    for size in random.integers(1, 9, 40):
+        label.append(random.integers(0, CLASSES, size))
+        hidden.append(random.integers(0, CLASSES - 1, size))  # the last class is never there
+        confidence.append(random.choice([0.3, 0.7, 0.9], size))
+        weight.append(random.choice([0.0, 0.2, 1.0], size))
+        pseudo = Pseudo(*(torch.from_numpy(each[-1]) for each in (label, confidence, weight)))
+        quality.add(pseudo, torch.from_numpy(hidden[-1]))
+    label, hidden, confidence, weight = (np.concatenate(each) for each in (label, hidden, confidence, weight))
+    right, above, used = label == hidden, confidence >= 0.7, weight > 0
+    row = quality.row()
+    assert row is not None
+    assert row["accuracy"] == pytest.approx(right.mean(), rel=1e-12)
+    assert row["share_above"] == pytest.approx(above.mean(), rel=1e-12)
+    assert row["accuracy_above"] == pytest.approx(right[above].mean(), rel=1e-12)
+    assert row["share_used"] == pytest.approx(used.mean(), rel=1e-12)
+    assert row["accuracy_used"] == pytest.approx(right[used].mean(), rel=1e-12)
+    assert row["per_class"][:-1] == pytest.approx([right[hidden == k].mean() for k in range(CLASSES - 1)], rel=1e-12)
+    assert row["per_class"][-1] is None
+
+
+def test_quality_of_nothing_is_none():
+    """No pseudo-label: no row. None above the threshold or used: no accuracy of those, a share of 0."""
+    quality = Quality(CLASSES, 0.95, torch.device("cpu"))
+    assert quality.row() is None
+    quality.add(Pseudo(torch.tensor([1, 2]), torch.tensor([0.5, 0.6]), torch.tensor([0.0, 0.0])), torch.tensor([1, 1]))
+    row = quality.row()
+    assert row is not None
+    assert row["accuracy"] == 0.5
+    assert row["accuracy_above"] is None
+    assert row["accuracy_used"] is None
+    assert row["share_above"] == row["share_used"] == 0
+
+
+def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
+    """The local model is right of 3 in 4, the global one of 1 in 4; what teaches is the global one's."""
+    hidden = torch.tensor([0, 1, 2, 3])
+    ones = torch.ones(4)
+    local, whole = Pseudo(torch.tensor([0, 1, 2, 0]), ones, ones), Pseudo(torch.tensor([0, 0, 0, 0]), ones, 0 * ones)
+    quality = Quality(CLASSES, 0.95, torch.device("cpu"))
+    quality.add(whole, hidden, {"local": local, "global": whole})
+    row = quality.row()
+    assert row is not None
+    assert (row["accuracy"], row["share_used"]) == (0.25, 0.0)
+    assert {name: each["accuracy"] for name, each in row["models"].items()} == {"local": 0.75, "global": 0.25}
+
+
+def test_what_a_run_has_measured_beside_the_test() -> None:
+    """Last and best of each quantity over the rounds that have it; the earliest of equal rounds is the best."""
+    rows = [
+        {"round": 1, "pseudo": None},
+        {"round": 2, "pseudo": {"accuracy": 0.6, "share_used": 0.1, "models": {"local": {"accuracy": 0.9}}}},
+        {"round": 3, "pseudo": {"accuracy": 0.5, "share_used": 0.2, "models": {"local": {"accuracy": 0.9}}}},
+    ]
+    assert measured(rows) == {
+        "pseudo": {"last": 0.5, "best": 0.6, "best_round": 2},
+        "used": {"last": 0.2, "best": 0.2, "best_round": 3},
+        "pseudo.local": {"last": 0.9, "best": 0.9, "best_round": 2},
+    }
+
+
+def test_images_tested_under_their_own_statistics():
+    """In batches of 250 in the order of the set, as the module in training mode says of each (here 250 and 30)."""
+    test, shared = examples(280, seed=8), task()
+    oracle = twin(TorchSmall(1, CLASSES, shared.network.width), model()).train()
+    with torch.no_grad():
+        parts = [oracle(part.double() / 127.5 - 1) for part in (test.images[:250], test.images[250:])]
+    said = tally(shared.network, model(), shared.normalize, test, statistics="batch")
+    assert said.row()["accuracy"] == (torch.cat(parts).argmax(1) == test.labels).double().mean().item()
+    assert said.loss != tally(shared.network, model(), shared.normalize, test).loss
+
+
+@pytest.mark.parametrize(
+    ("given", "constants"),
+    [
+        ({}, None),
+        ({"pixel_mean": (0.0,), "pixel_std": (1.0,)}, ((0.0,), (1.0,))),
+        ({"pixel_std": (0.25,)}, ("own", (0.25,))),
+    ],
+)
+def test_pixels_are_normalized_as_it_is_said(given, constants):
+    plain, made = (factory.problem(Config(**each)) for each in ({}, given))
+    own = plain.source.mean, plain.source.std
+    mean, std = constants or own
+    assert (made.source.mean, made.source.std) == (own[0] if mean == "own" else mean, std)
+    image = made.test.images[:1]
+    wanted = (image.double() / 255 - made.source.mean[0]) / made.source.std[0]
+    assert torch.allclose(made.task.normalize(image).double(), wanted, atol=1e-6)
+
+
+def test_wrong_constants_are_a_sentence():
+    with pytest.raises(UserError, match=r"pixel_std is .*: it must be numbers from 0, of a deviation above it"):
+        Config(pixel_std=(0.0,))
+    with pytest.raises(UserError, match="pixel_mean has 3 numbers, but the images have 1 channels"):
+        factory.problem(Config(pixel_mean=(0.5, 0.5, 0.5)))

@@ -1,0 +1,190 @@
+"""The round loop and what it leaves: when a model is tested, what it leans to, and the confusion at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scenes import CLASSES, dataset, examples, same, simulate, task
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Method
+from halfmoon.config.schema import Config
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+from halfmoon.data import Split, summary
+from halfmoon.engine import loop
+from halfmoon.engine.evaluation import tally
+from halfmoon.engine.loop import Experiment, play
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.objectives import FixMatch
+from halfmoon.runs import runner
+from halfmoon.runs.factory import source
+from halfmoon.storage.run_folder import RunFolder
+
+TEST = examples(40, seed=9)
+
+
+def run(path: Path, method: Method, rounds: int, **options: Any) -> tuple[Any, list[Any]]:
+    """Play an experiment in a new folder, or go on there, and return what came out and the rows of metrics.jsonl."""
+    shared = task(dtype=torch.float32, rounds=rounds)
+    made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
+    with RunFolder.open(path) if path.exists() else RunFolder.create(path, "", "0" * 64) as folder:
+        loaded = folder.load() if RunFolder.made(path) else None
+        return play(made, folder, loaded, lambda row: None), folder.rows()
+
+
+def confusion(model: Tree) -> list[list[int]]:
+    """Return what a module in eval mode says of the test images of each class."""
+    module = twin(TorchSmall(1, CLASSES, 4), model).double().eval()
+    with torch.no_grad():
+        said = module(TEST.images.double() / 127.5 - 1).argmax(-1)
+    return [[int(((TEST.labels == i) & (said == j)).sum()) for j in range(CLASSES)] for i in range(CLASSES)]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with every pass over the test set."""
+    seen: list[int] = []
+
+    def count(network, model, normalize, test, **how):
+        seen.append(len(test.labels))
+        return tally(network, model, normalize, test, **how)
+
+    monkeypatch.setattr(loop, "tally", count)
+    return seen
+
+
+def test_rounds_that_are_tested_say_what_the_model_leans_to(tmp_path: Path, passes: list[int]) -> None:
+    """Every second round, and the last: one pass over the test set each, and none more for the confusion."""
+    made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, evaluate_every=2)
+    assert ["prior" in row for row in rows] == ["test" in row for row in rows] == [False, True, False, True, True]
+    assert len(passes) == 3
+    for row in rows[1::2]:
+        accuracy = np.array(row["test"]["per_class"])
+        assert row["prior"]["accuracy"] == pytest.approx(accuracy / accuracy.sum(), abs=1e-6)
+        assert sum(row["prior"]["app_u"]) == pytest.approx(1, abs=1e-5)
+    assert made["confusion"] == confusion(made["model"])
+    assert np.trace(made["confusion"]) / 40 == made["accuracy"]["last"] == rows[-1]["test"]["accuracy"]
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    """A run that is tested in every round has the model and the cost of one that is tested at its end."""
+    often, _ = run(tmp_path / "often", FedAvg(FixMatch()), 3)
+    once, rows = run(tmp_path / "once", FedAvg(FixMatch()), 3, evaluate_every=3)
+    assert same(often["model"], once["model"])
+    assert often["cost"] == once["cost"]
+    assert ["prior" in row for row in rows] == [False, False, True]
+
+
+def test_nobody_without_unlabeled_rows_leans(tmp_path: Path) -> None:
+    """ "prior" is null where there is nothing unlabeled to look at."""
+    method, shared = FedAvg(), task(dtype=torch.float32, rounds=1)
+    sizes = ((5, 0), (3, 0), (6, 0), (4, 0))
+    made = Experiment(method, shared, simulate(method, shared, dataset(sizes)), TEST, 3)
+    with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
+        play(made, folder, None, lambda row: None)
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["prior"] is None
+
+
+def test_a_run_that_was_stopped_after_its_last_round_has_its_confusion(tmp_path: Path, passes: list[int]) -> None:
+    """All that is left to do is the end: one pass over the test set, and the same comes out."""
+    straight, _ = run(tmp_path / "run", FedAvg(FixMatch()), 3)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    passes.clear()
+    made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 3)
+    assert len(passes) == 1
+    assert len(rows) == 3
+    assert same(made.pop("model"), straight.pop("model"))
+    assert made == straight
+
+
+def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Path) -> None:
+    """split.json is the summary of split.parquet; summary.json names the classes of its confusion."""
+    config = Config(
+        rounds=2, clients=4, cohort=2, steps=1, width=4, device="cpu", method="fedavg", run_dir=tmp_path / "run"
+    )
+    outcome = runner.start(config)
+    data = source(config)
+    split = Split.load(outcome.folder / "split.parquet")
+    facts = json.loads((outcome.folder / "split.json").read_text())
+    assert facts == summary(split, data.train.labels, data.classes)
+    assert len(facts["each"]) == 4
+    done = json.loads((outcome.folder / "summary.json").read_text())
+    assert done["classes"] == list(data.classes)
+    said = np.array(done["confusion"])
+    assert said.sum(1).tolist() == np.bincount(data.test.labels).tolist()
+    assert np.trace(said) / said.sum() == done["accuracy"]["last"]
+    rows = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    per_class = [round(share, 6) for share in (said.diagonal() / said.sum(1)).tolist()]
+    assert rows[-1]["test"]["per_class"] == pytest.approx(per_class, abs=2e-6)
+
+
+def models(rounds: int) -> list[Tree]:
+    """Return the server's model after every round of what `run` plays."""
+    method, shared = FedAvg(FixMatch()), task(dtype=torch.float32, rounds=rounds)
+    runtime, found = simulate(method, shared), []
+    server = method.start(shared, loop.initial_model(shared, 3, torch.device("cpu")))
+    for number in range(rounds):
+        runtime.open(number)
+        server = method.round(shared.at(number), server, runtime)
+        runtime.close()
+        found.append(method.solution(shared, server))
+    return found
+
+
+def test_an_average_of_the_servers_models_is_what_is_evaluated(tmp_path: Path) -> None:
+    """Of four rounds with a share of 0.6: the plain mean of two, then 0.6 average + 0.4 model; statistics alike."""
+    made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 4, ema=0.6)
+    weights = [0.5 * 0.6 * 0.6, 0.5 * 0.6 * 0.6, 0.4 * 0.6, 0.4]
+    wanted = tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *models(4))
+    for name, leaf in tree.flatten(wanted).items():
+        assert torch.allclose(tree.flatten(made["model"])[name], leaf, atol=1e-6)
+    assert made["confusion"] == confusion(made["model"])
+    assert np.trace(made["confusion"]) / 40 == rows[-1]["test"]["accuracy"]
+
+
+def test_without_an_average_the_last_model_is_evaluated(tmp_path: Path) -> None:
+    made, _ = run(tmp_path / "run", FedAvg(FixMatch()), 3)
+    assert same(made["model"], models(3)[-1])
+
+
+def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_path: Path) -> None:
+    """The best on them, of equals the one with the smallest loss; the test images have no say."""
+    held = examples(30, seed=4)
+    made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, validation=held)
+    assert [set(row) >= {"test", "validation"} for row in rows] == [True] * 5
+    shared = task(dtype=torch.float32)
+    said = [tally(shared.network, model, shared.normalize, held).row() for model in models(5)]
+    assert [row["validation"] for row in rows] == said
+    place = max(range(5), key=lambda k: (said[k]["accuracy"], -said[k]["loss"]))
+    assert same(made["model"], models(5)[place])
+    assert made["accuracy"]["last"] == rows[-1]["test"]["accuracy"]
+    assert made["accuracy"]["chosen"] == rows[place]["test"]["accuracy"]
+    assert made["accuracy"]["chosen_round"] == place + 1
+    assert made["confusion"] == confusion(made["model"])
+
+
+def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
+    """Stopped after the third round and gone on with, a run ends with the same bytes."""
+    options: dict[str, Any] = {"validation": examples(30, seed=4), "ema": 0.5}
+    whole, _ = run(tmp_path / "whole", FedAvg(FixMatch()), 5, **options)
+
+    def stop(row: Any) -> None:
+        if row["round"] == 3:
+            raise KeyboardInterrupt
+
+    shared = task(dtype=torch.float32, rounds=5)
+    method = FedAvg(FixMatch())
+    made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
+    with RunFolder.create(tmp_path / "cut", "", "0" * 64) as folder, pytest.raises(KeyboardInterrupt):
+        play(made, folder, None, stop)
+    again, rows = run(tmp_path / "cut", method, 5, **options)
+    assert len(rows) == 5
+    assert same(again["model"], whole["model"])
+    assert again["accuracy"] == whole["accuracy"]

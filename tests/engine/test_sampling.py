@@ -1,0 +1,401 @@
+"""What a visit looks at: the batch rule's numbers by hand, whole passes, and draws that depend on nothing else."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from halfmoon.api.types import Local, Task
+from halfmoon.augment import Normalize, Plain, Shared, Strong, Weak
+from halfmoon.core import rng
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.engine.budget import ClientSize, natural
+from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, Wanted, batches, cycle, draw, sweep
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.models import SmallCNN
+from halfmoon.objectives import FixMatch
+
+PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
+PIXELS = Normalize((0.0,), (1 / 255,), torch.float64)  # the value of a pixel as it is
+
+
+def local(labeled: int, unlabeled: int, start: int = 0) -> Local:
+    """Return a client whose n-th image is the constant start + n, unlabeled ones 100 above, labels n modulo 4."""
+    images = lambda first, n: (torch.arange(n) + first).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)  # noqa: E731
+    x, u = images(start, labeled), images(start + 100, unlabeled)
+    return Local(x, torch.arange(labeled) % 4, u, torch.tensor(labeled), torch.tensor(unlabeled))
+
+
+def visit(
+    client: Local, amount: Amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)
+) -> DrawnUpdate:
+    """Draw a visit of seed 0."""
+    return draw(amount, client, views or Views(), Wanted(names), keep, 0, *path)
+
+
+def same_draws(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    """Say whether two draws of a view are equal in every bit."""
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@given(st.integers(1, 12), st.integers(1, 60), st.integers(0, 5))
+def test_a_cycle_is_pass_after_pass(count, length, seed):
+    """Every full pass holds each row once, and the cut one none twice."""
+    rows = torch.arange(count) * 3 + 1
+    made = cycle(rows, length, rng.generator(seed, "cycle"))
+    assert len(made) == length
+    for part in made.split(count):
+        assert len(set(part.tolist())) == len(part)
+        assert set(part.tolist()) <= set(rows.tolist())
+
+
+def test_a_cycle_shuffles_every_pass_anew():
+    """Four passes over 20 rows come in four orders, none of them the given one."""
+    passes = cycle(torch.arange(20), 80, rng.generator(0, "cycle")).view(4, 20).tolist()
+    assert len({tuple(each) for each in [*passes, list(range(20))]}) == 5
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40))
+def test_a_longer_visit_begins_like_a_shorter_one(count, one, two):
+    """Rows of the first steps do not depend on how many follow."""
+    a, b = (cycle(torch.arange(count), n, rng.generator(1, "x")) for n in (one, two))
+    shared = min(one, two)
+    assert torch.equal(a[:shared], b[:shared])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_labeled_batches_do_not_depend_on_the_views(seed):
+    """Labeled rows and draws are the same with and without unlabeled views, weak draws with and without strong."""
+    client = local(7, 23)
+    path = ("visit", seed)
+    alone = visit(client, Amount(5, 4, 0), (), path=path)
+    both = visit(client, Amount(5, 4, 6), path=path)
+    weak = visit(client, Amount(5, 4, 6), ("weak",), path=path)
+    assert torch.equal(alone.x_rows, both.x_rows)
+    assert same_draws(alone.x_drawn, both.x_drawn)
+    assert torch.equal(weak.u_rows, both.u_rows)
+    assert same_draws(weak.u_drawn["weak"], both.u_drawn["weak"])
+    assert not torch.equal(both.u_drawn["weak"]["top"], both.u_drawn["strong"]["top"])
+
+
+def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
+    """A client with as many labeled as unlabeled rows does not see them in the same order, nor with the same crops."""
+    made = visit(local(20, 20), Amount(5, 4, 4))
+    assert not torch.equal(made.x_rows, made.u_rows)
+    assert not torch.equal(made.x_drawn["top"], made.u_drawn["weak"]["top"])
+
+
+def test_a_path_of_its_own_draws_its_own():
+    """Another seed, round, trip or client gives other rows and other views."""
+    client = local(30, 90)
+    visits = [
+        draw(Amount(6, 5, 10), client, Views(), Wanted(("weak",)), None, seed, *path)
+        for seed, path in [(0, (0, 0, 0)), (1, (0, 0, 0)), (0, (1, 0, 0)), (0, (0, 1, 0)), (0, (0, 0, 1))]
+    ]
+    for drawn in ([v.x_rows for v in visits], [v.u_rows for v in visits], [v.u_drawn["weak"]["top"] for v in visits]):
+        assert len({tuple(each.tolist()) for each in drawn}) == len(visits)
+
+
+def test_a_batch_holds_the_rows_it_names():
+    """Without augmentation, images and labels are those at x_rows and u_rows, in every step."""
+    client = local(7, 23)
+    made = visit(client, Amount(5, 4, 6), views=PLAIN)
+    steps = list(batches([client], [made], PLAIN, PIXELS, 512))
+    assert len(steps) == 5
+    for t, batch in enumerate(steps):
+        assert batch.x.shape == (1, 4, 1, 8, 8)
+        assert batch.x_rows[0].tolist() == made.x_rows[4 * t : 4 * t + 4].tolist()
+        assert batch.x[0, :, 0, 3, 3].tolist() == pytest.approx(batch.x_rows[0].tolist(), abs=1e-9)
+        assert batch.y[0].tolist() == [row % 4 for row in batch.x_rows[0].tolist()]
+        for view in ("weak", "strong"):
+            assert batch.u[view][0, :, 0, 3, 3].tolist() == pytest.approx((batch.u_rows[0] + 100).tolist(), abs=1e-9)
+
+
+def listed(steps) -> list[torch.Tensor]:
+    """Return the tensors of batches in order."""
+    return [t for b in steps for t in (b.x, b.y, b.x_rows, *(b.u[name] for name in sorted(b.u)), b.u_rows)]
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 200))
+def test_chunking_changes_nothing(rows):
+    """However many images have their views made in one call: the same bits, for clients of unequal visits."""
+    clients = [local(7, 23), local(3, 9, 50)]
+    visits = [
+        visit(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
+    ]
+    whole = listed(batches(clients, visits, Views(), PIXELS, 10**6))
+    parts = listed(batches(clients, visits, Views(), PIXELS, rows))
+    assert len(whole) == len(parts) == 5 * 6
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_company_changes_nothing():
+    """A client's batches among others are those it has alone; when its visit is over, its last step is repeated."""
+    clients = [local(7, 23), local(3, 9, 50)]
+    visits = [
+        visit(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
+    ]
+    together = list(batches(clients, visits, Views(), PIXELS, 512))
+    for k, steps in ((0, 5), (1, 3)):
+        alone = list(batches([clients[k]], [visits[k]], Views(), PIXELS, 512))
+        assert len(alone) == steps
+        for t in range(5):
+            one, many = alone[min(t, steps - 1)], together[t]
+            assert torch.equal(one.x[0], many.x[k])
+            assert torch.equal(one.u["strong"][0], many.u["strong"][k])
+            assert torch.equal(one.u_rows[0], many.u_rows[k])
+
+
+def rule(batching: Batching, labeled: int, unlabeled: int, views: bool = True) -> tuple[int, int, int]:
+    """Return what the batch rule says of a client, for a method with or without unlabeled views."""
+    method = FedAvg(FixMatch()) if views else FedAvg()
+    work = method.client_updates(Task(SmallCNN(), SGD(), PIXELS))["train"]
+    return natural(batching, work, ClientSize(labeled, unlabeled))[:3]
+
+
+@pytest.mark.parametrize(
+    ("batching", "holding", "both", "labels"),
+    [
+        # a client of FedDure on CIFAR-10: 500 images, 5 of each of 10 classes labeled
+        (Batching(10, "rest"), (50, 450), (5, 10, 90), (5, 10, 0)),  # round(50 / 10) steps, 450 // 5 images
+        (Batching(10, 10), (50, 450), (45, 10, 10), (5, 10, 0)),  # ceil(450 / 10) steps: nine-fold
+        (Batching(10, "rest", epochs=2), (50, 450), (10, 10, 90), (10, 10, 0)),
+        (Batching(10, 10, epochs=2), (50, 450), (90, 10, 10), (10, 10, 0)),
+        (Batching(10, 10, epoch="labeled"), (50, 450), (5, 10, 10), (5, 10, 0)),
+        (Batching(10, 64, epoch="unlabeled"), (50, 450), (8, 10, 64), (5, 10, 0)),  # ceil(7.03)
+        (Batching(10, "rest", epoch="labeled"), (50, 450), (5, 10, 90), (5, 10, 0)),
+        (Batching(10, "rest", steps=7), (50, 450), (7, 10, 64), (7, 10, 0)),  # 450 // 7 = 64
+        (Batching(10, 10, steps=7), (50, 450), (7, 10, 10), (7, 10, 0)),
+        (Batching(10, "rest"), (27, 100), (3, 10, 33), (3, 10, 0)),  # round(2.7), 100 // 3
+        (Batching(10, "rest"), (3, 8), (1, 10, 8), (1, 10, 0)),  # fewer labels than a batch: one step all the same
+        (Batching(10, "rest"), (50, 2), (5, 10, 1), (5, 10, 0)),  # never less than one image
+        (Batching(10, 10), (3, 4), (1, 10, 10), (1, 10, 0)),  # fewer of both: cycled
+        (Batching(10, 10), (50, 451), (46, 10, 10), (5, 10, 0)),  # a started batch counts
+    ],
+)
+def test_the_batch_rule_by_hand(batching, holding, both, labels):
+    """(steps, labeled, unlabeled images a step) with and without unlabeled views."""
+    assert rule(batching, *holding) == both
+    assert rule(batching, *holding, views=False) == labels
+
+
+@given(st.integers(1, 60), st.integers(1, 300), st.integers(1, 3))
+def test_the_rest_is_looked_at_once_an_epoch(labeled, unlabeled, epochs):
+    """Under "rest" at most `epochs` passes over the unlabeled rows are made, and less than an image a step is lost."""
+    steps, _, size = rule(Batching(10, "rest", epochs=epochs), labeled, unlabeled)
+    assert size >= 1
+    if unlabeled * epochs >= steps:
+        assert 0 <= unlabeled * epochs - steps * size < steps
+
+
+def test_labels_fewer_than_a_batch_repeat():
+    """3 labeled rows in a batch of 10: three whole passes and one row more."""
+    client = local(3, 5)
+    (batch,) = batches([client], [visit(client, Amount(1, 10, 4), views=PLAIN)], PLAIN, PIXELS, 512)
+    assert sorted(batch.x_rows[0].bincount(minlength=3).tolist()) == [3, 3, 4]
+    assert batch.x.shape[1] == 10
+
+
+def test_unlabeled_rows_fewer_than_a_batch_repeat():
+    """2 unlabeled rows in a batch of 5: two whole passes and one row more."""
+    client = local(3, 2)
+    (batch,) = batches([client], [visit(client, Amount(1, 4, 5), views=PLAIN)], PLAIN, PIXELS, 512)
+    assert sorted(batch.u_rows[0].bincount(minlength=2).tolist()) == [2, 3]
+
+
+def test_only_kept_rows_are_drawn():
+    """`keep` names rows of the client; what stands beyond its own count (padding under vmap) is never drawn."""
+    client = local(5, 9)
+    keep = torch.zeros(14, dtype=torch.bool)
+    keep[[2, 7, 8, 11]] = True
+    made = visit(client, Amount(4, 3, 6), keep=keep)
+    assert set(made.u_rows.tolist()) == {2, 7, 8}
+    assert made.amount == Amount(4, 3, 6)
+
+
+def test_a_client_that_may_draw_nothing_takes_no_step():
+    """Neither labeled nor unlabeled rows are drawn; a method that wants no unlabeled view is not concerned."""
+    client = local(5, 9)
+    nothing = torch.zeros(9, dtype=torch.bool)
+    made = visit(client, Amount(4, 3, 6), keep=nothing)
+    assert made.amount == Amount(0, 3, 6)
+    assert len(made.x_rows) == len(made.u_rows) == 0
+    assert list(batches([client], [made], Views(), PIXELS, 512)) == []
+    assert visit(local(5, 0), Amount(4, 3, 6)).amount.steps == 0
+    assert visit(local(5, 0), Amount(4, 3, 0), ()).amount.steps == 4
+
+
+def test_a_client_that_may_draw_nothing_does_not_stop_the_others():
+    """Among clients lifted together one has no step: the others see the batches that they see alone."""
+    clients = [local(5, 9), local(6, 8, 50)]
+    visits = [
+        visit(clients[0], Amount(2, 3, 4), keep=torch.zeros(9, dtype=torch.bool), path=("visit", 0)),
+        visit(clients[1], Amount(2, 3, 4), path=("visit", 1)),
+    ]
+    alone = list(batches([clients[1]], [visits[1]], Views(), PIXELS, 512))
+    together = list(batches(clients, visits, Views(), PIXELS, 512))
+    assert len(together) == len(alone) == 2
+    for one, many in zip(alone, together, strict=True):
+        assert torch.equal(one.x[0], many.x[1])
+        assert torch.equal(one.u["weak"][0], many.u["weak"][1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"labeled": 0}, "labeled is 0"),
+        ({"unlabeled": 0}, "unlabeled is 0"),
+        ({"unlabeled": -3}, "unlabeled is -3"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"unlabeled": "rest", "epoch": "unlabeled"}, "rest"),
+    ],
+)
+def test_impossible_batch_rules_are_refused(wrong, words):
+    """Each in a sentence that names the option."""
+    with pytest.raises(UserError, match=words):
+        Batching(**wrong)
+
+
+SHOWN = Views(Plain(), {"plain": Plain(), "weak": Weak(), "strong": Strong()})
+
+
+def test_labeled_images_have_the_views_that_are_asked_for():
+    """`x_views` shows the very rows of `x`: the plain one is `x` itself, the others are that name's recipe on it.
+
+    Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw.
+    """
+    clients = [local(7, 23), local(3, 9, 50)]
+    asked = Wanted(("weak", "strong"), labeled=("plain", "strong", "weak", "weak2"))
+    visits = [draw(Amount(n, 4, 5), c, SHOWN, asked, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)]
+    without = [visit(c, Amount(n, 4, 5), views=SHOWN, path=("visit", n)) for c, n in zip(clients, (3, 2), strict=True)]
+    steps = list(batches(clients, visits, SHOWN, PIXELS, 9))
+    for t, (ours, theirs) in enumerate(zip(steps, batches(clients, without, SHOWN, PIXELS, 512), strict=True)):
+        assert theirs.x_views == {}
+        assert all(torch.equal(a, b) for a, b in zip(listed([ours]), listed([theirs]), strict=True))
+        assert torch.equal(ours.x_views["plain"], ours.x)
+        for k, n in enumerate((3, 2)):
+            at = min(t, n - 1)
+            for name in ("strong", "weak", "weak2"):
+                drawn = {key: leaf[4 * at : 4 * at + 4] for key, leaf in visits[k].more_drawn[name].items()}
+                made = SHOWN.unlabeled[name.rstrip("2")].apply(clients[k].x[ours.x_rows[k]], drawn, PIXELS)
+                assert torch.equal(ours.x_views[name][k], made)
+    first = visits[0]
+    assert not torch.equal(first.more_drawn["weak"]["top"], first.more_drawn["weak2"]["top"])
+    assert not torch.equal(first.more_drawn["weak"]["top"], first.u_drawn["weak"]["top"][:12])
+
+
+def test_a_client_without_labels_has_no_labeled_views():
+    """They are there by name, without an image."""
+    client = local(0, 6)
+    asked = Wanted(("weak",), labeled=("weak", "strong"))
+    (batch, *_) = batches([client], [draw(Amount(2, 0, 3), client, SHOWN, asked, None, 0)], SHOWN, PIXELS, 512)
+    assert batch.x.shape == batch.x_views["weak"].shape == batch.x_views["strong"].shape == (1, 0, 1, 8, 8)
+
+
+def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
+    """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
+    views = Views(Plain(), {"weak": Shared(Weak(), 5)})
+    drawn = draw(Amount(3, 4, 5), local(7, 23), views, Wanted(("weak",), labeled=("weak",)), None, 0).more_drawn["weak"]
+    rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
+    assert (rows == rows[:, :1]).all()
+    assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1
+
+
+def mixing(amount: Amount, wanted: Wanted, seed: int = 0, client: Local | None = None) -> DrawnUpdate:
+    """Draw a visit of a work that mixes."""
+    return draw(amount, client or local(20, 30), PLAIN, wanted, None, seed, "visit", 0)
+
+
+def test_mixing_coefficients_are_beta_distributed():
+    """6,000 draws of Beta(a, a): mean 1/2 and variance 1 / (4 (2 a + 1)), each within five standard errors."""
+    for a in (0.75, 4.0):
+        drawn = mixing(Amount(6000, 1, 1), Wanted(("plain",), mixup=a)).mixed["mix"]
+        variance = 1 / (4 * (2 * a + 1))
+        assert abs(float(drawn.mean()) - 0.5) < 5 * (variance / 6000) ** 0.5
+        assert abs(float(drawn.var()) / variance - 1) < 5 * (2 / 6000) ** 0.5
+        assert float(drawn.min()) >= 0
+        assert float(drawn.max()) <= 1
+
+
+def test_every_step_has_its_own_permutation_and_turns():
+    """ "order" permutes labeled images and all views of the unlabeled ones; "turn" counts quarter turns."""
+    drawn = mixing(Amount(7, 4, 3), Wanted(("weak", "weak2", "strong"), mixup=1.0)).mixed
+    assert drawn["order"].shape == (7, 4 + 3 * 3)
+    assert all(sorted(order.tolist()) == list(range(13)) for order in drawn["order"])
+    assert len({tuple(order.tolist()) for order in drawn["order"]}) == 7
+    assert drawn["turn"].shape == (7, 3)
+    assert set(drawn["turn"].flatten().tolist()) == {0, 1, 2, 3}
+    assert mixing(Amount(7, 4, 3), Wanted(("weak",))).mixed == {}
+
+
+def test_mixing_changes_no_other_draw():
+    """A work that mixes, or wants a second minibatch, sees the same rows and views as one that does not."""
+    plain = mixing(Amount(5, 4, 6), Wanted(("weak",)))
+    more = mixing(Amount(5, 4, 6), Wanted(("weak",), others=("weak",), mixup=1.0))
+    assert torch.equal(plain.x_rows, more.x_rows)
+    assert torch.equal(plain.u_rows, more.u_rows)
+    assert same_draws(plain.u_drawn["weak"], more.u_drawn["weak"])
+    assert not torch.equal(more.u_rows, more.o_rows)
+
+
+def test_another_draw_of_a_recipe_is_another_draw():
+    """ "weak2" is drawn like "weak", and differs from it."""
+    made = visit(local(5, 40), Amount(4, 4, 10), ("weak", "weak2"))
+    assert made.u_drawn["weak"].keys() == made.u_drawn["weak2"].keys()
+    assert not same_draws(made.u_drawn["weak"], made.u_drawn["weak2"])
+
+
+def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
+    """Also from rows that are not kept; some row twice before every row came once (40 of 30 rows)."""
+    client = local(6, 30)
+    keep = torch.arange(30) < 3
+    made = draw(Amount(8, 3, 5), client, PLAIN, Wanted(("plain",), ("plain",)), keep, 0, "visit", 0)
+    assert set(made.u_rows.tolist()) == {0, 1, 2}
+    rows = made.o_rows.tolist()
+    assert len(rows) == 40
+    assert max(rows) > 2
+    assert len(set(rows[:30])) < 30
+    (first, *_) = batches([client], [made], PLAIN, PIXELS, 512)
+    assert torch.equal(first.drawn["other_rows"][0], made.o_rows[:5])
+    assert torch.equal(first.others["plain"][0], PIXELS(client.u[made.o_rows[:5]]))
+
+
+@pytest.mark.parametrize(("kept", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])
+def test_an_epoch_passes_over_the_kept_rows(kept, steps):
+    """Two epochs over `kept` of 30 rows in batches of 4: 2 * ceil(kept / 4) steps, by hand; none without a row."""
+    client = local(6, 30)
+    made = draw(Amount(99, 3, 4, epochs=2), client, PLAIN, Wanted(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
+    assert made.amount.steps == steps
+    assert len(made.u_rows) == 4 * steps
+    fixed = draw(Amount(7, 3, 4), client, PLAIN, Wanted(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
+    assert fixed.amount.steps == (7 if kept else 0)
+
+
+def test_a_client_without_labels_has_empty_labeled_batches():
+    """The batches hold no labeled image, and the unlabeled ones are those of a client that has labels."""
+    client = local(6, 30)
+    bare = client._replace(x=client.x[:0], y=client.y[:0], labeled=torch.tensor(0))
+    made = [draw(Amount(3, n, 4), c, PLAIN, Wanted(("plain",)), None, 0, "v") for c, n in ((client, 2), (bare, 0))]
+    assert torch.equal(made[0].u_rows, made[1].u_rows)
+    for batch in batches([bare], [made[1]], PLAIN, PIXELS, 512):
+        assert batch.x.shape == (1, 0, *client.x.shape[1:])
+        assert batch.y.shape == (1, 0)
+        assert batch.u["plain"].shape[:2] == (1, 4)
+
+
+def test_a_sweep_shows_every_row_once():
+    """The views of all rows, in their order; another visit draws them anew."""
+    client = local(6, 30)
+    swept = sweep(client, PLAIN, ("plain",), PIXELS, 0, "visit", 0)
+    assert torch.equal(swept.views["plain"], PIXELS(client.u))
+    noise = torch.randint(256, client.u.shape, dtype=torch.uint8, generator=rng.generator(0))
+    noisy = client._replace(u=noise)
+    weak = [sweep(noisy, Views(), ("weak",), PIXELS, 0, "visit", k).views["weak"] for k in (0, 1, 0)]
+    assert torch.equal(weak[0], weak[2])
+    assert not torch.equal(weak[0], weak[1])
+    assert sweep(client, Views(), (), PIXELS, 0, "visit", 0) is client

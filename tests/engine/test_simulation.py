@@ -1,0 +1,774 @@
+"""The federation on this machine: cohorts, memories, counts, hidden labels, diagnostics, and what stops it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import astuple, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scenes import CLASSES, NETWORK, SIZES, Played, begin, dataset, examples, furthest, play, same, simulate, task
+from spies import Counting, Echo, Spy, tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD, Cosine
+from halfmoon.data.partition.heterogeneity import jensen_shannon
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine import simulation as simulation_module
+from halfmoon.engine.budget import Budget
+from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.evaluation import Examples, mean_prediction
+from halfmoon.engine.local_clients import FederatedDataset
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.feddure import FedDure
+from halfmoon.models import ResNet9
+from halfmoon.objectives import FixMatch
+
+BOTH = pytest.mark.parametrize("executor", ["loop", "vmap"])
+HIDING = pytest.mark.parametrize(
+    "name", [name for name in registry.names() if not registry.entry(name).all_labels], scope="module"
+)
+
+
+def cohorts(simulation, rounds: int = 12) -> list[list[int]]:
+    """Return the cohorts of the first rounds."""
+    made = []
+    for number in range(rounds):
+        simulation.open(number)
+        made.append(simulation.cohort.tolist())
+    return made
+
+
+def test_all_methods_of_a_seed_meet_the_same_clients():
+    """Cohorts depend on seed and round alone: not on the method, the executor, or the rounds before."""
+    held, shared = dataset(((2, 2),) * 9), task()
+    one = cohorts(simulate(FedAvg(), shared, held))
+    assert cohorts(simulate(FedDure(), shared, held, executor="vmap")) == one
+    late = simulate(FedAvg(FixMatch()), shared, held)
+    late.open(7)
+    assert late.cohort.tolist() == one[7]
+    assert cohorts(simulate(FedAvg(), shared, held, seed=4)) != one
+    assert len({tuple(cohort) for cohort in one}) > 5
+
+
+def test_a_cohort_is_a_sorted_choice_of_different_clients():
+    """Three of nine; over 60 rounds every client is met about 20 times (20 +- 3.7, here within four of these)."""
+    made = cohorts(simulate(FedAvg(), task(), dataset(((2, 2),) * 9)), 60)
+    for cohort in made:
+        assert cohort == sorted(set(cohort))
+        assert len(cohort) == 3
+    met = np.bincount(np.concatenate(made), minlength=9)
+    assert len(met) == 9
+    assert met.min() > 5
+    assert met.max() < 35
+
+
+def test_methods_of_a_seed_see_the_same_labeled_batches():
+    """At equal steps, FixMatch and FedDure see the labeled images of FedAvg, bit by bit."""
+    seen = []
+    for method in (FedAvg(), FedAvg(FixMatch()), FedDure()):
+        spy = Spy(method)
+        shared = task()
+        play(spy, simulate(spy, shared, batching=Batching(2, "rest")), begin(spy, shared), range(2))
+        seen.append([batch for _, _, batch in spy.of("step")])
+    assert len(seen[0]) == len(seen[1]) == len(seen[2]) > 4
+    for one, two, three in zip(*seen, strict=True):
+        assert torch.equal(one.x_rows, two.x_rows)
+        assert torch.equal(one.x, two.x)
+        assert torch.equal(one.x, three.x)
+        assert torch.equal(two.u["weak"], three.u["weak"])
+        assert torch.equal(two.u["strong"], three.u["strong"])
+        assert one.u == {}
+
+
+@BOTH
+def test_memories_belong_to_their_clients(executor):
+    """Each client counts its own visits; who was not asked has no memory; the next visit finds the last one's."""
+    method, shared = Counting(queries=1), task()
+    simulation = simulate(method, shared, executor=executor, cohort=2)
+    visits = dict.fromkeys(range(4), 0)
+    server = begin(method, shared)
+    for number in range(5):
+        (played,) = play(method, simulation, server, range(number, number + 1))
+        server = played.server
+        for place, client in enumerate(played.report.cohort):
+            assert float(server["ups"]["trip0"]["visits"][place]) == visits[client]
+            visits[client] += 1
+        assert {int(k): float(m["visits"]) for k, m in played.state["client"].items()} == {
+            k: n for k, n in visits.items() if n
+        }
+
+
+def test_the_regulator_of_each_client_goes_on_where_it_stopped():
+    """F-reg has taken as many Adam steps as its client; all clients of a seed start from the same one."""
+    method, shared = FedDure(), task()
+    simulation = simulate(method, shared, cohort=2)
+    steps = dict.fromkeys(range(4), 0)
+    for played in play(method, simulation, begin(method, shared), range(4)):
+        for client in played.report.cohort:
+            steps[client] += -(-SIZES[client][1] // 4)
+        counted = {int(k): float(m["regulator"]["optimizer"]["steps"]) for k, m in played.state["client"].items()}
+        assert counted == {k: n for k, n in steps.items() if n}
+    firsts = []
+    for seed in (0, 1):
+        spy = Spy(method)
+        play(spy, simulate(spy, shared, cohort=4, seed=seed), begin(spy, shared), range(1))
+        first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
+        assert len(first) == 4
+        assert all(same(first[0], other) for other in first)
+        firsts.append(first[0])
+    assert not same(*firsts)
+
+
+@BOTH
+def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
+    """`each` reaches client k as its k-th slice, merged with what is shared; two trips see other images."""
+    method, shared = Counting(), task()
+    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    ups = played.server["ups"]
+    cohort = played.report.cohort
+    for query in ("trip0", "trip1"):
+        assert ups[query]["mark"].tolist() == [100.0 + k for k in cohort]
+        assert ups[query]["labeled"].tolist() == [SIZES[k][0] for k in cohort]
+        assert ups[query]["unlabeled"].tolist() == [SIZES[k][1] for k in cohort]
+        assert ups[query]["steps"].tolist() == [-(-SIZES[k][1] // 4) for k in cohort]
+    assert not torch.equal(ups["trip0"]["pixels"], ups["trip1"]["pixels"])
+
+
+@pytest.mark.parametrize("views", [(), ("weak",), ("plain", "strong")])
+@pytest.mark.parametrize("batching", [Batching(4, 4), Batching(2, "rest"), Batching(3, 5, steps=2)], ids=str)
+def test_both_executors_draw_the_same(views, batching):
+    """Rows, pixels and steps of every client are equal, whatever the views and the batch rule."""
+    method, shared = Counting(views), task()
+    one, many = (
+        play(method, simulate(method, shared, executor=e, batching=batching), begin(method, shared), range(2))[-1]
+        for e in ("loop", "vmap")
+    )
+    for query in ("trip0", "trip1"):
+        for name in ("steps", "rows", "mark", "visits"):
+            assert torch.equal(one.server["ups"][query][name], many.server["ups"][query][name])
+        torch.testing.assert_close(
+            one.server["ups"][query]["pixels"], many.server["ups"][query]["pixels"], rtol=1e-12, atol=1e-9
+        )
+    assert one.report.cost == many.report.cost
+
+
+@BOTH
+def test_a_client_that_may_draw_nothing_takes_no_step(executor):
+    """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
+    shared = task()
+    some, every = Counting(idle=102), Counting()
+    held = dataset()
+    idle, busy = (
+        play(m, simulate(m, shared, held, executor=executor, cohort=4), begin(m, shared), range(1))[-1]
+        for m in (some, every)
+    )
+    for query in ("trip0", "trip1"):
+        steps = idle.server["ups"][query]["steps"].tolist()
+        assert steps == [3, 2, 0, 3]
+        for k in (0, 1, 3):
+            assert float(idle.server["ups"][query]["pixels"][k]) == float(busy.server["ups"][query]["pixels"][k])
+        assert float(idle.server["ups"][query]["pixels"][2]) == 0
+    assert idle.report.cost["labeled_steps"] == 2 * 8
+    assert busy.report.cost["labeled_steps"] == 2 * 12
+
+
+@BOTH
+def test_costs_equal_a_hand_count(executor):
+    """One round of all four clients, FixMatch in batches of 4 + 4, joint statistics.
+
+    Steps: ceil(11/4) + ceil(6/4) + ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images.
+    A step passes 4 + 2 * 4 = 12 images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36,
+    that is 996 parameters, and 2 * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8.
+    """
+    method, shared = FedAvg(FixMatch()), task()
+    (played,) = play(method, simulate(method, shared, cohort=4, executor=executor), begin(method, shared), range(1))
+    assert played.report.cost == {
+        "labeled_steps": 12,
+        "labeled_images": 48,
+        "unlabeled_images": 48,
+        "forward": 144,
+        "backward": 144,
+        "bytes_down": 4 * 1036 * 8,
+        "bytes_up": 4 * (1036 * 8 + 8),
+        "stored_client": 0,
+        "stored_server": 0,
+    }
+
+
+@BOTH
+def test_private_downloads_are_counted_once(executor):
+    """Two trips to three clients: 4 shared bytes to each, and a slice of a float64 and an int64 for each."""
+    method, shared = Counting(), task()
+    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    assert played.report.cost["bytes_down"] == 2 * (3 * 4 + 3 * (8 + 8))
+    assert played.report.cost["bytes_up"] == 2 * 3 * 7 * 8
+
+
+class Passing(TorchDispatchMode):
+    """Count the images that go through the first and back through the last convolution of a network.
+
+    Below torch.func every pass is a call of `aten.convolution` in the first layer: one for a plain pass, and one, of
+    the images with the tangent of the weights, for a tangent. (`jvp` adds one of the images' own tangent, which is all
+    zero, as images have none: it is not counted.) A backward pass is one `aten.convolution_backward` in the last layer,
+    whichever of its derivatives are wanted. Layers are known by the shapes of their weights.
+    """
+
+    def __init__(self, first: torch.Size, last: torch.Size) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution.default and args[1].shape == self.first and args[0].any():
+            self.forward += len(args[0])
+        if func is torch.ops.aten.convolution_backward.default and args[2].shape == self.last:
+            self.backward += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def passed(work, network, dtype=torch.float64, labeled=3, unlabeled=5, side=16) -> tuple[int, int]:
+    """Return the images that one step really sends forward and back."""
+    g = torch.Generator().manual_seed(0)
+    model = tree.to(network.init(g), dtype=dtype)
+    draw = lambda n: torch.randn(n, network.channels, side, side, generator=g, dtype=dtype)  # noqa: E731
+    u = {name: draw(unlabeled) for name in work.views}
+    batch = Batch(draw(labeled), torch.arange(labeled), torch.arange(labeled), u, torch.arange(unlabeled))
+    nothing = torch.zeros(0, network.channels, side, side, dtype=torch.uint8)
+    local = Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))
+    down = {**model, "gate": torch.ones(())}
+    carry = work.begin(down, work.remember(down, g), local)
+    weights = [leaf.shape for path, leaf in tree.flatten(model["params"]).items() if path.endswith("conv/weight")]
+    assert weights.count(weights[0]) == 1
+    counter = Passing(weights[0], weights[-1])
+    with counter:
+        work.step(down, carry, batch)
+    return counter.forward, counter.backward // weights.count(weights[-1])
+
+
+RULES = list(itertools.product(["joint", "separate"], ["batch", "running"]))
+
+
+@pytest.mark.parametrize(("statistics", "labeling"), RULES)
+@pytest.mark.parametrize("name", registry.names())
+def test_passes_are_what_went_through_the_network(name, statistics, labeling):
+    """Two rounds of every method of the catalog count what its visits send forward and back, under every rule."""
+    entry, shared = registry.entry(name), task(statistics=statistics, labeling=labeling)
+    method = registry.make(name, {key: 0.39 for key in ("tau", "threshold") if key in registry.options(name)})
+    # Small clients: every operation below torch.func is seen in Python here.
+    held = dataset(((5, 5), (3, 4), (2, 3)), all_labels=entry.all_labels, pooled=entry.pooled, place=entry.places[0])
+    simulation = simulate(method, shared, held, cohort=2)
+    weights = tree.flatten(NETWORK.init(torch.Generator())["params"])
+    counter = Passing(weights["conv1/conv/weight"].shape, weights["conv3/conv/weight"].shape)
+    visit = simulation._visit
+
+    def watched(*given):
+        with counter:
+            return visit(*given)
+
+    simulation._visit = watched  # the server's own computing, an embedding say, is nobody's visit
+    (_, last) = play(method, simulation, begin(method, shared), range(2))
+    assert (counter.forward, counter.backward) == (last.report.cost["forward"], last.report.cost["backward"])
+
+
+def test_passes_of_resnet9():
+    """The count does not depend on the network."""
+    network = ResNet9(1, CLASSES, 2)
+    for work in FedDure().client_updates(task(network)).values():
+        assert passed(work, network) == tuple(work.passes(3, 5))
+
+
+@cache
+def blind(name: str) -> list[tuple[list[Played], Spy]]:
+    """Return two runs of two rounds that differ in the hidden labels alone, with what a client was given."""
+    entry, shared, runs = registry.entry(name), task(), []
+    held = dataset(place=entry.places[0], pooled=entry.pooled)
+    hidden = torch.from_numpy(~held.split.labeled)
+    for shift in (0, 1):
+        labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
+        spy = Spy(registry.make(name))
+        changed = replace(held, train=Examples(held.train.images, labels))
+        runs.append((play(spy, simulate(spy, shared, changed), begin(spy, shared), range(2)), spy))
+    return runs
+
+
+@HIDING
+def test_hidden_labels_change_nothing(name):
+    """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics."""
+    (one, _), (two, _) = blind(name)
+    for a, b in zip(one, two, strict=True):
+        assert same(a.server, b.server)
+        assert same(a.state, b.state)
+        assert a.report.samples == b.report.samples
+        if a.report.pseudo is not None:
+            assert a.report.pseudo != b.report.pseudo
+            assert a.report.pseudo["share_used"] == b.report.pseudo["share_used"]
+
+
+@HIDING
+def test_no_tensor_given_to_a_method_depends_on_a_hidden_label(name):
+    """Everything a client is given in two rounds has the same bits when the hidden labels are others."""
+    given = [
+        [leaf for kind in ("begin", "keep", "step", "finish") for what in spy.of(kind) for leaf in tensors(what)]
+        for _, spy in blind(name)
+    ]
+    assert len(given[0]) == len(given[1]) > 200
+    assert all(torch.equal(one, two) for one, two in zip(*given, strict=True))
+    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "drawn", "x_views")
+    assert Local._fields == ("x", "y", "u", "labeled", "unlabeled", "views")
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg-fixmatch", "fedavg-uda", "feddure", "feddure-without-creg", "feddure-without-freg"]
+)
+def test_pseudo_label_quality_equals_a_count(name):
+    """The row of a round equals numpy's count, with unlabeled images known again by their pixels."""
+    chosen = {key: 0.39 for key in ("tau", "threshold") if key in registry.options(name)}
+    held, shared = dataset(), task()
+    spy = Spy(registry.make(name, chosen))
+    (played,) = play(spy, simulate(spy, shared, held, confidence_threshold=0.39), begin(spy, shared), range(1))
+    known = {image.numpy().tobytes(): int(label) for image, label in zip(*held.train, strict=True)}
+    label, hidden, confidence, weight = [], [], [], []
+    client: Local | None = None
+    rows = None
+    for kind, what in spy.seen:
+        if kind == "begin":
+            client = what[2]
+        elif kind == "step":
+            rows = what[2].u_rows
+        elif kind == "notes":
+            assert client is not None
+            hidden += [known[client.u[row].contiguous().numpy().tobytes()] for row in rows]
+            for values, leaf in zip((label, confidence, weight), what.pseudo[0], strict=True):
+                values += leaf.tolist()
+    right, above, used = np.array(label) == hidden, np.array(confidence) >= 0.39, np.array(weight) > 0
+    row = played.report.pseudo
+    assert row is not None
+    assert len(right) == played.report.cost["unlabeled_images"]
+    assert row["accuracy"] == pytest.approx(right.mean(), rel=1e-12)
+    assert row["share_above"] == pytest.approx(above.mean(), rel=1e-12)
+    assert 0 < row["share_above"] < 1
+    assert row["share_used"] > 0
+    assert row["accuracy_above"] == pytest.approx(right[above].mean(), rel=1e-12)
+    assert row["share_used"] == pytest.approx(used.mean(), rel=1e-12)
+    assert row["accuracy_used"] == pytest.approx(right[used].mean(), rel=1e-12)
+    for k, value in enumerate(row["per_class"]):
+        assert value == pytest.approx(right[np.array(hidden) == k].mean(), rel=1e-12)
+
+
+@BOTH
+def test_samples_add_over_steps_and_clients(executor):
+    """The loss of a round is the sum of all steps' losses with its count of steps."""
+    method, shared = Counting(queries=1), task()
+    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    loss = played.report.samples["loss"]
+    assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in played.report.cohort)
+    spy = Spy(method)
+    play(spy, simulate(spy, shared), begin(spy, shared), range(1))
+    losses = [float(notes.loss) for notes in spy.of("notes")]
+    assert float(loss.total) == pytest.approx(sum(losses), rel=1e-9)
+    assert float(loss.squares) == pytest.approx(sum(value * value for value in losses), rel=1e-9)
+
+
+@BOTH
+@pytest.mark.parametrize(("client", "step"), [(2, 4), (3, 1)])
+def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
+    """The run stops with round, client and step (counted from 1 in words), and no memory of that round is kept."""
+    method, shared = Counting(queries=1, doomed=client, when=1, fuse=step), task()
+    simulation = simulate(method, shared, executor=executor, cohort=4)
+    (played,) = play(method, simulation, begin(method, shared), range(1))
+    with pytest.raises(Diverged, match=f"nan in round 2 at client {client}, step {step}:") as caught:
+        play(method, simulation, played.server, range(1, 2))
+    assert (caught.value.round, caught.value.client, caught.value.step) == (1, client, step - 1)
+    assert same(simulation.state(), played.state)
+
+
+@BOTH
+def test_a_frozen_client_cannot_diverge(executor):
+    """A loss that would be NaN after a client's last step, while others still train, is not the client's."""
+    method, shared = Counting(queries=1, doomed=1, fuse=3), task()
+    (played,) = play(method, simulate(method, shared, executor=executor, cohort=4), begin(method, shared), range(1))
+    assert played.server["ups"]["trip0"]["steps"].tolist() == [3, 2, 4, 3]
+
+
+@BOTH
+def test_a_real_divergence_stops(executor):
+    """A learning rate of 1e300 blows up a network for real."""
+    method, shared = FedAvg(), task(optimizer=SGD(1e300))
+    with pytest.raises(Diverged, match="learning rate"):
+        play(method, simulate(method, shared, executor=executor), begin(method, shared), range(2))
+
+
+def test_all_labels_turns_every_row_into_a_labeled_one():
+    """The upper bound trains on all rows of a client, in their order, with their labels; nothing is unlabeled."""
+    held = dataset()
+    every = FederatedDataset(held.train, held.split, all_labels=True)
+    for k, (labeled, unlabeled) in enumerate(SIZES):
+        local, hidden = every.local(k)
+        rows = torch.from_numpy(np.flatnonzero(held.split.client == k))
+        assert torch.equal(local.x, held.train.images[rows])
+        assert torch.equal(local.y, held.train.labels[rows])
+        assert (int(local.labeled), int(local.unlabeled)) == (labeled + unlabeled, 0)
+        assert len(local.u) == len(hidden) == 0
+        assert tuple(vars(every.own(k)).values()) == (labeled + unlabeled, 0)
+        assert tuple(vars(every.given(k)).values()) == (labeled, unlabeled)
+
+
+def test_a_client_holds_its_rows():
+    """Labeled images with labels, unlabeled images without; the labels that are hidden belong to these."""
+    held = dataset()
+    for k, (labeled, unlabeled) in enumerate(SIZES):
+        local, hidden = held.local(k)
+        assert local.x.shape == (labeled, 1, 8, 8)
+        assert local.u.shape == (unlabeled, 1, 8, 8)
+        x, u = (torch.from_numpy(held.split.rows(k, part)) for part in (True, False))
+        assert torch.equal(local.y, held.train.labels[x])
+        assert torch.equal(local.u, held.train.images[u])
+        assert torch.equal(hidden, held.train.labels[u])
+
+
+def test_clients_lifted_together_are_wrapped_around():
+    """Under vmap the rows beyond a client's own repeat them from the start; a client without any shows zeros."""
+    sizes = ((5, 0), (3, 7), (6, 4))
+    held, shared = dataset(sizes), task()
+    simulation = simulate(Echo(), shared, held, executor="vmap", batching=Batching(2, steps=1))
+    simulation.open(0)
+    up = simulation.ask("echo", {"nothing": torch.zeros(())})
+    for k, (labeled, unlabeled) in enumerate(sizes):
+        local, _ = held.local(k)
+        assert torch.equal(up["x"][k], local.x[torch.arange(6) % labeled])
+        assert torch.equal(up["y"][k], local.y[torch.arange(6) % labeled])
+        assert torch.equal(
+            up["u"][k], local.u[torch.arange(7) % unlabeled] if unlabeled else torch.zeros_like(up["u"][k])
+        )
+        assert (int(up["labeled"][k]), int(up["unlabeled"][k])) == (labeled, unlabeled)
+
+
+def test_rounds_do_not_depend_on_the_size_of_a_group():
+    """Under vmap a client's upload is the same alone and in company, to rounding."""
+    shared, method = task(), FedAvg(FixMatch(tau=0.3))
+    held = FederatedDataset(examples(sum(a + b for a, b in SIZES)), dataset().split)
+    server = begin(method, shared)
+    everyone = simulate(method, shared, held, executor="vmap", cohort=4)
+    everyone.open(0)
+    together = everyone.ask("train", server)
+    for k in range(4):
+        alone = simulate(method, shared, held, executor="vmap", cohort=1)
+        alone.open(0)
+        alone.cohort = torch.tensor([k])
+        assert furthest(tree.index(alone.ask("train", server), 0), tree.index(together, k)) < 1e-12
+
+
+@BOTH
+def test_a_spoiled_upload_is_named(executor):
+    """The only step has a finite loss and leaves infinite weights: nothing of it reaches the average."""
+    method, shared = FedAvg(), task(optimizer=SGD(1e3, weight_decay=1e308))
+    batching = Batching(4, 4, steps=1)
+    with pytest.raises(Diverged, match=r"upload 'params/.*' became .* in round 1 at client \d, step 1:"):
+        play(method, simulate(method, shared, executor=executor, batching=batching), begin(method, shared), range(1))
+
+
+def test_a_remembered_client_does_not_hold_its_group():
+    """Under vmap, memories are slices of stacked tensors; each client keeps a copy of its own."""
+    method, shared = FedDure(), task()
+    simulation = simulate(method, shared, executor="vmap", cohort=4)
+    play(method, simulation, begin(method, shared), range(1))
+    kept = simulation.store.get("client/0")
+    assert kept
+    for leaf in tree.leaves(kept):
+        assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+
+
+def test_who_is_silent_leaves_the_cohort():
+    """With probability 0.4 a client of three does not answer, the same in all trips of a round; one always does.
+
+    Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06.
+    """
+    simulation = simulate(Counting(), task(rounds=200), client_dropout=0.4)
+    server, heard = begin(Counting(), task()), []
+    for played in play(Counting(), simulation, server, range(60)):
+        heard.append(len(played.report.cohort))
+        for query in ("trip0", "trip1"):
+            assert len(played.server["ups"][query]["mark"]) == heard[-1]
+            assert (played.server["ups"][query]["mark"] - 100).tolist() == played.report.cohort
+    for number in range(60, 200):
+        simulation.open(number)
+        heard.append(len(simulation._there(simulation.cohort)))
+    assert min(heard) == 1
+    assert max(heard) == 3
+    assert abs(np.mean(heard) - 1.864) < 4 * 0.06
+    everybody = simulate(Counting(), task())
+    assert all(len(played.report.cohort) == 3 for played in play(Counting(), everybody, server, range(4)))
+
+
+def test_others_than_the_cohort_can_be_asked():
+    """All that are registered, in the order asked; the cohort stays, and each gets its own slice."""
+    simulation = simulate(Counting(queries=1), task())
+    simulation.open(0)
+    cohort = simulation.cohort
+    to = torch.tensor([2, 0, 3, 1])
+    each = {"mark": to.double(), "fuse": torch.full((4,), -1)}
+    up = simulation.ask("count", {"base": torch.tensor(0.0)}, each, to)
+    assert simulation.answered.tolist() == [2, 0, 3, 1]
+    assert torch.equal(simulation.cohort, cohort)
+    assert up["mark"].tolist() == [2, 0, 3, 1]
+    assert up["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
+    assert simulation.clients == 4
+
+
+@BOTH
+def test_the_server_trains_on_its_own_rows(executor):
+    """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
+    method = Counting(queries=1, views=())
+    simulation = simulate(
+        method, task(), dataset(place="server"), executor=executor, serving=Batching(5, epochs=2), budget=Budget()
+    )
+    down = {"base": torch.tensor(0.0), "mark": torch.tensor(1.0).double(), "fuse": torch.tensor(-1)}
+    for visit in range(2):
+        simulation.open(visit)
+        up = simulation.ask_server("count", down)
+        assert float(up["visits"]) == visit
+        assert int(up["labeled"]) == sum(a for a, _ in SIZES)
+        assert int(up["unlabeled"]) == 0
+        assert float(up["steps"]) == 2 * round(18 / 5)
+    assert simulation.cost.bytes_down == simulation.cost.bytes_up == 0
+    assert simulation.cost.labeled_steps == 2 * 2 * round(18 / 5)
+
+
+def test_a_schedule_reaches_clients_and_server_half():
+    """Under a cosine to zero over 4 rounds each round moves the model less; the last one by 15 % of the rate."""
+    shared = task(rounds=4, schedule=Cosine(), optimizer=SGD(0.1))
+    simulation = simulate(FedAvg(), shared, cohort=4)
+    rates = []
+    for number in range(4):
+        simulation.open(number)
+        rates.append(simulation.client_updates["train"].task.optimizer.lr)
+        assert simulation.task.optimizer.lr == rates[-1]
+    assert rates == pytest.approx([0.1, 0.08536, 0.05, 0.01464], abs=1e-5)
+
+
+@BOTH
+def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor):
+    """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
+    shared = task(optimizer=SGD(0.1))
+    method, held = FedAvg(), dataset(place="some")
+    simulation = simulate(method, shared, held, executor=executor, cohort=4)
+    server = begin(method, shared)
+    simulation.open(0)
+    up = simulation.ask("train", server)
+    assert up["weight"].tolist() == [16.0, 0.0, 20.0, 0.0]
+    assert same(tree.index(up["params"], 1), server["params"])
+    (played,) = play(method, simulate(method, shared, held, executor=executor, cohort=4), server, range(1))
+    assert furthest(played.server["params"], tree.weighted_mean(up["params"], up["weight"])) == 0
+    alone = simulate(method, shared, dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2)
+    (played,) = play(method, alone, server, range(1))
+    assert same(played.server, server)
+
+
+def test_a_pooled_federation_is_one_client_with_everything():
+    """All rows but nobody's, the server's too, at client 0; the cohort is that one client."""
+    for place, labeled in (("clients", 18), ("server", 18), ("some", 11)):
+        held = dataset(place=place, pooled=True)
+        local, _ = held.local(0)
+        assert (int(local.labeled), int(local.unlabeled)) == (labeled, 40)
+        simulation = simulate(FedAvg(FixMatch()), task(), held)
+        simulation.open(0)
+        assert simulation.cohort.tolist() == [0]
+        assert simulation.clients == 1
+
+
+def test_labeled_rows_can_be_unlabeled_ones_as_well():
+    """A client's unlabeled rows are all its rows; with all labels each row counts once; the server's stay labeled."""
+    held = replace(dataset(), reuse_labeled=True)
+    for k, (labeled, unlabeled) in enumerate(SIZES):
+        local, hidden = held.local(k)
+        assert (int(local.labeled), int(local.unlabeled)) == (labeled, labeled + unlabeled)
+        assert len(hidden) == labeled + unlabeled
+        images = {image.numpy().tobytes() for image in local.u}
+        assert all(image.numpy().tobytes() in images for image in local.x)
+        assert astuple(replace(held, all_labels=True).own(k)) == (labeled + unlabeled, 0)
+    assert int(replace(dataset(place="server"), reuse_labeled=True).local(SERVER)[0].unlabeled) == 0
+
+
+def test_a_stream_shows_each_stage_in_its_rounds():
+    """Three stages over six rounds: two rounds each; unlabeled rows come and go, labeled ones stay."""
+    held = dataset(((3, 9), (3, 6)))
+    rows = np.arange(len(held.split))
+    stage = np.where(held.split.labeled, 0, rows % 3).astype(np.int64)
+    held = replace(held, split=Split(held.split.client, held.split.labeled, 2, stage=stage))
+    assert [held.stage(number, 6) for number in range(6)] == [0, 0, 1, 1, 2, 2]
+    spy, shared = Spy(FedAvg(FixMatch())), task(rounds=6)
+    play(spy, simulate(spy, shared, held, cohort=2), begin(spy, shared), range(6))
+    seen = [data for _, _, data in spy.of("begin")]
+    assert len(seen) == 12
+    for place, data in enumerate(seen):
+        number, client = divmod(place, 2)
+        mine = rows[(held.split.client == client) & ~held.split.labeled & (stage == number // 2)]
+        assert torch.equal(data.u, held.train.images[torch.from_numpy(mine)])
+        assert int(data.unlabeled) == len(mine)
+        assert int(data.labeled) == 3
+    assert dataset().stage(3, 6) is None
+
+
+def leanings(held, cohort=3, number=0, method=None, **options):
+    """Return the open simulation of a round, a model that is sure of itself, and what it leans to there."""
+    method, shared = method or FedAvg(), task(rounds=6)
+    simulation = simulate(method, shared, held, cohort=cohort, **options)
+    model = begin(method, shared)
+    model["params"]["head"] = tree.map(lambda leaf: 300 * leaf, model["params"]["head"])
+    simulation.open(number)
+    return simulation, model, simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
+
+
+def shares(labels: np.ndarray) -> list[float]:
+    """Return the share of each class."""
+    return [round(float((labels == k).mean()), 6) for k in range(CLASSES)]
+
+
+def predicted(model, held, rows: np.ndarray) -> np.ndarray:
+    """Return the mean softmax of a module in eval mode over training rows (classes,)."""
+    with torch.no_grad():
+        logits = twin(TorchSmall(1, CLASSES, 4), model).eval()(held.train.images[rows].double() / 127.5 - 1)
+    return logits.softmax(-1).mean(0).numpy()
+
+
+@BOTH
+def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
+    """Shares and mean prediction of the rows of the three clients of round 2, counted in numpy; nothing is a cost."""
+    held = dataset()
+    simulation, model, row = leanings(held, number=1, executor=executor)
+    mine = np.isin(held.split.client, simulation.cohort.numpy())
+    labels = held.train.labels.numpy()
+    assert 0 < mine.sum() < len(mine)
+    assert row is not None
+    assert row["labeled"] == shares(labels[mine & held.split.labeled])
+    assert row["unlabeled"] == shares(labels[mine & ~held.split.labeled])
+    assert row["app_u"] == pytest.approx(predicted(model, held, mine & ~held.split.labeled), abs=1e-6)
+    assert max(row["app_u"]) > 0.3
+    accuracy, app_u, labeled = (np.array(row[name]) for name in ("accuracy", "app_u", "labeled"))
+    assert accuracy.tolist() == [0.5, 0.25, 0.25, 0.0]
+    assert row["js_app_u"] == pytest.approx(jensen_shannon(accuracy, app_u), abs=1e-5)
+    assert row["js_labeled"] == pytest.approx(jensen_shannon(accuracy, labeled), abs=1e-5)
+    assert not any(simulation.close().cost.values())
+
+
+def test_both_executors_lean_alike():
+    """After two rounds of FixMatch, loop and vmap say the same of their models, to rounding."""
+    method, shared, rows = FedAvg(FixMatch(tau=0.3)), task(), []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, executor=executor)
+        last = play(method, simulation, begin(method, shared), range(2))[-1]
+        rows.append(simulation.prior(method.solution(shared, last.server), [0.5, 0.25, 0.25, 0.0]))
+    for name, values in rows[0].items():
+        assert values == pytest.approx(rows[1][name], abs=2e-6)
+
+
+def test_a_leaning_heeds_stages_and_silence():
+    """In a stream the rows of this stage count; of a client that did not answer, none."""
+    held = dataset()
+    stage = np.where(held.split.labeled, 0, np.arange(len(held.split)) % 3).astype(np.int64)
+    held = replace(held, split=Split(held.split.client, held.split.labeled, 4, stage=stage))
+    labels, split = held.train.labels.numpy(), held.split
+    for number in (0, 5):
+        simulation, model, row = leanings(held, number=number)
+        here = np.isin(split.client, simulation.cohort.numpy()) & ~split.labeled & (stage == number // 2)
+        assert row is not None
+        assert row["unlabeled"] == shares(labels[here])
+        assert row["app_u"] == pytest.approx(predicted(model, held, here), abs=1e-6)
+    held = dataset()
+    simulation, model, _ = leanings(held, cohort=4, client_dropout=0.6)
+    simulation.ask("train", model)
+    there = simulation.cohort.numpy()
+    assert 0 < len(there) < 4
+    here = np.isin(held.split.client, there) & ~held.split.labeled
+    row = simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
+    assert row is not None
+    assert row["unlabeled"] == shares(labels[here])
+
+
+def test_a_leaning_knows_who_holds_the_labels():
+    """The server's labels where it has them; a cohort without any has no labeled share; all labels leave no row."""
+    labels = dataset().train.labels.numpy()
+    held = dataset(place="server")
+    _, _, row = leanings(held)
+    assert row is not None
+    assert row["labeled"] == shares(labels[held.split.client == SERVER])
+    held = dataset(place="some")
+    for number in range(6):
+        simulation, _, row = leanings(held, cohort=1, number=number)
+        (client,) = simulation.cohort.tolist()
+        assert row is not None
+        known = shares(labels[held.split.rows(client, True)]) if client % 2 == 0 else None
+        assert row["labeled"] == known
+        assert (row["js_labeled"] is None) == (client % 2 == 1)
+    assert leanings(dataset(all_labels=True))[2] is None
+    assert leanings(dataset(tuple((labeled, 0) for labeled, _ in SIZES)))[2] is None
+    _, _, row = leanings(replace(dataset(), reuse_labeled=True), cohort=4)
+    assert row is not None
+    assert row["unlabeled"] == shares(labels)
+
+
+def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
+    """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
+    held, labels, seen = dataset(pooled=True, place="server"), dataset().train.labels.numpy(), []
+
+    def spy(network, model, normalize, images):
+        seen.append({image.numpy().tobytes() for image in images})
+        return mean_prediction(network, model, normalize, images)
+
+    monkeypatch.setattr(simulation_module, "mean_prediction", spy)
+    monkeypatch.setattr(simulation_module, "LOOKED_AT", 12)
+    for number in (0, 1, 0):
+        _, _, row = leanings(held, cohort=1, number=number)
+        assert row is not None
+        assert row["unlabeled"] == shares(labels[~held.split.labeled])
+        assert row["labeled"] == shares(labels[held.split.labeled])
+    unlabeled = {image.numpy().tobytes() for image in held.train.images[torch.from_numpy(~held.split.labeled)]}
+    assert [len(images) for images in seen] == [12, 12, 12]
+    assert all(images <= unlabeled for images in seen)
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_the_models_of_single_clients_are_measured():
+    """Of two of three: what each has sent, and the new model, on the rows of its own."""
+    shared = task(rounds=1)
+    method = FedAvg(FixMatch())
+    federation = simulate(method, shared, client_models=2)
+    (last,) = play(method, federation, begin(method, shared), range(1))
+    model = method.solution(shared, last.server)
+    shares = {"mine": [0.5, 0.25, 0.25, 0.0]}
+    tested = []
+
+    def test(local: dict) -> list[float]:
+        tested.append(local)
+        return [0.0, 0.0, 0.5, 0.5]
+
+    row = federation.client_priors(model, shares["mine"], test)
+    assert row is not None
+    clients = federation.cohort.tolist()[:2]
+    assert [each["client"] for each in row["each"]] == clients
+    assert not any(same({"params": local["params"]}, {"params": model["params"]}) for local in tested)
+    for client, local, each in zip(clients, tested, row["each"], strict=True):
+        images = federation.dataset.train.images[federation.dataset.rows(client, False)]
+        for name, made, accuracy in (("local", local, [0.0, 0.0, 0.5, 0.5]), ("global", model, shares["mine"])):
+            said = shared.network.predict(made["params"], made["stats"], shared.normalize(images)).softmax(-1).mean(0)
+            assert each[name]["app_u"] == pytest.approx(said.tolist(), abs=1e-5)
+            assert each[name]["accuracy"] == pytest.approx(accuracy)
+    values = [each["local"]["js_labeled"] for each in row["each"]]
+    assert (row["local_js_labeled_low"], row["local_js_labeled_high"]) == (min(values), max(values))
+    assert row["local_js_labeled"] == pytest.approx(sum(values) / 2, abs=1e-6)
+
+
+def test_without_the_option_nobodys_model_is_kept():
+    shared = task(rounds=1)
+    method = FedAvg(FixMatch())
+    federation = simulate(method, shared)
+    (last,) = play(method, federation, begin(method, shared), range(1))
+    assert federation.client_priors(method.solution(shared, last.server), [0.25] * 4, lambda local: [0.25] * 4) is None

@@ -1,0 +1,415 @@
+"""Sites that are known by their keys: who may join under which name, and what is lost when a process starts again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from federations import SITES, Node, Street, ask, joined, node
+
+pytest.importorskip("flwr")
+
+from halfmoon.cli import main as cli
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower import admission, site_process
+from halfmoon.federation.flower.admission import Admission
+from halfmoon.federation.flower.contact import Address
+from halfmoon.federation.flower.launch import Server, run_config, superlink
+from halfmoon.federation.flower.link import held
+from halfmoon.federation.flower.processes import SUPERNODE, Home
+from halfmoon.federation.pki import Access, make
+from halfmoon.federation.protocol.log import Tail
+from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager, NodeIdentity
+
+
+@pytest.fixture
+def street() -> Street:
+    """Return a street on which all sites are there, each with its key."""
+    made = Street({31: node("west"), 7: node("north"), 99: node("south")})
+    made.keys = {31: NodeIdentity("west", "1"), 7: NodeIdentity("north", "1"), 99: NodeIdentity("south", "1")}
+    return made
+
+
+@pytest.fixture
+def manager(street: Street) -> ClientManager:
+    """Return the roster of the street, whose sites have joined."""
+    made = street.manager()
+    made.gather(3, 60.0)
+    return made
+
+
+def restart(street: Street, number: int, there: Node) -> None:
+    """Let a site start again under the number that its key has; nobody tells of what its first process had got."""
+    assert street.keys is not None
+    street.nodes_[number] = there
+    street.keys[number] = NodeIdentity(street.keys[number].name, "2")
+    street._under_way.clear()
+
+
+def test_a_site_that_starts_again_under_the_same_number_is_asked_again(street: Street, manager: ClientManager):
+    """North starts again after 10 of 1000 s, in less time than a look takes: what it was asked is sent once more."""
+    street.nodes_[7] = Node(lambda: [(0.3, joined("north"))], lambda data: [])
+    street.at(street.time + 10, lambda: restart(street, 7, node("north", 5.0, b"new")))
+    patient = street.manager(timeout=1000.0)
+    patient.gather(3, 60.0)
+    began = street.time
+    assert ask(patient, "north")["north"] == Answer(b"new")
+    assert street.time - began < 20
+    offers = [time for time, number in street.offers if number == 7 and time > began]
+    assert len(offers) == 1, "it may say something else now, so it is asked to join once more"
+
+
+def test_a_site_whose_process_is_the_same_is_asked_once(street: Street, manager: ClientManager):
+    street.nodes_[7] = node("north", 50.0)
+    assert ask(manager)["north"].data
+    assert len(street.requests) == 3
+
+
+def test_a_name_is_bound_to_its_key(street: Street):
+    """The node with north's key says that it is south: it has no part, under neither name, and the log says why."""
+    street.nodes_[7] = node("south", said=b"stolen")
+    del street.nodes_[99]
+    manager = street.manager()
+    manager.gather(1, 60.0, 5.0)
+    assert manager.present == ["west"]
+    assert "south" not in manager.joined
+    words = "the site with the key of north calls itself 'south': it does not join under a name that is not its key's"
+    assert street.said.count(words) == 1
+    assert ask(manager, "south")["south"].data is None
+    assert not [number for _, number, _ in street.requests if number == 7]
+
+
+def test_the_owner_of_a_name_keeps_it(street: Street, manager: ClientManager):
+    """Without keys who comes last under a name has it; with keys the one with the key has."""
+    street.nodes_[8] = node("south", said=b"stolen")
+    assert street.keys is not None
+    street.keys[8] = NodeIdentity("east")
+    street.sleep(10.0)
+    assert ask(manager)["south"].data == b"south:do"
+    assert street.heard("calls itself 'south'") == 1
+    street.keys = None
+    assert ask(street.manager(), "south")["south"].data is not None
+
+
+def test_a_node_without_a_key_is_not_even_asked_to_join(street: Street, manager: ClientManager):
+    street.nodes_[8] = node("south", said=b"stolen")
+    street.sleep(10.0)
+    assert ask(manager)["south"].data == b"south:do"
+    assert 8 not in [number for _, number in street.offers]
+    assert street.heard("node 8 has no key of a site that may come in: it is not asked to join") == 1
+
+
+def test_what_a_removed_site_answers_does_not_count(street: Street, manager: ClientManager):
+    """North's key is removed while it works, and in the same instant its answer comes: nobody waits for it any more."""
+    keys = dict(street.keys or {})
+    street.nodes_[7] = node("north", 5.0)
+    street.nodes_[31] = node("west", 8.0)
+
+    def remove() -> None:
+        assert street.keys is not None
+        del street.keys[7]
+
+    street.at(street.time + 4.95, remove)
+    began = street.time
+    answers = ask(manager)
+    assert answers["north"] == Answer(None, NO_KEY)
+    assert answers["west"].data == b"west:do"
+    assert street.time - began < 9, "absence is 20 s"
+    began = street.time
+    assert ask(manager)["north"] == Answer(None, NO_KEY)
+    assert street.time - began < 9, "a site without a key is not waited for"
+    assert manager.present == ["south", "west"]
+    street.keys = keys
+    street.sleep(40.0)
+    assert ask(manager)["north"].data == b"north:do", "one that may come in again does"
+
+
+def test_a_site_with_a_new_key_has_its_name(street: Street, manager: ClientManager):
+    """North's key is replaced: its old node is forgotten, and the one with the new key is north."""
+    assert street.keys is not None
+    street.keys = {**{number: who for number, who in street.keys.items() if number != 7}, 8: NodeIdentity("north", "1")}
+    street.nodes_[8] = node("north", said=b"new")
+    street.nodes_[7] = node("north", said=b"old")
+    assert ask(manager)["north"].data == b"new"
+    assert list(manager.present) == list(SITES)
+
+
+# The keys that are registered
+
+
+class Book:
+    """A registry as Flower has one: a key that was taken out never comes in again."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, admission.Node] = {}
+        self.gone: set[bytes] = set()
+        self.calls: list[str] = []
+        self.away = False
+
+    def nodes(self) -> list[admission.Node]:
+        if self.away:
+            raise ConnectionError("nobody there")
+        return list(self.held.values())
+
+    def register(self, key: bytes, name: str) -> int:
+        if key in self.gone or key in {each.key for each in self.held.values()}:
+            raise ValueError("HTTP 409: in use")
+        number = 2**63 + len(self.calls)
+        self.calls.append(f"+{name}")
+        self.held[number] = admission.Node(number, key, "")
+        return number
+
+    def unregister(self, number: int) -> None:
+        self.calls.append(f"-{number}")
+        self.gone.add(self.held.pop(number).key)
+
+
+@dataclass
+class Door:
+    """An access folder for north and south, the admission that looks at it, and all that was said."""
+
+    folder: Path
+    file: Path
+    book: Book = field(default_factory=Book)
+    said: list[str] = field(default_factory=list)
+    time: float = 0.0
+
+    def open(self, names: Sequence[str] = ("north", "south")) -> Admission:
+        made = Admission(Access.open(self.folder), self.book, self.file, names, self.said.append, lambda: self.time)
+        made.open()
+        return made
+
+    def look(self, made: Admission, after: float = admission.EVERY) -> None:
+        self.time += after
+        made.look()
+
+    def holders(self) -> dict[str, int]:
+        return {holder.name: number for number, holder in held(self.file).items()}
+
+    def key(self, name: str) -> bytes:
+        """Return a site's public key as Flower holds it, converted by OpenSSH's own program."""
+        line = self.folder / "sites" / name / f"{name}.pub"
+        return subprocess.run(["ssh-keygen", "-e", "-m", "PKCS8", "-f", line], capture_output=True, check=True).stdout
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Door:
+    make.init(tmp_path / "access", ["north", "south"], port=7001, listen=7002)
+    return Door(tmp_path / "access", tmp_path / "keys.json")
+
+
+def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down(door: Door):
+    """Another start, of the server or of everything, registers nothing anew; numbers of 64 bits come through."""
+    door.open()
+    assert sorted(door.book.calls) == ["+north", "+south"]
+    assert {number: who.name for number, who in held(door.file).items()} == {
+        number: next(name for name in ("north", "south") if door.key(name) == node.key)
+        for number, node in door.book.held.items()
+    }
+    door.open()
+    door.file.unlink()
+    door.open()
+    assert len(door.book.calls) == 2
+    assert sorted(door.holders()) == ["north", "south"]
+    assert door.said == [f"{name} may come in: its key is registered" for name in ("north", "south")]
+
+
+def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door, monkeypatch: pytest.MonkeyPatch):
+    """Its answers count no more from the moment at which the file is written, whatever Flower does then."""
+    made = door.open()
+    number = door.holders()["north"]
+    honest = door.book.unregister
+    seen: list[list[str]] = []
+    monkeypatch.setattr(door.book, "unregister", lambda which: (seen.append(sorted(door.holders())), honest(which)))
+    make.remove(door.folder, "north")
+    door.look(made)
+    assert seen == [["south"]]
+    assert door.book.calls[-1] == f"-{number}"
+    assert door.said[-1] == "north may not come in any more: its key is removed"
+    calls = len(door.book.calls)
+    door.look(made)
+    assert len(door.book.calls) == calls, "once"
+
+
+def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
+    made = door.open()
+    door.look(made)
+    before = door.holders()
+    make.add(door.folder, "west")
+    make.rekey(door.folder, "north")
+    door.look(made, 0.1)
+    assert door.holders() == before, "it is not time yet"
+    door.look(made)
+    assert sorted(door.holders()) == ["north", "south", "west"]
+    assert door.holders()["north"] != before["north"]
+    assert door.holders()["south"] == before["south"]
+    assert door.key("north") in {node.key for node in door.book.held.values()}
+    assert before["north"] not in door.book.held
+    assert door.said[-3] == "the old key of north is removed"
+
+
+def test_a_node_that_others_have_registered_is_put_out(door: Door):
+    """Whoever has an account on the server's machine reaches Flower's Control API; it is seen within seconds."""
+    made = door.open()
+    door.book.held[5] = admission.Node(5, b"stranger", "")
+    door.look(made)
+    assert 5 not in door.book.held
+    assert door.said[-1] == "node 5 was registered by others: its key is removed"
+
+
+def test_when_a_process_connected_is_written_down(door: Door):
+    made = door.open()
+    number = door.holders()["north"]
+    door.book.held[number] = door.book.held[number]._replace(since="2026-11-21T20:28:38+00:00")
+    door.look(made)
+    assert held(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
+
+
+def test_what_fails_is_said_once_and_tried_again(door: Door):
+    """A SuperLink that is away, and a folder that cannot be read, change nothing and end nothing."""
+    made = door.open()
+    before = door.holders()
+    door.book.away = True
+    door.look(made)
+    door.book.away = False
+    record = door.folder / "access.json"
+    text = record.read_bytes()
+    record.write_bytes(b"{")
+    door.look(made)
+    door.look(made)
+    assert door.holders() == before
+    assert sum("who may come in stays as it was" in words for words in door.said) == 1
+    record.write_bytes(text)
+    make.remove(door.folder, "south")
+    door.look(made)
+    assert list(door.holders()) == ["north"]
+
+
+def test_a_folder_that_vanishes_does_not_end_the_server(door: Door):
+    """Who was in stays in, and the log says why nothing changes."""
+    made = door.open()
+    door.folder.rename(door.folder.with_name("moved"))
+    door.look(made, 4000.0)
+    assert sorted(door.holders()) == ["north", "south"]
+    assert [words for words in door.said if "who may come in stays as it was" in words]
+
+
+def test_a_key_that_this_run_has_put_out_needs_a_new_one(door: Door):
+    door.book.gone.add(door.key("north"))
+    door.open()
+    assert list(door.holders()) == ["south"]
+    (words,) = (words for words in door.said if "north" in words)
+    assert words.startswith("north cannot come in: its key was removed from this run earlier")
+    assert words.endswith(f"halfmoon federation rotate {door.folder} --site north")
+
+
+def test_sites_of_the_federation_without_a_key_are_named(door: Door):
+    door.open(("north", "south", "west", "east"))
+    assert f"west, east of this federation cannot come in: {door.folder} has no key of theirs" in door.said
+
+
+def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
+    long_ago = datetime.now(UTC) - timedelta(days=340)
+    make.init(tmp_path / "access", ["north"], days=365, now=long_ago)
+    door = Door(tmp_path / "access", tmp_path / "keys.json")
+    made = door.open(["north"])
+    (words,) = (words for words in door.said if "runs out" in words)
+    assert words.startswith("the server's certificate runs out in 2")
+    door.look(made, 4000.0)
+    assert sum("runs out" in words for words in door.said) == 1
+
+
+def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
+    door.book.away = True
+    with pytest.raises(UserError, match="cannot be registered with the SuperLink: nobody there"):
+        door.open()
+
+
+def test_a_damaged_file_lets_nobody_in(tmp_path: Path):
+    """Without the file nobody is known, rather than everybody."""
+    assert held(tmp_path / "keys.json") == {}
+    (tmp_path / "keys.json").write_text('{"nodes": {"1": ')
+    assert held(tmp_path / "keys.json") == {}
+
+
+# The commands
+
+
+def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path: Path):
+    server = Server.guarded(tmp_path / "f.toml", tmp_path / "run", Access.open(door.folder), ["north"], 5)
+    words = superlink(server)
+    assert words[:4] == ["--host", "127.0.0.1", "--port", "7001"]
+    assert words[-1] == "--enable-supernode-auth"
+    assert words[words.index("--ssl-certfile") + 1] == str(door.folder / "server" / "server.crt")
+    config = tomllib.loads(run_config(server))
+    assert config["keys"] == str(tmp_path / "run" / "flower" / "keys.json")
+    plain = Server(tmp_path / "f.toml", tmp_path / "run")
+    assert "keys" not in run_config(plain)
+    assert "--enable-supernode-auth" not in superlink(plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "--access and --host contradict each other"),
+        (["--ca", "ca.crt"], "--access and --ca contradict each other"),
+        (["--certificate", "a"], "--access and --certificate contradict each other"),
+        (["--key", "a"], "--access and --key contradict each other"),
+        (["--insecure"], "--access and --insecure contradict each other"),
+        (["--port", "9099"], "--port is 9099, but the proxy of"),
+        (["--access", "nowhere"], "nowhere"),
+    ],
+)
+def test_contradictions_are_refused_in_a_sentence(
+    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+):
+    site_options = 'name = "w"\nsites = ["north"]\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n'
+    (tmp_path / "f.toml").write_text(f'method = "fedavg"\nnetwork = "small"\n[federation]\n{site_options}')
+    command = ["serve", str(tmp_path / "f.toml"), "--run-dir", str(tmp_path / "run"), "--access", str(door.folder)]
+    assert cli.main([*command, *words]) == 2
+    heard = capsys.readouterr().err
+    assert said in heard
+    assert len(heard.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+# A server that is busy
+
+
+def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An answer 500 of the server ends a SuperNode's work, but not its process: without a push the site stays away.
+
+    Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back.
+    """
+    said = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(self: Home, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        code = f"import time; print({said!r}, flush=True); time.sleep(600)" if script == SUPERNODE else "pass"
+        with self.log(script).open("ab") as log:
+            started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
+        return started[-1]
+
+    monkeypatch.setattr(Home, "start", start)
+    monkeypatch.setattr(site_process, "CALLING", 0.01)
+    site = site_process.Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, 3, 2, tmp_path / "home", terms="any")
+    site.processes.prepare()
+    shown: list[str] = []
+    member = site_process._Member(site, Tail(site.home / site_process.LOG), shown.append, None)
+    try:
+        began = time.monotonic()
+        member._live()
+        assert time.monotonic() - began < 30
+        assert started[-1].poll() is not None, "it was told to end"
+        assert "the connection ended: the server's Flower failed over a call" in shown[-1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -1,0 +1,81 @@
+"""Everybody attacks at once: each is refused with a reason, and the model is the one that nobody has disturbed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from attackers import ATTACKS, EVIL, EXPORT, FILE, LAST, NGINX, Besieged, executed, write
+from safetensors.numpy import load_file
+
+from halfmoon.cli.main import main
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux"),
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
+]
+
+SLOW = {"unknown-key", "no-key", "same-key", "large", "garbage"}
+"""Attacks that the benchmark alone plays: they are like others, but need one more SuperNode, or hundreds of MB."""
+SWIFT = {name: attack for name, attack in ATTACKS.items() if name not in SLOW}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folders of three sites, with the file of a federation; beside them is its simulation."""
+    folder = tmp_path_factory.mktemp("attacked") / "sites"
+    assert main([*EXPORT, "--out", str(folder)]) == 0
+    write(folder)
+    assert main(["run", "--config", str(folder / FILE), "--run-dir", str(folder.parent / "simulated")]) == 0
+    return folder
+
+
+@pytest.fixture
+def fed(tmp_path: Path, exported: Path) -> Iterator[Besieged]:
+    """Give a federation whose third site replays an answer and sends a pickle."""
+    made = Besieged(tmp_path, exported, " ".join(attack.evil for attack in SWIFT.values() if attack.evil))
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.slow
+def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
+    """Each attack leaves its sentence where its name says; no pickle is executed; the weights are the simulator's."""
+    fed.begin()
+    fed.until(lambda: "is there" in fed.log("serve.log"), "the first site")
+    for name, attack in SWIFT.items():
+        if name != LAST:
+            attack.act(fed)
+    SWIFT[LAST].act(fed)
+    for attack in SWIFT.values():
+        for where, pattern in attack.signs:
+            fed.says(where, pattern)
+    fed.hold(False)
+    fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
+    assert not executed(fed), "somebody has unpickled something"
+    served = load_file(fed.run / "model.safetensors")
+    simulated = load_file(exported.parent / "simulated" / "model.safetensors")
+    assert served.keys() == simulated.keys()
+    for name, leaf in served.items():
+        assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
+    rows = (fed.run / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 5
+    assert f"the answer of {EVIL}" in fed.log("serve.log")
+
+
+def test_a_pickle_that_is_executed_is_seen(fed: Besieged):
+    """What the attacks send does what it says where somebody is careless: the test above could fail."""
+    import pickle
+
+    from attacking.sitecustomize import Creates
+
+    pickle.loads(pickle.dumps(Creates(fed.folder / "pwned"))).close()
+    assert executed(fed) == [fed.folder / "pwned"]

@@ -1,0 +1,222 @@
+"""The program of a federation: what a site accepts as its app bundle, what its terms say of it, who is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from federations import terms
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol import bundle
+from halfmoon.federation.protocol.bundle import Foreign
+from halfmoon.federation.protocol.terms import Terms
+
+TOYS = ("toys:server", "toys:client")
+
+
+def zipped(files: dict[str, str], more: tuple[str, ...] = ()) -> bytes:
+    """Return a zip file with these files; those of `more` are written again."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in (*files, *more):
+            made.writestr(name, files[name])
+    return out.getvalue()
+
+
+OURS = {bundle.PROJECT: bundle.project(), bundle.CONTENT: "-"}
+
+
+def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
+    """Flower writes the file anew: the order of its lines, and how it is compressed, are not part of the program."""
+    bundle.check(zipped(OURS))
+    words = bundle.project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")
+    bundle.check(zipped({bundle.CONTENT: "other", bundle.PROJECT: "# a comment\n" + words}))
+    bundle.check(zipped({**OURS, bundle.PROJECT: bundle.project(TOYS)}), TOYS)
+    assert bundle.digest() != bundle.digest(TOYS)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (zipped({**OURS, "evil.py": "import os"}), "it holds 'evil.py'"),
+        (zipped({**OURS, "../../x": ""}), "it holds '../../x'"),
+        (zipped({**OURS, bundle.PROJECT: bundle.project(TOYS)}), "it names another program"),
+        (zipped({**OURS, bundle.PROJECT: bundle.project() + 'x = "y"\n'}), "it names another program"),
+        (zipped({bundle.PROJECT: bundle.project()}), "a file is missing or there twice"),
+        (zipped({**OURS, bundle.PROJECT: "#" + "a" * bundle.LARGEST}), "it unpacks to more than it may"),
+        (b"PK no zip file", "it cannot be read"),
+        (b"", "it cannot be read"),
+        (bytes(bundle.LARGEST + 1), "it has 65,537 bytes"),
+        (zipped({**OURS, bundle.PROJECT: "x = ["}), "it cannot be read"),
+    ],
+)
+def test_a_foreign_bundle_is_refused_without_being_unpacked(content: bytes, why: str):
+    """Code beside the file, another app, a bomb, and what is no bundle at all."""
+    with pytest.raises(Foreign, match=why.replace(".", r"\.")):
+        bundle.check(content)
+
+
+def test_a_file_that_is_there_twice_is_refused():
+    """Two readers of a zip file may take two different ones."""
+    with pytest.warns(UserWarning, match="Duplicate"), pytest.raises(Foreign, match="twice"):
+        bundle.check(zipped(OURS, (bundle.PROJECT,)))
+
+
+def test_flower_packs_the_bundle_that_sites_accept(tmp_path: Path):
+    """What `flwr run` makes of the folder that `halfmoon serve` writes."""
+    pytest.importorskip("flwr")
+    from flwr.cli.build import build_fab_from_disk
+
+    (tmp_path / bundle.PROJECT).write_text(bundle.project())
+    bundle.check(build_fab_from_disk(tmp_path))
+    (tmp_path / "evil.py").write_text("")
+    with pytest.raises(Foreign, match="evil"):
+        bundle.check(build_fab_from_disk(tmp_path))
+
+
+def test_the_terms_name_the_program_and_another_one_is_refused():
+    """Version, bundle and plugins are in the text that is hashed, and are shown to the people at a site."""
+    known = terms()
+    facts = json.loads(known.text)
+    assert facts["program"] == {"halfmoon": metadata.version("halfmoon"), "bundle": bundle.digest(), "plugins": {}} | {
+        "halfmoon": bundle.program()["halfmoon"]
+    }
+    assert Terms.parse(known.text).hash == known.hash
+    rows = {name: value for name, value, _ in known.offered().rows}
+    assert rows["bundle"] == bundle.digest()[:16]
+    assert rows["halfmoon"] == bundle.program()["halfmoon"]
+    for change, why in [
+        ({"halfmoon": "9.9"}, "halfmoon 9.9, and here"), ({"bundle": "0" * 64}, "its app bundle is another one"),
+        ({"plugins": {"x:Y": "0" * 64}}, "its plugins differ"), ({"more": 1}, "it does not say"),
+    ]:  # fmt: skip
+        other = json.dumps({**facts, "program": {**facts["program"], **change}})
+        with pytest.raises(UserError, match=why):
+            Terms.parse(other)
+    with pytest.raises(UserError, match="cannot be read"):
+        Terms.parse(json.dumps({name: value for name, value in facts.items() if name != "program"}))
+
+
+# Flower's two places
+
+
+class Fab(SimpleNamespace):
+    """A bundle as Flower hands it on."""
+
+    def __init__(self, hash_str: str, content: bytes, verifications: dict[str, str]) -> None:
+        super().__init__(hash_str=hash_str, content=content, verifications=verifications)
+
+
+def loop(stored: list[bytes]) -> ModuleType:
+    """Return a module that judges and stores a run's bundle in the order of Flower's."""
+    module = ModuleType("loop")
+
+    def pull(**given: Any) -> str:
+        run = given["get_run"](7)
+        fab = given["get_fab"](run.fab_hash, 7)
+        if given["trusted_entities"] and not fab.verifications.get("valid_license", ""):
+            return "refused"
+        stored.append(fab.content)
+        return "stored"
+
+    vars(module)["_pull_and_store_message"] = pull
+    return module
+
+
+@pytest.mark.parametrize("kind", ["", "flwr-serverapp", "flwr-agentapp"])
+def test_the_loop_of_a_supernode_stores_the_agreed_bundle_alone(tmp_path: Path, kind: str):
+    """Whatever the server says of who vouches for it; each reason stands in the site's log once."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower import pinned
+
+    folder, stored = tmp_path / "flower", list[bytes]()
+    folder.mkdir()
+    module = loop(stored)
+    pinned.aggregator(module, folder)
+    pull = vars(module)["_pull_and_store_message"]
+    contents = {"a": zipped(OURS), "b": zipped({**OURS, "evil.py": ""})}
+
+    def play(which: str) -> str:
+        return pull(
+            get_run=lambda _: SimpleNamespace(fab_hash=which, primary_task_type=kind),
+            get_fab=lambda hash, _: Fab(hash, contents[hash], {"valid_license": "yes", "someone": "signature"}),
+            trusted_entities=None,
+        )
+
+    agent = kind == "flwr-agentapp"
+    assert play("a") == ("refused" if agent else "stored")
+    assert play("b") == play("b") == "refused"
+    assert stored == ([] if agent else [contents["a"]])
+    said = (tmp_path / "join.log").read_text()
+    assert said.count("refused: the server wants another program executed here") == 1 + agent
+    assert said.count("it holds 'evil.py' (bundle b)") == 1
+
+
+def test_the_process_that_answers_loads_the_installed_app_whatever_a_bundle_names(tmp_path: Path):
+    """Nothing is unpacked, no folder comes onto Python's path, and nothing can be installed on a server's word."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower import pinned
+
+    module = ModuleType("answering")
+    names = ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies")
+    vars(module).update(dict.fromkeys(names, print))
+    folder = tmp_path / "flower"
+    folder.mkdir()
+    pinned.write(folder, ("json:loads", "json:dumps"))
+    pinned.only_installed(module, folder)
+    load = vars(module)["get_load_client_app_fn"](default_app_ref="", app_path=None, multi_app=True)
+    assert load("evil/app", "6.6.6", "hash") is json.dumps
+    text = bundle.project(("json:loads", "json:dumps"))
+    vars(module)["install_from_fab"](zipped({**OURS, bundle.PROJECT: text}), skip_prompt=True)
+    for call in (lambda: vars(module)["install_from_fab"](zipped(OURS)), vars(module)["install_app_dependencies"]):
+        with pytest.raises(Foreign):
+            call()
+    assert "another program than the agreed one" in (tmp_path / "join.log").read_text()
+
+
+def test_a_flower_that_loads_programs_in_another_way_is_not_used(tmp_path: Path):
+    """The places are looked for: one that is gone would leave a site open."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower import pinned
+
+    with pytest.raises(UserError, match="constraints"):
+        pinned.aggregator(ModuleType("other"), tmp_path)
+    with pytest.raises(UserError, match="constraints"):
+        pinned.only_installed(ModuleType("other"), tmp_path)
+
+
+def test_what_the_bundle_names_is_what_is_installed():
+    """Both apps are there under the names that the bundle has."""
+    pytest.importorskip("flwr")
+    import importlib
+
+    for each in tomllib.loads(bundle.project())["tool"]["flwr"]["app"]["components"].values():
+        name, _, attribute = each.partition(":")
+        assert hasattr(importlib.import_module(name), attribute)
+
+
+def test_no_module_is_imported_because_a_server_names_it(tmp_path: Path):
+    """A site's people have to name it themselves; what a server says is refused before anything of it is loaded."""
+    from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
+    from halfmoon.federation.site.client import SiteClient
+
+    facts = json.loads(terms().text)
+    facts["config"]["method"] = "evil_of_a_server:Method"
+    (tmp_path / "evil_of_a_server.py").write_text("raise SystemExit('executed')")
+    site = SiteClient.at(tmp_path, "north", tmp_path / "home")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        said = read(site.answer(write(Offer(site.version, json.dumps(facts)))), Refusal)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert isinstance(said, Refusal)
+    assert "which is not loaded because a file or a server names it" in said.reason
+    assert "evil_of_a_server" not in sys.modules

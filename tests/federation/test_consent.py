@@ -1,0 +1,330 @@
+"""A site decides: it sees the terms before it takes part, says yes to exactly those, and nothing is done without."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from federations import Node, Street, joined, node, refusal
+from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, play, told
+
+from halfmoon.cli import main as cli
+from halfmoon.config import schema as settings
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol.log import Tail
+from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Joined, Refusal, read
+from halfmoon.federation.protocol.terms import shared
+from halfmoon.federation.server.sessions import AGAIN
+from halfmoon.federation.site import consent
+from halfmoon.federation.site.client import NOT_AGREED, SiteClient
+from halfmoon.federation.site.consent import Consent, Offered
+from halfmoon.runs.factory import task
+
+OTHER = made(rounds=ROUNDS + 1)
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a site."""
+    return folder(tmp_path_factory.mktemp("clinic") / "ward-7-b41", {0: "sound", 3: "ill", 5: "sound"})
+
+
+def member(ward: Path, home: Path, terms: str = "", methods: tuple[str, ...] = ()) -> SiteClient:
+    """Return a member whose people have to be asked, where nothing else is said."""
+    return SiteClient.at(ward, "north", home, terms=terms, methods=methods)
+
+
+def test_a_consent_is_a_pin_a_yes_or_anything(tmp_path: Path):
+    """A pin is the beginning of a hash and excludes the yeses of before; "any" is everything; else a yes counts."""
+    first, second = "ab" * 32, "cd" * 32
+    assert Consent(tmp_path, "any").given(first)
+    assert not Consent(tmp_path, "").given(first)
+    consent.agree(tmp_path, first)
+    assert Consent(tmp_path, "").given(first)
+    assert not Consent(tmp_path, "").given(second)
+    consent.agree(tmp_path, second)
+    assert [Consent(tmp_path, "").given(each) for each in (first, second)] == [True, True]
+    pinned = Consent(tmp_path, "cdcdcdcd")
+    assert [pinned.given(each) for each in (first, second)] == [False, True]
+    (tmp_path / consent.AGREED).write_text('{"terms": "' + first + '"}')
+    assert not Consent(tmp_path, "").given(first), "a damaged file is no yes"
+
+
+def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
+    """No image is decoded, the server hears one sentence, the log names the hash once; a yes counts from then on."""
+    site = member(ward, tmp_path / "home")
+    for _ in range(2):
+        data = site.answer(offer())
+        discreet(data)
+        assert told(data) == Refusal(site.version, UNFIT, NOT_AGREED)
+        assert sorted(path.name for path in site.home.iterdir()) == ["join.log", "offered.json"]
+    assert logged(site).count(f"start it again with --terms {TERMS.hash}") == 1
+    assert len(logged(site).splitlines()) == 2
+    assert consent.offered(site.home) == TERMS.offered()
+    consent.agree(site.home, TERMS.hash)
+    assert consent.offered(site.home) is None
+    assert isinstance(read(member(ward, site.home).answer(offer()), Joined, Refusal), Joined)
+
+
+def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
+    """One more round is another federation: the yes to the first one says nothing of it, and goes on counting."""
+    site = member(ward, tmp_path / "home")
+    site.home.mkdir()
+    consent.agree(site.home, TERMS.hash)
+    assert isinstance(read(site.answer(offer()), Joined, Refusal), Joined)
+    assert told(site.answer(offer(OTHER))).reason == NOT_AGREED
+    assert consent.offered(site.home) == OTHER.offered()
+    assert f"--terms {OTHER.hash}" in logged(site)
+    assert isinstance(read(site.answer(offer()), Joined, Refusal), Joined)
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_a_pin_takes_the_terms_that_begin_so_and_no_others(ward: Path, tmp_path: Path, length: int):
+    site = member(ward, tmp_path / "home", TERMS.hash[:length])
+    assert told(site.answer(offer(OTHER))).reason == NOT_AGREED
+    assert f"--terms {TERMS.hash[:length]} is about others; start it again with --terms {OTHER.hash}" in logged(site)
+    assert isinstance(read(site.answer(offer()), Joined, Refusal), Joined)
+
+
+def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, tmp_path: Path):
+    """The site had joined; then its people started it with other terms. The server is told that it is not known."""
+    home = tmp_path / "home"
+    (pair,) = play(member(ward, home, "any"), TERMS, 1)
+    for terms in ("", OTHER.hash):
+        assert told(member(ward, home, terms).answer(pair[0])) == Refusal(
+            SiteClient.at(ward, "").version, UNKNOWN, NOT_AGREED
+        )
+    assert told(member(ward, home, "any", ("fedavg",)).answer(pair[0])).kind == UNFIT
+    assert member(ward, home, TERMS.hash).answer(pair[0]) == pair[1]
+
+
+def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_path: Path):
+    """Whatever the terms; nothing is asked."""
+    site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
+    said = told(site.answer(offer()))
+    assert (said.kind, said.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
+    assert consent.offered(site.home) is None
+    wide = member(ward, tmp_path / "home", "any", ("fedavg", "fedloke"))
+    assert isinstance(read(wide.answer(offer()), Joined, Refusal), Joined)
+
+
+def test_people_see_every_option_that_counts():
+    """The table has each option that all agree on, with its value; the hash is the whole one."""
+    terms = made("fedprox-fixmatch", lr=0.25, options={"prox": 0.5})
+    rows = {name: value for name, value, _ in terms.offered().rows}
+    assert set(settings.kinds()) & shared() - {"method"} <= rows.keys()
+    assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
+    network = task(TERMS.config, TERMS.form).network.init(rng.generator(0, "model"))
+    assert rows["numbers"] == f"{tree.size(network):,}"
+    lines = TERMS.offered().lines()
+    assert lines[0] == TERMS.said()
+    assert lines[-1].endswith(TERMS.hash)
+
+
+# Whoever sits at the terminal
+
+
+class Somebody:
+    """A person who answers the n-th look with something."""
+
+    def __init__(self, *answers: bool | None) -> None:
+        self.answers, self.asked = list(answers), 0
+
+    def ask(self, question: str) -> None:
+        assert question == "Take part? [y/N] "
+        self.asked += 1
+
+    def answer(self) -> bool | None:
+        return self.answers.pop(0) if self.answers else None
+
+
+def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any, list[str]]:
+    """Return what lives while a site joins, in a home where terms wait for a yes, and what is shown."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower import site_process
+    from halfmoon.federation.flower.contact import Address
+
+    home = tmp_path / "home"
+    home.mkdir()
+    site = site_process.Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given)
+    Consent(home, "").ask(TERMS.offered())
+    shown: list[str] = []
+    return site_process._Member(site, Tail(home / "join.log"), shown.append, person), shown
+
+
+def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
+    person = Somebody(None, True)
+    there, shown = waiting(tmp_path, person)
+    for _ in range(4):
+        there._consider()
+    assert person.asked == 1
+    assert consent.agreed(there.site.home) == [TERMS.hash]
+    assert tuple(shown[:10]) == TERMS.offered().brief
+    there._show()
+    assert f"agreed to the terms {TERMS.hash}" in shown[-1]
+
+
+def test_a_no_ends_the_command(tmp_path: Path):
+    from halfmoon.federation.flower.site_process import Declined
+
+    there, _ = waiting(tmp_path, Somebody(False))
+    with pytest.raises(Declined, match=f"north does not take part on the terms {TERMS.hash[:8]}"):
+        there._consider()
+    assert consent.agreed(there.site.home) == []
+
+
+def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
+    person = Somebody()
+    there, _ = waiting(tmp_path, person)
+    there._consider()
+    there._show()
+    assert person.asked == 1
+    there._say("something happens")
+    there._show()
+    assert person.asked == 2
+
+
+@pytest.mark.parametrize("given", [{"terms": "ab" * 4}, {}])
+def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given: dict[str, str]):
+    """The terms are shown all the same."""
+    person = Somebody(True) if given else None
+    there, shown = waiting(tmp_path, person, **given)
+    there._consider()
+    assert consent.agreed(there.site.home) == []
+    assert tuple(shown) == TERMS.offered().brief
+    assert person is None or person.asked == 0
+
+
+@pytest.mark.parametrize(("typed", "yes"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_what_is_typed(typed: str, yes: bool):
+    """Nothing is waited for: before a line has come there is no answer. The end of what comes is a no."""
+    from halfmoon.cli.commands.join import Terminal
+
+    end, begin = os.pipe()
+    with os.fdopen(end) as keys, os.fdopen(begin, "w") as typing:
+        person = Terminal(keys, typing)
+        assert person.answer() is None
+        typing.write(typed)
+        typing.close()
+        assert person.answer() is yes
+
+
+# From the command line to the process that answers
+
+
+def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By node.toml; without a word of the terms they have to be asked for. A rehearsal takes what it plays."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower import client_app
+    from halfmoon.federation.flower.contact import Address
+    from halfmoon.federation.flower.site_process import Joining, node
+
+    heard: list[tuple[str, tuple[str, ...]]] = []
+
+    def note(*words: Any) -> Any:
+        made = SiteClient.at(*words)
+        heard.append((made.terms, made.methods))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(at=note))
+    monkeypatch.setattr(client_app, "_numbered", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
+    site = Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
+    told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
+    configs = [tomllib.loads(node(each)) for each in (site, told)] + [{"partition-id": 0}]
+    for config in configs:
+        run = {"federation": "f", "sites": "s"}
+        with pytest.raises(KeyboardInterrupt):
+            client_app._answered(SimpleNamespace(content=None), SimpleNamespace(node_config=config, run_config=run))  # type: ignore[arg-type]
+    assert heard == [("", ()), ("0123abcd", ("fedavg", "feddure")), ("any", ())]
+
+
+def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
+    """No option of the training, no word of machine learning that a person has to know; --all shows every option."""
+    brief = TERMS.offered().brief
+    assert len(brief) == 10
+    for said, words in zip(("What leaves", "To whom", "How long", "Defenses"), (brief[3], *brief[5:8]), strict=True):
+        assert words.startswith(said)
+    assert "hash" in brief[9].lower()
+    assert not {"momentum", "Dirichlet", "batch"} & set(" ".join(brief).split())
+    waits, shown = waiting(tmp_path, None)
+    waits.site = replace(waits.site, all=True)
+    waits._consider()
+    assert shown == TERMS.offered().lines()
+
+
+@pytest.mark.parametrize("terms", ["0123abc", "xyz", "a" * 65, "ANY ", "0123-456"])
+def test_a_hash_that_is_none_is_refused(tmp_path: Path, terms: str):
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower.contact import Address
+    from halfmoon.federation.flower.site_process import Joining
+
+    with pytest.raises(UserError, match=r"--terms is .*: it must be the hash of the terms .8 to 64 digits"):
+        Joining(Address("127.0.0.1", 9092), "north", tmp_path, 3, 2, tmp_path, terms=terms)
+
+
+def test_a_method_that_nobody_knows_is_refused(ward: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["site", "join", "--server", "127.0.0.1:9", "--site", str(ward), "--name", "n", "--accept", "feddur"]
+    assert cli.main(words) == 2
+    assert "--accept names the unknown method 'feddur': did you mean 'feddure'?" in capsys.readouterr().err
+
+
+FILE = """
+rounds = 3
+[federation]
+name = "wards"
+sites = ["north", "south"]
+classes = ["sound", "ill"]
+image = [1, 16, 16]
+"""
+
+
+def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In words and as JSON: the hash is that of the terms which the server will offer."""
+    from halfmoon.federation.protocol.terms import Terms
+    from halfmoon.federation.server.plan import load
+
+    path = tmp_path / "wards.toml"
+    path.write_text(FILE)
+    terms = load(path).terms
+    assert cli.main(["site", "terms", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert terms.said() in said.replace("\n", " ")
+    assert f"hash: {terms.hash}" in said
+    assert cli.main(["site", "terms", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["hash"] == terms.hash
+    assert Terms.parse(json.dumps(facts["terms"])).hash == terms.hash
+    path.write_text(FILE.replace("rounds = 3", "rounds = 4"))
+    assert load(path).terms.hash != terms.hash
+
+
+# The server
+
+
+def test_a_server_asks_again_until_a_site_has_agreed():
+    """North says yes after a while: it is named once as not there yet, and joins at the next question."""
+    answers = [refusal(UNFIT, NOT_AGREED)] * 2 + [joined("north")]
+    there = Node(lambda: [(0.3, answers.pop(0) if len(answers) > 1 else answers[0])], lambda data: [])
+    street = Street({1: there, 2: node("south"), 3: node("west")})
+    manager = street.manager()
+    manager.gather(3, 10 * AGAIN)
+    assert manager.present == ["north", "south", "west"]
+    assert 2 * AGAIN <= street.time < 3 * AGAIN
+    assert street.heard(f"a site does not join: {NOT_AGREED}") == 1
+
+
+def test_an_offer_survives_its_file(tmp_path: Path):
+    """A damaged file is no offer; a whole one comes back as it was."""
+    offered = Offered("ab" * 32, "words", (("a", "b", "c"),))
+    Consent(tmp_path, "").ask(offered)
+    assert consent.offered(tmp_path) == offered
+    for damage in ("", "[]", '{"hash": 1}', '{"hash": "a", "said": "b", "rows": [["a"]]}'):
+        (tmp_path / consent.OFFERED).write_text(damage)
+        assert consent.offered(tmp_path) is None

@@ -1,0 +1,19 @@
+"""What every federated method of the catalog has to keep over the network.
+
+In a file of its own behind `test_contract.py`, whose runs it compares with: one process plays both, and each once.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_contract import BATCHINGS, row_of, straight
+from test_messages import FEDERATED
+
+from halfmoon.contract import checks
+
+
+@pytest.mark.parametrize("rule", list(BATCHINGS))
+@pytest.mark.parametrize("name", FEDERATED)
+def test_sites_compute_what_a_simulation_computes(name: str, rule: str) -> None:
+    """The server's tree after every round, what is reported and what is counted are equal in every bit."""
+    checks.sites_compute_the_same(row_of(name), rule, straight(name, rule))

@@ -1,0 +1,478 @@
+"""Whole federations over Flower's two apps in one process: the simulator's bits, and what crosses the grid."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Message
+from rehearsals import (
+    CASES,
+    CLASSES,
+    SECRET,
+    SHORT,
+    Letter,
+    Town,
+    bits,
+    eager,
+    found,
+    parts,
+    pixels,
+    quick,
+    recorded,
+    rows,
+)
+
+import halfmoon
+from halfmoon.cli import main as cli
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower import client_app, local
+from halfmoon.federation.flower.link import unwrapped, wrapped
+from halfmoon.federation.flower.local import identity
+from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read, write
+from halfmoon.federation.site.client import SiteClient
+from halfmoon.runs import runner
+from halfmoon.runs.factory import task
+
+
+@dataclass(frozen=True)
+class Played:
+    """A federation that was played to its end, and its twin in the simulator."""
+
+    run: Path
+    simulated: Path
+    letters: list[Letter]
+    town: Town
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    with quick():
+        yield
+
+
+@pytest.fixture(scope="module")
+def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Town]:
+    folder = tmp_path_factory.mktemp("federations")
+    return cache(lambda place: found(place, folder))
+
+
+@pytest.fixture(scope="module")
+def play(towns: Callable[[str], Town]) -> Callable[..., Played]:
+    @cache
+    def played(method: str, place: str, **options: Any) -> Played:
+        town = towns(place)
+        file = town.write(method, options=eager(method), **options)
+        with recorded() as letters:
+            run = town.play(file)
+        simulated = town.runs / f"{file.stem}-simulated"
+        runner.cell(settings.resolve(settings.load(file), {}), simulated)
+        return Played(run, simulated, letters, town)
+
+    return played
+
+
+def compare(there: Played) -> None:
+    """Fail where a federation and the simulation of the same file differ in anything that both can know.
+
+    `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
+    knows them.
+    """
+    assert bits(there.run) == bits(there.simulated)
+    ours, theirs = rows(there.run), rows(there.simulated)
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        assert {name: a[name] for name in ("round", "cohort", "train", "test")} == {
+            name: b[name] for name in ("round", "cohort", "train", "test")
+        }
+        assert (a["pseudo"], a["prior"]) == (None, None)
+        assert a["cost"] == b["cost"]
+        assert a.get("aggregation") == b.get("aggregation")
+
+
+@pytest.mark.parametrize(("method", "place"), CASES)
+def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: Callable[..., Played]) -> None:
+    """Every method, wherever it can have its labels: the model, losses, costs and the test are equal in every bit."""
+    compare(play(method, place))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("feddb", {"reuse_labeled": True}),
+        ("fedavg-fixmatch", {"labeled_batch": "all", "unlabeled_batch": "rest"}),
+        ("fedloke", {"steps": 3, "statistics": "separate", "schedule": "cosine"}),
+        ("fedavg", {"budget": "forwards", "reference": "feddure", "optimizer": "sgd", "momentum": 0.9}),
+        ("fedrgd", {"norm": "group", "seed": 5}),
+        ("fedavg-fixmatch", {"aggregation": "clip"}),
+        ("feddure", {"aggregation": "median"}),
+        ("feddb", {"aggregation": "trimmed", "byzantine": 0.34, "cohort": 3}),
+        ("fedavg", {"aggregation": "krum", "cohort": 3}),
+        ("fedavg", {"secure_aggregation": True, "cohort": 3}),
+        ("feddure", {"secure_aggregation": True, "cohort": 3, "norm": "group"}),
+        ("fedloke", {"secure_aggregation": True, "cohort": 3}),
+    ],
+)
+def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], play: Callable[..., Played]) -> None:
+    compare(play(method, "clients", **options))
+
+
+def test_a_changed_bit_is_found(play: Callable[..., Played], tmp_path: Path) -> None:
+    """What compares runs sees one flipped bit of a model, and one other loss."""
+    there = play("fedavg", "clients")
+    copy = tmp_path / "run"
+    shutil.copytree(there.run, copy)
+    compare(replace(there, run=copy))
+    flip(copy / "model.safetensors")
+    with pytest.raises(AssertionError):
+        compare(replace(there, run=copy))
+    shutil.copy(there.run / "model.safetensors", copy)
+    (copy / "metrics.jsonl").write_text((copy / "metrics.jsonl").read_text().replace('"loss": 2.', '"loss": 3.', 1))
+    with pytest.raises(AssertionError):
+        compare(replace(there, run=copy))
+
+
+def flip(path: Path, at: int = -2) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+MODEL = {"params", "stats"}
+MATCH = {"sigma", "psi", "stats", "embedding", "labels", "changed"}
+SEMIFL = {"train": {"params", "weight"}, "census": {"moments", "rows"}}
+AVERAGED = {"train": {*MODEL, "weight"}}
+SENT: dict[str, dict[str, set[str]]] = {
+    "feddb": {"train": {*MODEL, "weight", "appu"}},
+    "semifl": SEMIFL,
+    "semifl-feddpl": SEMIFL,
+    "heterofl": {"train-1": {"params", "present", "weight"}, "census": {"moments", "rows"}},
+    "fedmatch": {"train": MATCH},
+    "fedmatch-feddpl": {"train": MATCH},
+    "fedmatch-semifl": {"train": MATCH},
+    "fl2": SEMIFL,
+    "cbafed": {"train": {*MODEL, "weight", "share"}},
+    "rscfed": {"train": {*MODEL, "weight", "labels"}},
+    "protofssl": {"train": {*MODEL, "weight", "own", "present"}},
+    "proxyfl": {"train": {*MODEL, "weight", "prior"}},
+}
+"""What each work sends up, as the methods' files say, where it is not `AVERAGED`."""
+
+DURE = {"loss", "d", "m", "mean_logit"}
+TOLD: dict[str, set[str]] = {
+    "feddure": {*DURE, "regulator_gradient", "coarse_gradient"},
+    "feddure-without-creg": {*DURE, "regulator_gradient"},
+    "feddure-without-freg": {*DURE, "coarse_gradient"},
+    "fedloke": {"loss", "global_sure", "local_sure"},
+    "fml": {"loss", "private_sure"},
+    "semifl": {"loss", "kept"},
+    "semifl-feddpl": {"loss", "kept"},
+    "fedmatch": {"loss", "penalty"},
+    "fedmatch-feddpl": {"loss", "penalty"},
+    "fedmatch-semifl": {"loss", "penalty"},
+    "fl2": {"loss", "kept", "status", "sharpness"},
+    "cbafed": {"loss", "kept"},
+    "twin-sight": {"loss", "contrast", "gram"},
+}
+"""What each method may report of its steps, as (total, squares, count), beside the loss alone."""
+
+
+BESIDE = ("feature_head", "proxy_head", "twin")
+"""Parts of "params" and "stats" that are not the evaluated model's: ProxyFL's heads, Twin-sight's second network."""
+
+
+def shapes(town: Town) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the model's own leaves, without the first part of their names."""
+    network = task(Config(width=SHORT["width"]), town.form).network
+    model = tree.flatten(network.init(rng.generator(0, "model")))
+    return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
+
+
+@pytest.mark.parametrize(("method", "place"), CASES)
+def test_replies_hold_what_the_table_says(method: str, place: str, play: Callable[..., Played]) -> None:
+    """Every tensor of every reply is named in the method's file; a part of the model has the model's names and shapes.
+
+    Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`).
+    """
+    there = play(method, place)
+    known, table = shapes(there.town), SENT.get(method, AVERAGED)
+    replies = [letter.said for letter in there.letters if isinstance(letter.asked, Request)]
+    assert {reply.work for reply in replies if isinstance(reply, Reply)} == set(table)
+    for reply in replies:
+        assert isinstance(reply, Reply)
+        assert parts(reply.up) == table[reply.work]
+        assert set(reply.samples) <= TOLD.get(method, {"loss"})
+        assert not reply.evaluation
+        for path, leaf in tree.flatten(reply.up).items():
+            head, _, rest = path.partition("/")
+            if rest.startswith(BESIDE):
+                continue
+            if head in {*MODEL, "moments", "sigma", "psi"}:
+                assert tuple(leaf.shape) == known[rest], path
+            elif head == "own":  # ProtoFSSL's prototypes: one vector a class, as the head's rows
+                assert tuple(leaf.shape) == known["head/weight"], path
+            else:
+                assert leaf.dim() <= 1, path
+                assert leaf.numel() <= len(CLASSES), path
+
+
+def text(told: bytes) -> str:
+    """Return the header of a message: all in it that is no number of a tensor."""
+    return told[8 : 8 + int.from_bytes(told[:8], "little")].decode()
+
+
+def heads(told: bytes) -> set[str]:
+    """Return the names of a message's own fields."""
+    return set(json.loads(json.loads(text(told))["__metadata__"]["halfmoon"])) - {"message"}
+
+
+@cache  # no test of this file changes an image or a label
+def private(town: Town, name: str, most: int = 50) -> frozenset[bytes]:
+    """Return what must not leave a folder: rows of pixels of its first images, and their labels in a row."""
+    images, labels = (each[:most] for each in town.images(name))
+    secrets = pixels(images, town.form.mean[0], town.form.std[0])
+    for each in (labels, labels[labels >= 0], np.unique(labels)):
+        if len(set(each.tolist())) > 3:
+            secrets |= {each.astype(kind).tobytes() for kind in ("i8", "i4", "i2", "i1", "f4", "f8")}
+            secrets |= {str(each.tolist()).encode(), ",".join(map(str, each.tolist())).encode()}
+    return frozenset(secrets)
+
+
+def told(message: Message) -> bytes:
+    """Return all the bytes of a message's content; fail where it is more than one array of bytes."""
+    assert not message.has_error(), "Flower's own errors quote what a program said"
+    assert list(message.content) == ["message"], "there is another record beside the message"
+    assert list(message.content.array_records["message"]) == ["head", "body"], "there is an array beside the message"
+    return unwrapped(message.content)
+
+
+def check_replies(there: Played) -> None:
+    """Fail where a reply to the server holds anything of a site but numbers of the model, counts and its name."""
+    town = there.town
+    machine = [SECRET, str(Path.home()), str(Path.cwd()), sys.prefix, socket.gethostname(), "/tmp", os.sep + "tests"]
+    names = [".png", "labels.csv", "classes.txt", ".halfmoon", ".npy", "images/", *CLASSES]
+    words = [word.encode() for word in [*machine, *names] if len(word) > 3]
+    secrets = {name: private(town, name) for name in town.names}
+    fields_of = {
+        kind: {each.name for each in fields(kind)} - {"up", "samples", "evaluation"}
+        for kind in (Joined, Reply, Refusal, Delivered)
+    }
+    for letter in there.letters:
+        data = told(letter.reply)
+        said = letter.said
+        assert heads(data) == fields_of[type(said)]
+        assert set(json.loads(text(data))["__metadata__"]) == {"halfmoon", "shape"}
+        site = town.names[letter.node - 1000]
+        for secret in [*words, *secrets[site]]:
+            assert secret not in data, secret
+
+
+def check_requests(there: Played) -> None:
+    """Fail where a message to a site holds anything of the server but the terms and its model."""
+    town = there.town
+    words = [SECRET, str(Path.home()), str(Path.cwd()), sys.prefix, ".png", "labels.csv", ".toml", "run-dir", "/tmp"]
+    names = [name for name in ("test", "server") if (town.folder / name).exists()]
+    secrets = [word.encode() for word in words] + [each for name in names for each in private(town, name, 20)]
+    mine = {each.encode() for each in CLASSES}
+    for data in {told(letter.message) for letter in there.letters}:
+        for secret in secrets:
+            assert secret not in data, secret
+        if isinstance(read(data, Offer, Request, Final), Request):
+            assert not [name for name in mine if name in data]
+
+
+@pytest.mark.parametrize(("method", "place"), CASES)
+def test_no_image_label_path_or_name_crosses_the_grid(method: str, place: str, play: Callable[..., Played]) -> None:
+    there = play(method, place)
+    assert len(there.letters) >= 3 + 2 * 2
+    check_replies(there)
+    check_requests(there)
+
+
+def noted(data: bytes, secret: bytes) -> bytes:
+    """Return a reply with bytes among its tensors; another message as it is."""
+    try:
+        said = read(data, Reply)
+    except UserError:
+        return data
+    return write(replace(said, up={**said.up, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}))
+
+
+def line(site: SiteClient) -> np.ndarray:
+    """Return a row of pixels of a site's last image, (8,)."""
+    ((_, opened),) = site._sites.values()
+    rows = opened.local_clients.dataset.train.images[-1, 0].numpy()
+    return rows[np.argmax([len(set(row.tolist())) for row in rows])]
+
+
+def given(site: SiteClient) -> np.ndarray:
+    """Return the labels that a site has, int64."""
+    ((_, opened),) = site._sites.values()
+    held = opened.local_clients.dataset
+    return held.train.labels[torch.from_numpy(held.split.labeled)].numpy()
+
+
+LEAKS: dict[str, Callable[[SiteClient, bytes], bytes]] = {
+    "pixels": lambda site, data: noted(data, line(site).tobytes()),
+    "shares": lambda site, data: noted(data, (line(site) / 255).astype("f4").tobytes()),
+    "shares in float64": lambda site, data: noted(data, (line(site) / 255).tobytes()),
+    "labels": lambda site, data: noted(data, given(site).tobytes()),
+    "labels in bytes": lambda site, data: noted(data, given(site).astype("u1").tobytes()),
+    "labels in words": lambda site, data: noted(data, str(given(site).tolist()).encode()),
+    "the folder": lambda site, data: noted(data, str(site.folder).encode()),
+    "a file": lambda site, data: noted(data, b"0012.png"),
+    "a class": lambda site, data: noted(data, CLASSES[3].encode()),
+    "the folder in the header": lambda site, data: renamed(data, f"train {site.folder}"),
+    "the machine in the header": lambda site, data: renamed(data, f"train {Path.home()}"),
+}
+
+
+def renamed(data: bytes, work: str) -> bytes:
+    """Return a reply that says it did another work."""
+    try:
+        return write(replace(read(data, Reply), work=work))
+    except UserError:
+        return data
+
+
+def stubbed(town: Town, monkeypatch: pytest.MonkeyPatch, change: Callable[[SiteClient, bytes], bytes]) -> Played:
+    """Play one attempt of one round with sites that change what they answer."""
+    original = SiteClient.answer
+    monkeypatch.setattr(SiteClient, "answer", lambda self, data: change(self, original(self, data)))
+    file = town.write("fedavg", "attempts = 1", rounds=1)
+    client_app._member.cache_clear()
+    with recorded() as letters, suppress(UserError):
+        town.play(file)
+    client_app._member.cache_clear()
+    assert len(letters) in (3 + 2, 3 + 2 + 3)  # three joins and a round of two; where it counts, the final model to all
+    return Played(town.runs / file.stem, Path(), letters, town)
+
+
+def test_honest_sites_pass(towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stubs below fail for what they add, not for being stubs."""
+    check_replies(stubbed(towns("clients"), monkeypatch, lambda site, data: noted(data, b"nothing")))
+
+
+@pytest.mark.parametrize("leak", list(LEAKS))
+def test_a_leak_is_found(leak: str, towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites that send something of theirs along fail the check that the real ones pass."""
+    with pytest.raises(AssertionError):
+        check_replies(stubbed(towns("clients"), monkeypatch, LEAKS[leak]))
+
+
+def test_a_leak_beside_the_message_is_found(towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower would carry other records along."""
+
+    def more(data: bytes) -> Any:
+        content = wrapped(data)
+        content["config"] = ConfigRecord({"seconds": 3})
+        return content
+
+    monkeypatch.setattr(client_app, "wrapped", more)
+    with pytest.raises(AssertionError, match="another record"):
+        check_replies(stubbed(towns("clients"), monkeypatch, lambda site, data: data))
+
+
+def test_a_leak_of_the_server_is_found(towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that sends a row of its test images, or its path, fails the check that the real one passes."""
+    town = towns("clients")
+    there = stubbed(town, monkeypatch, lambda site, data: data)
+    check_requests(there)
+    images, _ = town.images("test")
+    row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
+    asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
+    assert isinstance(asked, Request)
+    for secret in (row.tobytes(), str(town.folder).encode(), CLASSES[0].encode()):
+        down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+        with identity():
+            message = Message(wrapped(write(replace(asked, down=down))), 1000, "train")
+        with pytest.raises(AssertionError):
+            check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
+
+
+def test_a_run_of_a_federation_is_a_run(
+    play: Callable[..., Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model labels images as the simulator's does, and measures as well as its own last row says."""
+    there = play("fedloke", "clients")
+    tests = there.town.folder / "test"
+    found = []
+    for run in (there.run, there.simulated):
+        table = tmp_path / f"{run.name}.csv"
+        assert cli.main(["predict", "--model", str(run), str(tests), "--out", str(table)]) == 0
+        found.append(table.read_text().replace(CLASSES[0][:-1], ""))
+    assert found[0] == found[1]
+    assert halfmoon.load_model(there.run).classes == CLASSES
+    capsys.readouterr()
+    assert cli.main(["evaluate", "--model", str(there.run), str(tests), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == rows(there.run)[-1]["test"]["accuracy"]
+
+
+def test_a_run_without_a_test_is_a_run(
+    towns: Callable[[str], Town], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without test images there is no accuracy; the model is the same, and the report has the run."""
+    town = towns("clients")
+    run, other = town.play(town.write("fedavg", test=None)), town.play(town.write("fedavg"))
+    assert bits(run) == bits(other)
+    assert json.loads((run / "summary.json").read_text())["accuracy"] is None
+    assert [row["train"] for row in rows(run)] == [row["train"] for row in rows(other)]
+    page = tmp_path / "report.html"
+    assert cli.main(["report", str(run), str(other), "--out", str(page)]) == 0
+    assert "FedAvg" in page.read_text()
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "alone.html")]) == 0
+    assert cli.main(["predict", "--model", str(run), str(town.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
+
+
+def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.CaptureFixture[str]) -> None:
+    run = play("fedavg", "clients").run
+    assert cli.main(["resume", str(run)]) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "is the run of a federation" in said
+    assert f"halfmoon serve CONFIG.toml --run-dir {run}" in said
+
+
+def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> None:
+    """Where sites have test images of their own, a confusion matrix and a loss go up beside; no image, no path.
+
+    One site has the server's test folder here: what it counts of the model after round 1 is what the server counts.
+    """
+    known = play("fedavg", "clients")
+    town = known.town
+    with recorded() as letters:
+        file = town.write("fedavg", test=None)
+        local.rehearse(file, town.runs / file.stem, town.folder, {"site-01": town.folder / "test"})
+    there = Played(town.runs / file.stem, Path(), letters, town)
+    check_replies(there)
+    check_requests(there)
+    evaluations = [
+        reply.evaluation
+        for reply in (letter.said for letter in letters)
+        if isinstance(reply, Reply) and reply.evaluation
+    ]
+    assert evaluations
+    for evaluation in evaluations:
+        assert {name: tuple(leaf.shape) for name, leaf in evaluation.items()} == {"confusion": (10, 10), "loss": ()}
+    assert bits(there.run) == bits(known.run)
+    summary, other = (json.loads((run / "summary.json").read_text()) for run in (there.run, known.run))
+    assert summary["confusion"] == other["confusion"]

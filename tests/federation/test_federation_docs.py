@@ -1,0 +1,315 @@
+"""The page about federations is true: its rehearsal runs over real processes, its sentences are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import csv
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from halfmoon.cli import main as cli
+from halfmoon.federation.server.plan import Rules, load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "federation.md").read_text(encoding="utf-8")
+SHARED = ROOT.parent / "shared" / "data"
+SENTENCES = ("federation", "cli/commands")
+"""Packages whose sentences people read while a federation runs."""
+
+RUN = "In ten minutes on one machine"
+"""The chapter that is executed."""
+
+PATIENCE = 600.0
+"""Seconds for the whole federation, on a machine that does much else."""
+
+
+def chapter(title: str, level: str = "##") -> str:
+    """Return what stands between a heading and the next one that is not below it."""
+    text = re.split(rf"^{level} {re.escape(title)}$", PAGE, flags=re.MULTILINE)[1]
+    return re.split(rf"^#{{2,{len(level)}}} ", text, flags=re.MULTILINE)[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> dict[str, str]:
+    """Return the commands in a text, in order, each with what stands below it."""
+    parts = [part for block in blocks(text, "shell") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    return {line: printed for line, _, printed in (part.partition("\n") for part in parts)}
+
+
+# The rehearsal
+
+
+def form(line: str) -> str:
+    """Return a line without its numbers."""
+    return re.sub(r"\d[\d,.]*", "#", re.sub(r"[ -]+", " ", line)).strip()
+
+
+def processes(folder: Path) -> list[str]:
+    """Return the command lines of the processes that are about something in a folder, or work there."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (each / "cmdline").read_bytes() + b"\0" + (each / "environ").read_bytes()
+            here = str(folder).encode() in words or Path(os.readlink(each / "cwd")).is_relative_to(folder)
+            if here and int(each.name) != os.getpid():
+                found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+class Terminals:
+    """Commands that run beside each other in a folder, each with its own output."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, line: str) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-c", "from halfmoon.cli import main; raise SystemExit(main.main())"]
+        program += shlex.split(line)[1:]
+        with self.output(line).open("wb") as file:
+            self.started[line] = subprocess.Popen(
+                program, cwd=self.folder, env=self.environment, stdout=file, stderr=subprocess.STDOUT
+            )
+        return self.started[line]
+
+    def output(self, line: str) -> Path:
+        return self.folder / f"{re.sub('[^a-z0-9]+', '-', line)[:120]}.txt"
+
+    def said(self, line: str) -> str:
+        return self.output(line).read_text()
+
+    def end(self, lines: list[str]) -> list[int]:
+        """Press Ctrl-C in each terminal, and return the exit codes."""
+        for line in lines:
+            self.started[line].send_signal(signal.SIGINT)
+        return [self.started[line].wait(30) for line in lines]
+
+
+@pytest.fixture
+def terminals(tmp_path: Path) -> Iterator[Terminals]:
+    made = Terminals(tmp_path)
+    yield made
+    for each in made.started.values():
+        if each.poll() is None:
+            each.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(30)
+            each.kill()
+
+
+def adapted(port: int) -> tuple[list[str], str]:
+    """Return the page's commands with another port, and the first lines of federation.toml with less to train on.
+
+    Two rounds of three steps make a model as well that is the simulator's or is not.
+    """
+    text = chapter(RUN).split("### With chest X-rays")[0]
+    lines = [line.replace("9092", str(port)) for line in commands(text)]
+    assert "rounds = 10\n" in blocks(text, "text")
+    return lines, "rounds = 2\nsteps = 3\n"
+
+
+@pytest.mark.skipif(not (SHARED / "pneumonia_mnist").is_dir(), reason="the chest X-rays are not here")
+def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """With a fifth of the images: labels and test images as many as the page says, and a file that takes its lines."""
+    monkeypatch.chdir(tmp_path)
+    text = chapter(RUN).split("### With chest X-rays")[1]
+    (line,) = commands(text)
+    line = line.replace("--data-dir data", f"--data-dir {shlex.quote(str(SHARED))} --data-share 0.2")
+    assert cli.main(shlex.split(line)[1:]) == 0
+    capsys.readouterr()
+    (top,) = blocks(text, "text")
+    file = tmp_path / "rehearsal" / "federation.toml"
+    file.write_text(top + file.read_text())
+    plan = load(file)
+    assert (plan.terms.config.rounds, plan.terms.config.steps, plan.terms.config.network) == (10, 20, "small")
+    assert plan.terms.sites == ("site-00", "site-01", "site-02")
+    for name in plan.terms.sites:
+        site = file.with_name(name)
+        assert 5 * len(list(site.glob("**/*.png"))) == pytest.approx(1570, abs=5)
+        assert len(list(csv.DictReader((site / "labels.csv").open()))) == 40
+    assert "Each site has 1,569 or 1,570 images, 40 of them labeled" in text
+    assert len(list(file.parent.glob("test/**/*.png"))) == 624
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
+def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
+    terminals: Terminals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Every command of the page does what is said there, the model is the simulator's to the bit, nothing stays.
+
+    What has a terminal of its own on the page are processes; a command that only has to come to its end is called here.
+    """
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower.processes import free_port
+
+    folder = terminals.folder
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def here(line: str) -> str:
+        """Run a command to its end, and return what it printed."""
+        code = cli.main(shlex.split(line)[1:])
+        said = capsys.readouterr()
+        assert code == 0, said
+        return said.out + said.err
+
+    lines, top = adapted(free_port())
+    joins = [line for line in lines if "site join" in line]
+    (serve,) = (line for line in lines if "halfmoon serve" in line)
+    first, check = lines[:2]
+    predict, evaluate, simulate = lines[-3:]
+    assert lines == [first, check, serve, *joins, predict, evaluate, simulate]
+    here(first)
+    here(check)
+    file = folder / "rehearsal" / "federation.toml"
+    file.write_text(top + file.read_text())
+    try:
+        terminals.start(serve)
+        for line in joins:
+            terminals.start(line)
+        assert terminals.started[serve].wait(PATIENCE) == 0, terminals.said(serve) + terminals.said(joins[0])
+        for line in joins:  # each has the final model, and ends by itself
+            assert terminals.started[line].wait(30) == 0, terminals.said(line)
+            assert "finished: the model lies in" in terminals.said(line)
+    finally:
+        terminals.end(joins)
+    until = time.monotonic() + 10
+    while (left := processes(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+
+    logs = [block for block in blocks(chapter(RUN), "text") if "joins" in block or "finished" in block]
+    for log, line in zip(logs, (serve, joins[0]), strict=True):
+        said = {form(each) for each in terminals.said(line).splitlines()}
+        # Another federation may have other terms, and decodes its images in another time.
+        assert {form(each) for each in log.splitlines() if not re.search(r"; classes|finished|^\.\.\.$", each)} <= said
+    here(predict)
+    rows = list(csv.DictReader((folder / "found.csv").open()))
+    images = sorted(path.relative_to(folder / "rehearsal" / "test") for path in folder.glob("rehearsal/test/**/*.png"))
+    assert [row["path"] for row in rows] == [path.as_posix() for path in images]
+    assert len(rows) == 360
+    assert f"images: {len(rows)}\n" in here(evaluate)
+    here(simulate)
+    served, simulated = (load_file(folder / run / "model.safetensors") for run in ("first", "simulated"))
+    assert served.keys() == simulated.keys()
+    for name, leaf in served.items():
+        assert leaf.dtype == simulated[name].dtype
+        assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
+
+
+# What is said
+
+
+@cache
+def templates() -> list[re.Pattern[str]]:
+    """Return patterns of all sentences in the code; what is put in stands for anything."""
+    found = []
+    for package in SENTENCES:
+        for path in (ROOT / "src" / "halfmoon" / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    parts = [node.value]
+                elif isinstance(node, ast.JoinedStr):
+                    parts = [each.value if isinstance(each, ast.Constant) else None for each in node.values]
+                else:
+                    continue
+                fixed = "".join(part for part in parts if isinstance(part, str))
+                if len(re.findall("[a-z]", fixed)) >= 7:
+                    words = (".*" if part is None else re.escape(str(part)) for part in parts)
+                    found.append(re.compile("".join(words), re.DOTALL))
+    return found
+
+
+def sentences() -> list[str]:
+    text = chapter("When something goes wrong")
+    rows = re.findall(r"^\| `(.*?)` \| \S", text, flags=re.MULTILINE)
+    assert len(rows) > 25
+    return rows
+
+
+@pytest.mark.parametrize("sentence", sentences())
+def test_a_sentence_that_the_page_explains_is_said_by_the_code(sentence: str):
+    """A sentence of the code, with something in place of what is put in, is what stands on the page."""
+    plain = sentence.removeprefix("stopped: ")
+    assert any(each.fullmatch(plain) for each in templates()), sentence
+
+
+def test_a_sentence_that_nobody_says_is_seen():
+    assert any(each.fullmatch("site-02 is no longer connected") for each in templates())
+    assert not any(each.fullmatch("site-02 is not connected any more") for each in templates())
+
+
+# The file, the flags, what leaves
+
+
+def test_the_pages_file_is_a_federation(tmp_path: Path):
+    """The file for three machines is read as it stands, with the defaults of its limits."""
+    (words,) = blocks(chapter("On three machines"), "toml")
+    (tmp_path / "wards.toml").write_text(words)
+    plan = load(tmp_path / "wards.toml")
+    assert plan.terms.sites == ("north", "south", "harbour")
+    assert plan.terms.config.network == "resnet9"
+    assert plan.test == tmp_path / "test"
+    assert plan.rules == Rules()
+
+
+def generator() -> ModuleType:
+    """Return docs/generate.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_part_that_leaves_a_site_is_explained():
+    """Each name in the generated column "sent" has a row in the table below it."""
+    text = chapter("What leaves a site")
+    table, below = text.split("<!-- /generated -->")
+    columns = [line.split(" | ") for line in (*table.splitlines(), "end", *below.splitlines())]
+    end = columns.index(["end"])
+    sent = {name for row in columns[:end] if row[0].startswith("| `") for name in re.findall("`(.*?)`", row[1])}
+    told = {name for row in columns[end:] if row[0].startswith("| `") for name in re.findall("`(.*?)`", row[0])}
+    assert len(sent) > 8
+    assert sent <= told
+
+
+@pytest.mark.parametrize("command", ["serve", "site join"])
+def test_every_flag_of_a_command_is_on_the_page_of_commands(command: str):
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
+    flags = generator().flags(command)
+    assert len(flags) > 8
+    assert not [flag for flag in flags if not re.search(rf"`{flag}\b", own)]
+
+
+def test_the_pages_app_folder_is_the_one_that_serve_makes(tmp_path: Path):
+    """Word for word: sites know it by what it says."""
+    from halfmoon.federation.protocol.bundle import project
+
+    made = project()
+    (shown,) = blocks(chapter("Without `halfmoon serve`", "###"), "text")
+    assert shown == made

@@ -1,0 +1,186 @@
+"""Federations that are stopped anywhere and served again: the bits of those that were not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from rehearsals import Town, before_each_message, bits, eager, found, quick, recorded, stopping
+from safetensors.numpy import load_file
+
+from halfmoon.federation.flower import client_app
+from halfmoon.federation.protocol.messages import Request
+
+METHODS = {
+    "fedloke": "clients",
+    "feddure": "clients",
+    "semifl": "server",
+    "fedmatch": "clients",
+    "feddb": "clients",
+    "semifed": "clients",
+}
+"""Methods that remember, and where labels lie: sites a local model (FedLoKe), a regulator with its optimizer (FedDure),
+an optimizer (SemiFL, FedDB), parts (FedMatch), labels (SemiFed); the server a momentum and its own optimizer (SemiFL),
+and what it keeps of each site on its shelf (FedMatch, SemiFed)."""
+
+ROUNDS = 5
+MEMORY = Path(".halfmoon", "federations")
+"""Where a site remembers federations, below its folder."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    with quick():
+        yield
+
+
+@pytest.fixture(scope="module")
+def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Town]:
+    folder = tmp_path_factory.mktemp("federations")
+    return cache(lambda place: found(place, folder))
+
+
+class Straight:
+    """A federation that was never stopped: its run, what its sites then remember, and the trips of each round."""
+
+    def __init__(self, town: Town, file: Path) -> None:
+        self.town, self.file = town, file
+        town.forget()
+        with recorded() as letters:
+            self.run = town.play(file)
+        self.memories = memories(town)
+        asked = [letter.asked for letter in letters]
+        visits = {(a.round, a.query) for a in asked if isinstance(a, Request)}
+        self.queries = [[query for at, query in sorted(visits) if at == round] for round in range(ROUNDS)]
+
+
+def memories(town: Town) -> dict[str, tuple[str, dict[str, bytes]]]:
+    """Return the newest thing that each site remembers: its file's name, and its tensors' bytes."""
+    newest = {}
+    for name in town.names:
+        files = sorted((town.folder / name / ".halfmoon" / "federations").glob("*/*/memory-*.safetensors"))
+        if files:
+            newest[name] = files[-1].name, {key: leaf.tobytes() for key, leaf in load_file(files[-1]).items()}
+    return newest
+
+
+@pytest.fixture(scope="module")
+def straight(towns: Callable[[str], Town]) -> Callable[[str], Straight]:
+    @cache
+    def played(method: str) -> Straight:
+        town = towns(METHODS[method])
+        return Straight(town, town.write(method, rounds=ROUNDS, steps=2, checkpoint_every=2, options=eager(method)))
+
+    return played
+
+
+def stop(there: Straight, name: str, after: bool) -> None:
+    """Play a federation anew, stopped in rounds 1, 2, 4 and 5, in their first or last trips; end all processes."""
+    there.town.forget()
+    queries = there.queries
+    for visit in ((0, queries[0][0]), (1, queries[1][-1]), (3, queries[3][0]), (4, queries[4][-1])):
+        with stopping(visit, after):
+            there.town.play(there.file, name)
+        client_app._member.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str]:
+    """Give a federation as it lies on all disks after `stop`: the tests that go on from there play to it once."""
+
+    @cache
+    def kept(method: str) -> Path:
+        there = straight(method)
+        stop(there, f"{method}-stopped", after=True)
+        folder = tmp_path_factory.mktemp(method)
+        for name in there.town.names:
+            shutil.copytree(there.town.folder / name / MEMORY, folder / name)
+        return folder
+
+    def back(method: str, name: str) -> str:
+        town, folder = straight(method).town, kept(method)
+        town.forget()
+        for site in town.names:
+            shutil.copytree(folder / site, town.folder / site / MEMORY)
+        shutil.copytree(town.runs / f"{method}-stopped", town.runs / name)
+        return name
+
+    return back
+
+
+def equal(there: Straight, run: Path) -> None:
+    """Fail where a run, or what its sites remember, is another than that of the federation that was not stopped."""
+    assert (run / "model.safetensors").read_bytes() == (there.run / "model.safetensors").read_bytes()
+    assert (run / "metrics.jsonl").read_bytes() == (there.run / "metrics.jsonl").read_bytes()
+    assert memories(there.town) == there.memories
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_remembered_matters(method: str, straight: Callable[[str], Straight]) -> None:
+    """Sites that lose their memory end elsewhere: the tests below could fail."""
+    there = straight(method)
+    assert len(there.memories) == 3
+    there.town.forget()
+
+    def lose() -> None:
+        for path in there.town.folder.glob("site-*/.halfmoon/federations/*/*/memory-*"):
+            path.unlink()
+
+    with before_each_message(lose):
+        run = there.town.play(there.file, f"{method}-forgetful")
+    assert bits(run) != bits(there.run)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before-sites-know", "after-sites-have-done-it"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_server_that_is_stopped_goes_on(
+    method: str, after: bool, straight: Callable[[str], Straight], stopped: Callable[[str, str], str]
+) -> None:
+    """Stopped in rounds 1, 2, 4 and 5, in their first or last trips, where every second round has a checkpoint.
+
+    So it goes on from the beginning twice, from round 2 and from round 4; sites have done some of these rounds already.
+    """
+    there, name = straight(method), f"{method}-{after}"
+    if after:
+        stopped(method, name)
+    else:
+        stop(there, name, after)
+    equal(there, there.town.play(there.file, name))
+
+
+@pytest.mark.parametrize(("method", "name"), [*((method, "safetensors") for method in METHODS), ("fedloke", "json")])
+def test_a_damaged_checkpoint_is_done_without(
+    method: str, name: str, straight: Callable[[str], Straight], stopped: Callable[[str, str], str]
+) -> None:
+    """One flipped bit in the newest checkpoint, round 4's: it goes on from round 2, and sites still know that round."""
+    there = straight(method)
+    run = stopped(method, f"{method}-damaged-{name}")
+    folder = there.town.runs / run
+    assert sorted(path.stem for path in folder.glob("checkpoint-*.json")) == ["checkpoint-000002", "checkpoint-000004"]
+    file = folder / f"checkpoint-000004.{name}"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    before = (folder / "serve.log").read_text()
+    equal(there, there.town.play(there.file, run))
+    told = (folder / "serve.log").read_text().removeprefix(before)
+    assert "checkpoint-000004 is damaged" in told
+    assert "going on after round 2" in told
+    assert "going on after round 4" not in told
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_site_that_starts_anew_for_each_message_changes_nothing(
+    method: str, straight: Callable[[str], Straight]
+) -> None:
+    """All that a site needs lies in its folder, nothing in its process."""
+    there = straight(method)
+    there.town.forget()
+    with before_each_message(client_app._member.cache_clear):
+        equal(there, there.town.play(there.file, f"{method}-anew"))

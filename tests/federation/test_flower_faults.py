@@ -1,0 +1,180 @@
+"""What faults of real federations have shown (benchmarks/federation_faults.py), each in its smallest form."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from federations import Node, Street, ask, joined, node
+
+pytest.importorskip("flwr")
+
+from flwr.common.constant import ErrorCode
+
+from halfmoon.federation.flower import child_main, site_process
+from halfmoon.federation.flower.contact import Address
+from halfmoon.federation.flower.link import PROBLEMS, problem
+from halfmoon.federation.flower.site_process import Joining
+from halfmoon.federation.protocol.log import EventLog
+from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
+from halfmoon.federation.server.sessions import TransportReply
+from halfmoon.federation.site.client import SiteClient
+
+
+def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a disk without a free block a file keeps those it has and gets no other one, so it is never emptied first.
+
+    A site answers each message in a new process, and each writes its number into the lock: one that failed there could
+    not even say that its disk is full.
+    """
+    lock = tmp_path / "flwr-clientapp.lock"
+    child_main._hold(lock)
+    honest = os.write
+
+    def write(handle: int, data: bytes) -> int:
+        if os.lseek(handle, 0, os.SEEK_CUR) + len(data) > os.fstat(handle).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return honest(handle, data)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(
+        child_main.atomic_io, "flock", lambda handle: None
+    )  # the first one is still held, by this process
+    child_main._hold(lock)
+    assert int(lock.read_bytes()) == 7
+    assert lock.read_bytes().isdigit()
+
+
+STUCK = """
+import signal, sys, time
+from pathlib import Path
+from halfmoon.federation.flower import child_main
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "deaf" else signal.SIG_DFL)
+child_main._hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
+@pytest.mark.parametrize("kind", ["listening", "deaf"])
+def test_a_program_that_waits_for_what_never_comes_makes_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """A SuperNode that hears in mid-message that its run is over forgets the message, not the program it began for it.
+
+    That one waits for the rest for minutes, and with it waited the next message's program, whose site fell silent.
+    """
+    lock = tmp_path / "flwr-clientapp.lock"
+    with subprocess.Popen([sys.executable, "-c", STUCK, lock, kind], stdout=subprocess.PIPE) as stuck:
+        try:
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline() == b"held\n"
+            monkeypatch.setattr(child_main, "SPARE", 0.2)
+            monkeypatch.setattr(child_main, "LAST", 0.3)
+            begin = time.monotonic()
+            child_main._hold(lock, sole=True)
+            assert 0.2 <= time.monotonic() - begin < 20
+            assert int(lock.read_bytes()) == os.getpid()
+            assert stuck.wait(5) == (-15 if kind == "listening" else -9)
+        finally:
+            stuck.kill()
+
+
+class Brief(Street):
+    """A street on which a message lives as long as it was sent for, as in Flower: later answers are thrown away."""
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+        message_ids = super().send(mail, seconds, asks)
+        end = self.time + seconds
+        self._under_way = [
+            each if each[0] <= end or each[1] not in message_ids.values() else (end, each[1], None)
+            for each in self._under_way
+        ]
+        return message_ids
+
+
+def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
+    """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
+    it only needs more time.
+    """
+    street = Brief({7: node("north", 130.0), 31: node("west"), 99: node("south")})
+    manager = street.manager(timeout=100.0)
+    manager.gather(3, 60.0)
+    assert ask(manager)["north"].data is None
+    street.nodes_[7] = node("north", 50.0)
+    assert ask(manager, "north", what="round 2")["north"].data
+    assert [said for said in street.said if "too late" in said] == ["north answered round 1 30 s too late: discarded"]
+
+
+def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What fails is the writing of an open file, of which the system knows no name; the server hears of no folder."""
+
+    def full(self: SiteClient, unparsed: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SiteClient, "_answered", full)
+    member = SiteClient.at(tmp_path, "site-00", tmp_path / "home")
+    said = read(member.answer(write(Offer("0.1.0", "{}"))), Refusal)
+    assert said.reason == "its disk: No space left on device."
+    assert f"not done: {tmp_path / 'home'}: No space left on device." in member.log.path.read_text()
+
+
+def test_errors_of_flower_are_said_in_words():
+    """Every code that this Flower knows has words, but "unknown" and that of Flower's own mods, which there are none
+    of; whoever reads the log has the number to look for.
+    """
+    codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
+    assert set(PROBLEMS) == codes - {ErrorCode.UNKNOWN, ErrorCode.MOD_FAILED_PRECONDITION}
+    assert problem(ErrorCode.CLIENT_APP_CRASHED) == "its process was ended (error 8 of Flower)"
+    assert problem(99) == "nobody knows why (error 99 of Flower)"
+
+
+def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What its disk does not take is shown all the same, and the site still calls its server."""
+
+    def full(self: EventLog, words: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def reach(address: Address, ca: Path | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EventLog, "say", full)
+    monkeypatch.setattr(site_process, "reach", reach)
+    site = Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
+    shown: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        site_process.join(site, shown.append)
+    assert shown == ["site-00 (3 images, 2 labeled) joins 127.0.0.1:9092"]
+
+
+class Patient(Street):
+    """A street whose post waits three minutes for what a node has announced and does not send, as in Flower."""
+
+    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
+        replies = super().collect(message_ids)
+        if any(reply.data is None for reply in replies):
+            self.sleep(180.0)
+        return replies
+
+
+def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
+    """North dies over sending its answer and is there again after 10 s. `absence` is 20 s; the post tells of the loss
+    after 180, and from then on north is waited for, and asked again.
+    """
+    street = Patient({7: Node(lambda: [(0.3, joined("north"))], lambda data: [(5.0, None)]), 31: node("west")})
+    street.nodes_[99] = node("south")
+    manager = street.manager(timeout=1000.0)
+    manager.gather(3, 60.0)
+    street.at(street.time + 15, lambda: street.move(7, 8, node("north", said=b"again")))
+    assert ask(manager, "north", "south")["north"].data == b"again"

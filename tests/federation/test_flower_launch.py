@@ -1,0 +1,722 @@
+"""The processes of a federation: what is started, what is refused in a sentence, what survives a kill, what is left."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from halfmoon.cli import main as cli
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower import child_main, prefork, site_process
+from halfmoon.federation.flower.contact import Absent, Address, reach
+from halfmoon.federation.flower.launch import Halted, Server, _last, connection, finished, run_config, serve, superlink
+from halfmoon.federation.flower.processes import ENVIRONMENT, SERVER_APP, SUPERLINK, Home, alone, free_port
+from halfmoon.federation.flower.site_process import Joining, node, supernode
+from halfmoon.federation.protocol import bundle
+from halfmoon.federation.protocol.bundle import project
+from halfmoon.federation.protocol.log import Tail
+
+pytest.importorskip("flwr")
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+
+
+# Certificates
+
+
+def authority(folder: Path, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> dict[str, Path]:
+    """Write the files of an authority and of a server whose certificate names `hosts`."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, words)]) for words in ("authority", "server")]
+    now = datetime.datetime.now(datetime.UTC)
+
+    def signed(subject: int, *extensions: tuple[x509.ExtensionType, bool]) -> bytes:
+        made = x509.CertificateBuilder().subject_name(names[subject]).issuer_name(names[0])
+        made = made.public_key(keys[subject].public_key()).serial_number(x509.random_serial_number())
+        made = made.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+        for extension, critical in extensions:
+            made = made.add_extension(extension, critical)
+        return made.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    numbers = [x509.IPAddress(ip_address(host)) for host in hosts if host[0].isdigit()]
+    words = [x509.DNSName(host) for host in hosts if not host[0].isdigit()]
+    files = {name: folder / f"{name}.pem" for name in ("ca", "certificate", "key")}
+    files["ca"].write_bytes(signed(0, (x509.BasicConstraints(True, None), True), (usage, True)))
+    files["certificate"].write_bytes(signed(1, (x509.SubjectAlternativeName([*numbers, *words]), False)))
+    secret = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    files["key"].write_bytes(keys[1].private_bytes(*secret))
+    return files
+
+
+# What is started
+
+
+def test_the_superlink_is_started_with_its_database_and_without_installing(tmp_path: Path):
+    """It listens where it is told; plain where there are no certificates, with all three files where there are."""
+    plain = superlink(Server(tmp_path / "f.toml", tmp_path / "run", port=9099))
+    database = str(tmp_path / "run" / "flower" / "state.db")
+    flag = "--disable-runtime-dependency-installation"
+    assert plain == ["--host", "127.0.0.1", "--port", "9099", "--database", database, flag, "--insecure"]
+    files = authority(tmp_path)
+    safe = superlink(Server(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", **files))
+    assert "--insecure" not in safe
+    pairs = dict(zip(safe[-6::2], safe[-5::2], strict=True))
+    assert pairs == {
+        "--ssl-ca-certfile": str(files["ca"]),
+        "--ssl-certfile": str(files["certificate"]),
+        "--ssl-keyfile": str(files["key"]),
+    }
+
+
+def test_the_app_that_flower_is_given_has_no_code_and_names_no_folder(tmp_path: Path):
+    """It is the same at every server; quotes, blanks and letters beyond ASCII in a folder's name come through."""
+    folder = tmp_path / 'a "b" é'
+    app = tomllib.loads(project())
+    assert app["tool"]["flwr"]["app"]["config"] == {"federation": "", "run-dir": "", "keys": ""}
+    assert app["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": "halfmoon.federation.flower.server_app:app",
+        "clientapp": "halfmoon.federation.flower.client_app:app",
+    }
+    given = tomllib.loads(run_config(Server(folder / "f.toml", folder / "run")))
+    assert given == {"federation": f"{folder}/f.toml", "run-dir": f"{folder}/run"}
+    files = authority(tmp_path)
+    safe = tomllib.loads(connection(Server(folder / "f.toml", folder / "run", "0.0.0.0", 7000, **files)))
+    held = {"address": "127.0.0.1:7000", "root-certificates": str(files["ca"])}
+    assert safe["superlink"] == {"default": "halfmoon", "halfmoon": held}
+    plain = tomllib.loads(connection(Server(folder / "f.toml", folder / "run", "::1", 7000)))
+    assert plain["superlink"]["halfmoon"] == {"address": "[::1]:7000", "insecure": True}
+
+
+def member(folder: Path, **given: object) -> Joining:
+    """Return a site that joins the loopback."""
+    facts: dict = {"server": Address("127.0.0.1", 9092), "name": "site-00", "folder": folder, "home": folder / "home"}
+    return Joining(**{**facts, "images": 3, "labeled": 2, **given})
+
+
+def test_the_supernode_is_told_where_the_server_is_and_by_a_file_who_it_is(tmp_path: Path):
+    """The file is TOML, which Flower reads where the name ends so: no folder's name can break it."""
+    folder = tmp_path / "ward 'x' = \"7\""
+    words = supernode(member(folder, port=7001))
+    told = str(folder / "home" / "flower" / "node.toml")
+    assert words == [
+        *("--superlink", "127.0.0.1:9092", "--insecure", "--host", "127.0.0.1", "--port", "7001"),
+        *("--node-config", told),
+    ]
+    facts = tomllib.loads(node(member(folder)))
+    assert facts == {"name": "site-00", "folder": str(folder), "home": f"{folder}/home", "device": "auto"}
+    files = authority(tmp_path)
+    safe = supernode(member(folder, ca=files["ca"], key=files["key"]))
+    assert safe[2:6] == ["--root-certificates", str(files["ca"]), "--auth-supernode-private-key", str(files["key"])]
+    port = int(safe[safe.index("--port") + 1])
+    assert port > 1023
+    assert port != int(supernode(member(folder))[6])
+
+
+def test_names_of_sites_are_those_of_the_terms():
+    """The pattern stands in two places, as the one of the terms would bring torch."""
+    from halfmoon.federation.protocol import terms
+
+    assert site_process.NAME.pattern == terms.NAME.pattern
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is open to other machines"),
+        ({"ca": "ca"}, "--certificate is missing"),
+        ({"ca": "ca", "certificate": "certificate"}, "--key is missing"),
+        ({"ca": "ca", "certificate": "certificate", "key": "nothing"}, "there is no such file"),
+        ({"ca": "key", "certificate": "certificate", "key": "key"}, "no file of certificates in PEM"),
+        ({"ca": "ca", "certificate": "certificate", "key": "key", "insecure": True}, "contradict"),
+    ],
+)
+def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
+    """Without TLS a server is for this machine; files of TLS come together, exist, and are what they should be."""
+    authority(tmp_path)
+    files = {name: tmp_path / f"{value}.pem" if isinstance(value, str) else value for name, value in given.items()}
+    files |= {"host": given["host"]} if "host" in given else {}
+    with pytest.raises(UserError, match=words):
+        Server(tmp_path / "f.toml", tmp_path / "run", **files)
+    Server(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "a/b"}, "--name is 'a/b'"),
+        ({"name": ".."}, "--name is"),
+        ({"server": Address("192.0.2.7", 9092)}, "nothing on the way to 192.0.2.7:9092 would be encrypted"),
+        ({"key": "key"}, "--key needs --ca"),
+        ({"ca": "ca", "key": "nothing"}, "there is no such file"),
+        ({"ca": "nothing"}, "no file of certificates in PEM"),
+        ({"ca": "ca", "insecure": True}, "contradict"),
+    ],
+)
+def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
+    """A name that is a folder's or a flag's, a plain connection through a network, keys without TLS."""
+    authority(tmp_path)
+    files = {name: tmp_path / f"{given[name]}.pem" for name in ("ca", "key") if name in given}
+    with pytest.raises(UserError, match=words):
+        member(tmp_path, **{**given, **files})
+
+
+@pytest.mark.parametrize("words", ["", "host", "host:", ":9092", "host:0", "host:65536", "http://host:1", "::1:9092"])
+def test_an_address_is_refused(words: str):
+    """A host and a port from 1 to 65535, nothing else."""
+    with pytest.raises(UserError, match="HOST:PORT"):
+        Address.parse(words)
+
+
+def test_addresses():
+    """IPv6 stands in brackets; everywhere is also here."""
+    assert Address.parse("[::1]:9092") == Address("::1", 9092)
+    assert str(Address("::1", 9092)) == "[::1]:9092"
+    assert Address("::", 1).near == Address("::1", 1)
+    assert Address("0.0.0.0", 1).near == Address("127.0.0.1", 1)
+    local = [Address.parse(f"{host}:1").loopback for host in ("localhost", "127.3.2.1", "[::1]", "0.0.0.0", "a.org")]
+    assert local == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "f.toml", "--port", "0"], "--port is '0'"),
+        (["serve", "f.toml", "--restarts", "-1"], "--restarts"),
+        (["serve", "f.toml"], "f.toml"),
+        (["site", "join", "--server", "x", "--site", "s", "--name", "n"], "HOST:PORT"),
+        (["site", "join", "--server", "x:1", "--site", "s", "--name", "n"], "there is no such folder"),
+        (["site", "join", "--server", "x:1", "--site", "s", "--name", "n", "--device", "tpu"], "--device"),
+        (["site", "join", "--server", "x:1", "--site", "t", "--name", "n"], "would be encrypted"),
+        (["site", "join", "--server", "localhost:1", "--site", "u", "--name", "n"], "labels without a file"),
+        (["site", "join", "--site", "t", "--name", "n"], "--server"),
+    ],
+)
+def test_the_command_line_refuses_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+):
+    """Nothing is started before what can be known is known; exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    for name in "tu":
+        (tmp_path / name).mkdir()
+        Image.new("L", (4, 4)).save(tmp_path / name / "a.png")
+    (tmp_path / "u" / "labels.csv").write_text("path,label\nb.png,cat\n")
+    assert cli.main(words) == 2
+    heard = capsys.readouterr().err
+    assert said in heard
+    assert heard.startswith("halfmoon: ")
+    assert len(heard.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_flower_one_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The command line itself works without."""
+    there = metadata.version
+
+    def version(name: str) -> str:
+        if name == "flwr":
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert cli.main(["serve", str(tmp_path / "f.toml")]) == 2
+    assert "pip install 'halfmoon[flower]'" in capsys.readouterr().err
+
+
+def test_halfmoon_does_not_need_flower():
+    """Neither the command line nor what it needs to start processes imports flwr or torch."""
+    code = "import halfmoon.cli.main, halfmoon.federation.flower.site_process, halfmoon.federation.flower.launch, sys; "
+    code += "sys.exit(' '.join({'flwr', 'torch'} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Whether a server is there
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    """Answers /health as a SuperLink does, and nothing else."""
+
+    known = "/health"
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == self.known else 404)
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
+    """Serve on a free port; only the path `known` is there."""
+    handler = type("Known", (Health,), {"known": known})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if files:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files["certificate"], files["key"])
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield Address("127.0.0.1", server.server_port)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path):
+    """Nobody is waited for (Absent); who answers, but not like this, is named with what to do."""
+    files, strange = authority(tmp_path / "a"), authority(tmp_path / "b")
+    elsewhere = authority(tmp_path / "c", ("192.0.2.7",))
+    with pytest.raises(Absent, match="does not answer"):
+        reach(Address("127.0.0.1", free_port()), None)
+    with pytest.raises(Absent):
+        reach(Address("127.0.0.1", free_port()), files["ca"])
+    with listening() as plain:
+        reach(plain, None)
+        with pytest.raises(UserError, match="does not speak TLS") as found:
+            reach(plain, files["ca"])
+        assert not isinstance(found.value, Absent)
+    with listening("/index.html") as other, pytest.raises(UserError, match="no server of a federation"):
+        reach(other, None)
+    with listening(**files) as safe:
+        reach(safe, files["ca"])
+        with pytest.raises(UserError, match="speaks TLS only"):
+            reach(safe, None)
+        with pytest.raises(UserError, match="not to be trusted"):
+            reach(safe, strange["ca"])
+    with listening(**elsewhere) as named, pytest.raises(UserError, match="must name this host"):
+        reach(named, elsewhere["ca"])
+
+
+# Processes and locks
+
+
+def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+
+
+def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
+    """Start a process that holds the lock of a script and sleeps."""
+    code = "import sys, time; from pathlib import Path; from halfmoon.federation.flower import child_main; "
+    code += "child_main._hold(child_main.lock_of(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
+    return subprocess.Popen([sys.executable, "-c", code, str(folder), script], start_new_session=True)
+
+
+def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
+    """Even a process that another, dead one has started, and before anybody has waited for it."""
+    home = Home(tmp_path)
+    assert not home.running(SUPERLINK)
+    assert not home.begun(SUPERLINK)
+    process = holder(tmp_path, SUPERLINK)
+    try:
+        wait(lambda: home.begun(SUPERLINK))
+        assert home.running(SUPERLINK)
+        assert not home.running(SERVER_APP)
+        home.kill()
+        assert not home.running(SUPERLINK)
+        assert home.begun(SUPERLINK)
+        home.forget(SUPERLINK)
+        assert not home.begun(SUPERLINK)
+        assert process.wait() == -signal.SIGKILL
+    finally:
+        process.kill()
+
+
+def test_one_at_a_time(tmp_path: Path):
+    """A lock that is held is refused with the sentence given, and is free again afterwards."""
+    path = tmp_path / "deep" / "lock"
+    with alone(path, "first"), pytest.raises(UserError, match="not twice"), alone(path, "not twice"):
+        pass
+    with alone(path, "free again"):
+        pass
+
+
+def test_scripts_find_flower_without_a_path(tmp_path: Path):
+    """A script of Flower's name runs Flower's own command, from a folder whose name needs quotes, in another's cwd."""
+    home = Home(tmp_path / "a 'b'")
+    home.prepare()
+    (tmp_path / "flwr.py").write_text("raise SystemExit('the wrong one')")
+    environment = {**home.environment(), "PATH": f"{home.folder / 'bin'}:/bin:/usr/bin"}
+    done = subprocess.run(
+        ["flower-superlink", "--version"], env=environment, cwd=tmp_path, capture_output=True, check=False
+    )
+    assert metadata.version("flwr") in done.stdout.decode(), done.stderr
+
+
+WARM = """
+import os, sys, time
+from pathlib import Path
+from halfmoon.federation.flower import child_main, prefork
+
+def run():
+    Path("seen").mkdir(exist_ok=True)
+    Path("seen", str(os.getpid())).write_text(" ".join(sys.argv))
+    sys.stdout.write(f"hello from {os.getpid()} of {os.getppid()}")
+    if sys.argv[1] == "sleep":
+        time.sleep(60)
+    sys.exit(int(sys.argv[1]))
+
+os.chdir(sys.argv[1])
+child_main._die_with_parent()
+prefork.attend(Path(sys.argv[1]), "textwrap:app", lambda: run, child_main._die_with_parent)
+"""
+
+
+def test_a_warm_process_forks_for_each_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The exit code and the output come back; whoever asks and is killed takes its fork along; nobody there is None."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    assert prefork.relay(folder, ["3"]) is None
+    process = subprocess.Popen([sys.executable, "-c", WARM, str(folder)])
+    seen = folder / "seen"
+    try:
+        wait(lambda: (folder / prefork.SOCKET).exists())
+        wait(lambda: prefork.relay(folder, ["3", "four"]) == 3)
+        assert prefork.relay(folder, ["0"]) == 0
+        words = capfd.readouterr().out
+        assert words.count(f"of {process.pid}") == 2
+        first = {path.name for path in seen.iterdir()}
+        assert sorted((seen / name).read_text() for name in first) == ["flwr-clientapp 0", "flwr-clientapp 3 four"]
+        code = "import sys; from pathlib import Path; from halfmoon.federation.flower import prefork; "
+        code += "prefork.relay(Path(sys.argv[1]), ['sleep'])"
+        asking = subprocess.Popen([sys.executable, "-c", code, str(folder)])
+        wait(lambda: len(list(seen.iterdir())) == 3)
+        (fork,) = {path.name for path in seen.iterdir()} - first
+        assert alive(int(fork))
+        asking.kill()
+        asking.wait()
+        wait(lambda: not alive(int(fork)), 5)
+        assert prefork.relay(folder, ["0"]) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def alive(number: int) -> bool:
+    """Say whether there is such a process."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# Logs
+
+
+def test_the_end_of_a_log_is_followed_by_whole_lines(tmp_path: Path):
+    """What was there before is old; half a line is not yet there; a file that begins anew is read from its start."""
+    path = tmp_path / "log"
+    assert Tail(path).lines() == []
+    path.write_text("old\n")
+    tail = Tail(path)
+    with path.open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert tail.lines() == ["one"]
+        assert tail.lines() == []
+        file.write("o\n")
+    assert tail.lines() == ["two"]
+    path.write_text("new\n")
+    assert tail.lines() == ["new"]
+
+
+def test_the_last_word_of_a_log():
+    """Without colors and empty frames; nothing where nothing was said."""
+    assert _last(["a", "\x1b[92mINFO \x1b[0m: b", "", "----"]) == "INFO : b"
+    assert _last(["", "--"]) == ""
+
+
+# The whole of it
+
+APPS = """
+import json, time
+from pathlib import Path
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from halfmoon.federation.protocol.log import EventLog
+
+server = ServerApp()
+client = ClientApp()
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    run, metrics = Path(context.run_config["run-dir"]), Path(context.run_config["run-dir"], "metrics.jsonl")
+    facts = json.loads(Path(context.run_config["federation"]).read_text())
+    log = EventLog(run / "serve.log")
+    done = metrics.read_text().count("\\n") if metrics.exists() else 0
+    log.say(f"goes on after round {done}")
+    if facts.get("stop"):
+        log.say(f"stopped: {facts['stop']}")
+        raise ValueError(facts["stop"])
+    for number in range(done, facts["rounds"]):
+        content, asked, replies = RecordDict({"c": ConfigRecord({"n": number})}), {}, []
+        while not replies:
+            for node in set(grid.get_node_ids()) - asked.keys():  # one that is gone counts as connected for a minute
+                (asked[node],) = grid.push_messages([Message(content, node, "query")])
+            time.sleep(0.1)
+            replies = [reply for reply in grid.pull_messages(asked.values()) if not reply.has_error()]
+        with metrics.open("a") as file:
+            file.write(json.dumps({"round": number, "site": replies[0].content["c"]["name"]}) + "\\n")
+        log.say(f"round {number + 1} is over")
+    (run / "model.safetensors").write_bytes(b"")
+    (run / "summary.json").write_text("{}")
+
+@client.query()
+def query(message: Message, context: Context) -> Message:
+    EventLog(Path(context.node_config["home"]) / "join.log").say(f"asked for {message.content['c']['n']}")
+    return Message(RecordDict({"c": ConfigRecord({"name": context.node_config["name"]})}), reply_to=message)
+"""
+
+SERVE = """
+import sys
+from pathlib import Path
+from halfmoon.cli.commands.serve import shower
+from halfmoon.federation.flower.launch import Server, serve
+from halfmoon.federation.flower.processes import interruptible
+config, run, port, *files = sys.argv[1:]
+with interruptible():
+    apps = ("toys:server", "toys:client")
+    serve(Server(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), shower(False))
+"""
+
+JOIN = """
+import sys
+from pathlib import Path
+from halfmoon.cli.commands.serve import shower
+from halfmoon.federation.flower.contact import Address
+from halfmoon.federation.flower.site_process import Joining, join
+from halfmoon.federation.flower.processes import interruptible
+port, folder, ca = sys.argv[1:]
+server, folder = Address("127.0.0.1", int(port)), Path(folder)
+site = Joining(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))
+with interruptible():
+    join(site, shower(False))
+"""
+
+
+EVIL = {
+    "pyproject.toml": bundle.project(("evil_server:app", "evil_client:app")),
+    "evil_client.py": """
+from pathlib import Path
+from flwr.clientapp import ClientApp
+Path({pwned!r}).write_text("executed")
+app = ClientApp()
+""",
+    "evil_server.py": """
+import time
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    while not (nodes := list(grid.get_node_ids())):
+        time.sleep(0.1)
+    asked, replies = grid.push_messages([Message(RecordDict(), nodes[0], "query")]), []
+    while not replies:
+        time.sleep(0.1)
+        replies = list(grid.pull_messages(asked))
+    Path({heard!r}).write_text(str(replies[0].error.code if replies[0].has_error() else "it answers"))
+""",
+}
+"""An app of whoever has taken the server's place: its client's half writes a file as soon as it is loaded."""
+
+
+class Stage:
+    """A folder with toy apps, and the processes that are started in it."""
+
+    def __init__(self, folder: Path, **facts: object) -> None:
+        self.folder, self.run, self.port = folder, folder / "run", free_port()
+        (folder / "toys.py").write_text(APPS)
+        (folder / "f.toml").write_text(json.dumps(facts))
+        self.files = authority(folder)
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, code: str, name: str, *arguments: object) -> subprocess.Popen[bytes]:
+        """Start a program whose output goes to the file `name`."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self.folder / name).open("wb") as log:
+            command = [sys.executable, "-c", code, *map(str, arguments)]
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment)
+        self.started.append(process)
+        return process
+
+    def serve(self, name: str) -> subprocess.Popen[bytes]:
+        """Serve with TLS."""
+        return self.start(SERVE, name, self.folder / "f.toml", self.run, self.port, *self.files.values())
+
+    @contextmanager
+    def foreign(self) -> Iterator[Path]:
+        """Let a plain SuperLink have the server's port, with a run of a foreign app; give what it has heard of it."""
+        home = self.folder / f"foreign-{time.monotonic_ns()}"
+        pwned, heard = home / "pwned", home / "heard"
+        (home / "app").mkdir(parents=True)
+        for name, text in EVIL.items():
+            words = text.replace("{pwned!r}", repr(str(pwned))).replace("{heard!r}", repr(str(heard)))
+            (home / "app" / name).write_text(words)
+        address = f"127.0.0.1:{self.port}"
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "x"\n[superlink.x]\naddress = "{address}"\n'
+            f'root-certificates = "{self.files["ca"]}"\n'
+        )
+        environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home)}
+        flags = ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile")
+        given = [str(word) for pair in zip(flags, self.files.values(), strict=True) for word in pair]
+        scripts = Path(sysconfig.get_path("scripts"))
+        command = [str(scripts / "flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port), *given]
+        with (home / "log").open("wb") as log:
+            link = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=home, start_new_session=True
+            )  # fmt: skip
+        try:
+            wait(lambda: _answers(self.port, self.files["ca"]))
+            words = [str(scripts / "flwr"), "run", str(home / "app"), "x"]
+            subprocess.run(words, env=environment, cwd=home, capture_output=True, check=True)
+            wait(heard.exists)
+            yield heard
+            assert not pwned.exists(), "a site has executed what a server has sent"
+        finally:
+            os.killpg(link.pid, signal.SIGKILL)
+            link.wait()
+
+    def said(self, name: str) -> str:
+        """Return what a program has printed."""
+        return (self.folder / name).read_text()
+
+    def family(self, part: str = "") -> list[str]:
+        """Return the processes that were started in this folder, or a part of it, by whomever."""
+        found = []
+        for each in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{child_main.FOLDER}={self.folder / part}".encode() in (each / "environ").read_bytes():
+                    found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    """Give a stage; whatever happens, nothing goes on afterwards."""
+    made: list[Stage] = []
+
+    def make(**facts: object) -> Stage:
+        made.append(Stage(tmp_path, **facts))
+        return made[-1]
+
+    yield make
+    for each in (process for one in made for process in one.started):
+        each.kill()
+        each.wait()
+    for folder in (tmp_path / "run" / "flower", tmp_path / "ward" / "home" / "flower"):
+        Home(folder).kill()
+
+
+def _answers(port: int, ca: Path) -> bool:
+    try:
+        reach(Address("127.0.0.1", port), ca)
+    except Absent:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@LINUX
+def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., Stage]):
+    """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.
+
+    A killed `serve` takes its processes along at once, and so does a site that is told to end. Whoever has the server's
+    place in the midst of the run has nothing executed at the site, and is told so (error 7 of Flower).
+    """
+    scene = stage(rounds=3)
+    (scene.folder / "ward").mkdir()
+    site = scene.start(JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])
+    serving = scene.serve("s")
+    wait(lambda: "round 1 is over" in scene.said("s"))
+    os.kill(int((scene.run / "flower" / "flower-superlink.lock").read_text()), signal.SIGKILL)
+    wait(lambda: "round 2 is over" in scene.said("s"))
+    assert "the SuperLink died; it is started again, and the federation goes on after round 1" in scene.said("s")
+    assert len(scene.family("run")) >= 3  # the reader of processes is not blind
+    serving.kill()
+    serving.wait()
+    wait(lambda: not scene.family("run"), 5)
+    with scene.foreign() as heard:
+        assert heard.read_text() == "7"
+    again = scene.serve("s2")
+    assert again.wait(90) == 0, scene.said("s2")
+    rows = [json.loads(line) for line in (scene.run / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"round": number, "site": "site-00"} for number in range(3)]
+    assert finished(scene.run)
+    site.send_signal(signal.SIGTERM)
+    site.wait(20)
+    assert scene.family() == []
+    said = scene.said("j")
+    assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{scene.port}" in said
+    # Each loss is said once, however often Flower tries; the last one may be of the server that has finished.
+    assert said.count(": waiting for it") - said.count("answers\n") in (0, 1)
+    assert said.count(": waiting for it") <= 5
+    assert said.count("refused: the server wants another program executed here than the agreed one") == 1
+    assert "asked for 2" in said
+
+
+@pytest.mark.slow
+def test_what_the_log_calls_stopped_is_the_end(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch):
+    """The sentence of the server's program is the error; nothing is started again; a second server is refused."""
+    scene = stage(rounds=1, stop="there is no disk left.")
+    monkeypatch.setenv("PYTHONPATH", str(scene.folder))
+    server = Server(scene.folder / "f.toml", scene.run, port=scene.port, apps=("toys:server", "toys:client"))
+    seen: list[str] = []
+
+    def show(line: str) -> None:
+        seen.append(line)
+        with pytest.raises(UserError, match="served by another process"):
+            serve(server, show)
+
+    with pytest.raises(Halted, match=r"^there is no disk left\.$"):
+        serve(server, show)
+    assert [line.split("  ")[1] for line in seen] == ["goes on after round 0", "stopped: there is no disk left."]
+    assert scene.family() == []
+    with listening() as other, pytest.raises(UserError, match=f"port {other.port} is taken"):
+        serve(Server(scene.folder / "f.toml", scene.run, port=other.port), show)

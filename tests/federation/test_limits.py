@@ -1,0 +1,721 @@
+"""What arrives is data, and bounded: each bound with a message just below it and one just above, never a pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import time
+import tracemalloc
+from bisect import bisect_right
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from federations import Street, mute, node, terms
+from scenes import begin
+from test_messages import FEDERATED, REQUEST, Bad, federation
+from test_site_client import TERMS, folder, made, offer, play, told
+
+from halfmoon.api.types import ClientUpdate
+from halfmoon.contract.sites import HASH, RUN, SEED, VERSION, Wire
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.engine.sampling import Amount, Views
+from halfmoon.federation.protocol import header, limits
+from halfmoon.federation.protocol.messages import (
+    HIGHEST,
+    LARGEST,
+    LONGEST,
+    NUMBERS,
+    SMALL,
+    UNFIT,
+    Joined,
+    Malformed,
+    Offer,
+    Refusal,
+    Reply,
+    Request,
+    look,
+    read,
+    write,
+)
+from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.protocol.tree_spec import UplinkSpec, spec_of
+from halfmoon.federation.server.calls import Inspection
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.site.downlink_spec import DownlinkSpec
+from halfmoon.methods import registry
+from halfmoon.models import SmallCNN
+from halfmoon.runs.factory import task
+
+IMAGE = (1, 8, 8)
+REPLY = Reply(HASH, VERSION, RUN, 0, 0, 0, "train", [1, 2, 3, 0], [4, 5], 6, 7)
+
+
+def single(name: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
+    """Return a federation that computes as real ones do: in single precision."""
+    method, shared, remote, wire = federation(name, "both")
+    shared = replace(shared, normalize=replace(shared.normalize, dtype=torch.float32))
+    for site in wire.sites.values():
+        site.task = shared
+    remote.base = shared
+    most = Amount(10**6, 10**6, 10**6, 10**6), 10**6
+    remote.calls.inspection = Inspection(UplinkSpec(shared, Views(), IMAGE, SEED), lambda work, site: most, lambda _: 0)
+    return method, shared, remote, wire
+
+
+# The header
+
+
+def leaf(begin: int = 0, end: int = 4, shape: Any = (1,), dtype: str = "F32") -> dict[str, Any]:
+    """Return how a header describes a tensor."""
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+
+
+def crafted(tensors: Mapping[str, Any], shape: Any, body: bytes = b"\0" * 4, head: str | None = None) -> bytes:
+    """Return the bytes of a request with any header."""
+    plain = json.dumps(
+        {"message": "request", **{k: v for k, v in REQUEST.__dict__.items() if k not in ("down", "evaluation")}}
+    )
+    texts = {
+        "halfmoon": plain if head is None else head,
+        "shape": shape if isinstance(shape, str) else json.dumps(shape),
+    }
+    return bytes_of(json.dumps({"__metadata__": texts, **tensors}), body)
+
+
+def bytes_of(text: str, body: bytes = b"") -> bytes:
+    data = text.encode()
+    return len(data).to_bytes(8, "little") + data + body
+
+
+def nested(depth: int) -> tuple[dict[str, Any], Any]:
+    """Return a tensor inside of so many names, and the shape of its tree."""
+    path = "/".join(["down", *"a" * (depth - 1)])
+    shape: Any = None
+    for name in reversed(path.split("/")):
+        shape = {name: shape}
+    return {path: leaf()}, shape
+
+
+ZERO = {"down/x": leaf(0, 0, (0, header.ELEMENTS))}
+ONE = {"down": {"x": None}}
+
+
+def many(count: int) -> bytes:
+    names = [f"t{k}" for k in range(count)]
+    tensors = {f"down/{name}": leaf(k, k + 1, (1,), "U8") for k, name in enumerate(names)}
+    return crafted(tensors, {"down": dict.fromkeys(names)}, b"\0" * count)
+
+
+def padded(length: int) -> bytes:
+    """Return a message whose header has so many bytes."""
+    data = crafted({}, {}, b"")[8:]
+    return length.to_bytes(8, "little") + data + b" " * (length - len(data))
+
+
+BELOW: dict[str, bytes] = {
+    "plain": crafted({"down/x": leaf()}, ONE),
+    "tensors": many(header.TENSORS),
+    "header": padded(header.LONGEST),
+    "dimensions": crafted({"down/x": leaf(shape=(1,) * header.DIMENSIONS)}, ONE),
+    "elements": crafted(ZERO, ONE, b""),
+    "depth": crafted(*nested(header.DEEPEST + 1)),
+    "name": crafted({"down/" + "x" * header.NAME: leaf()}, {"down": {"x" * header.NAME: None}}),
+    "order": crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [1, 0]}}, b"\0" * 24),
+    "letters": crafted({"down/é": leaf()}, {"down": {"é": None}}),
+}
+"""What is read, each as far as it may go."""
+
+ABOVE: dict[str, tuple[bytes, str]] = {
+    "tensors": (many(header.TENSORS + 1), "it has 16,385 tensors, of 16,384 at most"),
+    "header": (padded(header.LONGEST + 1), "its header has 4,194,305 bytes, of 4,194,304 at most"),
+    "dimensions": (
+        crafted({"down/x": leaf(shape=(1,) * (header.DIMENSIONS + 1))}, ONE), "has 9 dimensions, of 8 at most"
+    ),
+    "elements": (
+        crafted({"down/x": leaf(0, 0, (0, header.ELEMENTS + 1))}, ONE, b""), "is of more than 68,719,476,736 numbers"
+    ),
+    "depth": (crafted(*nested(header.DEEPEST + 2)), "names inside each other over 16 deep"),
+    "name": (crafted({"down/" + "x" * (header.NAME + 1): leaf()}, {"down": {"x" * (header.NAME + 1): None}}), "a name"),
+    "order twice": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [0, 0]}}, b"\0" * 24), "in memory is none"),
+    "order true": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [True, 0]}}, b"\0" * 24), "memory is none"),
+    "order text": (crafted({"down/x": leaf()}, {"down": {"x": "0"}}), "in memory is none"),
+    "announced": (crafted({"down/x": leaf(0, 2**40, (2**38,))}, ONE), "have come|more than"),
+    "lying": (crafted({"down/x": leaf(0, 4, (2**30,))}, ONE), "other bytes than its shape says"),
+    "beyond": (crafted({"down/x": leaf(0, 8, (2,))}, ONE), "said to have 8 bytes, but 4 have come"),
+    "left over": (crafted({"down/x": leaf()}, ONE, b"\0" * 5), "said to have 4 bytes, but 5 have come"),
+    "a hole": (crafted({"down/x": leaf(4, 8)}, ONE, b"\0" * 8), "do not lie one behind the other"),
+    "overlapping": (
+        crafted({"down/x": leaf(), "down/y": leaf()}, {"down": {"x": None, "y": None}}), "one behind the other"
+    ),
+    "negative": (crafted({"down/x": leaf(0, 4, (-1,))}, ONE), "no whole number from 0"),
+    "a fraction": (crafted({"down/x": leaf(0, 4, (1.0,))}, ONE), "no whole number from 0"),
+    "true": (crafted({"down/x": leaf(0, 4, (True,))}, ONE), "no whole number from 0"),
+    "huge": (crafted({"down/x": leaf(0, 4, (10**4000,))}, ONE), "more than"),
+    "a type": (crafted({"down/x": leaf(0, 8, (1,), "C64")}, ONE, b"\0" * 8), "is not said"),
+    "half a byte": (crafted({"down/x": leaf(0, 4, (8,), "F4")}, ONE), "is not said"),
+    "nothing": (crafted({"down/x": 3}, ONE), "is not said"),
+    "no tensor": (crafted({}, ONE, b""), "it has no tensor 'down/x'"),
+    "no tree": (crafted({"down/x": leaf()}, {}), "its tensor 'down/x' is in no tree"),
+    "another path": (
+        crafted({"down/a/b": leaf()}, {"down": {"a": {"b": None}, "a/b": None}}), "a name that is none: 'a/b'"
+    ),
+    "no name": (crafted({"down/": leaf()}, {"down": {"": None}}), "a name that is none: ''"),
+    "a bell": (crafted({"down/\a": leaf()}, {"down": {"\a": None}}), "a name that is none"),
+    "half a letter": (crafted({"down/\ud800": leaf()}, {"down": {"\ud800": None}}), "a name that is none"),
+    "twice": (
+        bytes_of('{"__metadata__": {"halfmoon": "{}", "shape": "{}"}, "x": 1, "x": 2}'), "has a name twice"
+    ),
+    "twice in the tree": (crafted({"down/x": leaf()}, '{"down": {"x": null, "x": null}}'), "has a name twice"),
+    "twice in the head": (crafted({}, {}, b"", '{"message": "offer", "message": "request"}'), "has a name twice"),
+    "not a number": (crafted({}, {}, b"", '{"message": "request", "round": NaN}'), "NaN for a number"),
+    "5000 digits": (crafted({}, {}, b"", '{"message": "request", "round": ' + "1" * 5000 + "}"), "no JSON"),
+    "deep": (bytes_of("[" * 1_000_000), "no JSON .RecursionError."),
+    "deep in the tree": (crafted({}, "[" * 1_000_000, b""), "no JSON .RecursionError."),
+    "deep in the head": (crafted({}, {}, b"", '{"a":' * 400_000), "no JSON .RecursionError."),
+    "a list": (bytes_of("[]"), "no object of JSON"),
+    "texts": (bytes_of('{"__metadata__": {"halfmoon": 1}}'), "has no texts"),
+    "another tree": (crafted({"up/x": leaf()}, {"up": {"x": None}}), "tensors that belong to nothing: 'up'"),
+}  # fmt: skip
+"""What is refused, and why."""
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_a_message_up_to_the_bounds_is_read(name: str):
+    found = read(BELOW[name], Request)
+    assert found.work == "train"
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
+    """In a sentence, in no time, and nothing of what is announced is made."""
+    data, why = ABOVE[name]
+    tracemalloc.start()
+    began = time.process_time()
+    with pytest.raises(Malformed, match=why):
+        read(data, Request)
+    spent, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert spent < 5
+    assert peak < 64 * len(data) + 2**20, "JSON of small things takes some times its bytes, and no more"
+
+
+def test_reading_takes_as_much_memory_again():
+    """8 MB of tensors: no bytes are made beside one more copy. One tensor under many names was not bounded so."""
+    data = write(replace(REQUEST, down={"a": torch.ones(10**6), "b": {"c": torch.ones(10**6)}}))
+    tracemalloc.start()
+    read(data, Request)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 4 * 10**6 < peak < 1.5 * len(data)
+    path = "/".join("a" * 10)
+    two = {"down": {"a": {"/".join("a" * 9): None}, path: None}}
+    with pytest.raises(Malformed, match="a name that is none"):
+        read(crafted({f"down/{path}": leaf()}, two), Request)
+
+
+def test_what_is_permuted_in_memory_is_laid_out_once():
+    """An honest message of channels-last leaves passes."""
+    down = {"x": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)}
+    assert torch.equal(read(write(replace(REQUEST, down=down)), Request).down["x"], down["x"])
+
+
+# What a head says
+
+
+@pytest.mark.parametrize("kind", [Request, Reply])
+@pytest.mark.parametrize("name", ["round", "attempt", "query", "known", "safe", "amount", "traffic", "swept", "kept"])
+def test_numbers_have_a_range(kind: type[Any], name: str):
+    """Whole numbers from 0 below 2^63, and lists that are short."""
+    message = REQUEST if kind is Request else REPLY
+    if name not in message.__dict__:
+        return
+    plain = message.__dict__[name]
+    length = len(plain) if isinstance(plain, list) else 0
+
+    def said(value: Any) -> bytes:
+        head = {k: v for k, v in message.__dict__.items() if k not in ("down", "up", "samples", "evaluation")}
+        head |= {"message": kind.__name__.lower(), name: [value] * (length or 3) if isinstance(plain, list) else value}
+        return crafted({}, {}, b"", json.dumps(head))
+
+    read(said(HIGHEST), kind)
+    for wrong in (HIGHEST + 1, -1, 10**400, 1.0, True, "1", None, [1]):
+        with pytest.raises(Malformed, match=name if not isinstance(plain, list) else f"{name}|counts"):
+            read(said(wrong), kind)
+
+
+@pytest.mark.parametrize("count", [NUMBERS, NUMBERS + 1])
+def test_lists_are_short(count: int):
+    data = write(replace(REQUEST, known=[1] * count))
+    if count == NUMBERS:
+        assert len(read(data, Request).known) == NUMBERS
+    else:
+        with pytest.raises(Malformed, match="known has 9 numbers, of 8 at most"):
+            read(data, Request)
+
+
+@pytest.mark.parametrize("text", ["x" * LONGEST, "x" * (LONGEST + 1), "\x1b[2J", "a\nb", "\u2028", "\ud800"])
+def test_texts_can_stand_in_a_log(text: str):
+    """They may be long, but nothing moves a terminal's cursor, breaks a line, or cannot be written."""
+    data = write(Refusal(VERSION, UNFIT, text))
+    if text == "x" * LONGEST:
+        assert read(data, Refusal).reason == text
+    else:
+        with pytest.raises(Malformed, match="reason has over 10,000 characters, or some that cannot be printed"):
+            read(data, Refusal)
+
+
+def weighing(size: int, message: Any) -> bytes:
+    """Return a message of so many bytes; blanks at the end of a header are nothing."""
+    data = write(message)
+    end = 8 + int.from_bytes(data[:8], "little")
+    return (end - 8 + size - len(data)).to_bytes(8, "little") + data[8:end] + b" " * (size - len(data)) + data[end:]
+
+
+def test_a_reader_bounds_the_whole_message():
+    """By its limit, and kinds without tensors by their own."""
+    data = write(replace(REQUEST, down={"x": torch.ones(1000)}))
+    assert read(data, Request, limit=len(data)).down["x"].sum() == 1000
+    with pytest.raises(Malformed, match=r"a message has 4\.\d kB, of 4\.\d kB at most"):
+        read(data, Request, limit=len(data) - 1)
+    assert read(weighing(SMALL, Offer("1", "2")), Offer) == Offer("1", "2")
+    for kind in (Offer, Joined, Refusal):
+        with pytest.raises(Malformed, match=r"a message has 4\.2 MB, of 4\.2 MB at most"):
+            read(b"\0" * (SMALL + 1), kind)
+    with pytest.raises(Malformed, match="a message is cut off"):
+        read(b"\xff" * (SMALL + 1), Offer, Request, limit=LARGEST)
+
+
+def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
+    down = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
+    unparsed = look(write(replace(REQUEST, down=down)), Request)
+    assert unparsed.message.down == {}
+    assert unparsed.pattern("down") == spec_of(down)
+    assert unparsed.pattern("evaluation") == {}
+    assert spec_of(unparsed.open().down) == spec_of(down)
+
+
+# Pickles
+
+
+class Evil:
+    """What a pickle can do: whoever loads it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def pickles(tmp_path: Path) -> dict[str, bytes]:
+    """Return pickles in every place of a message: as the whole, as a tensor, in the header, after the end."""
+    mark = tmp_path / "ran"
+    pickle.loads(pickle.dumps(Evil(mark)))
+    assert mark.is_dir(), "the pickle is one"
+    mark.rmdir()
+    raw = pickle.dumps(Evil(mark))
+    text = pickle.dumps(Evil(mark), 0).decode("latin1")
+    tensor = {"x": torch.frombuffer(bytearray(raw), dtype=torch.uint8)}
+    saved = tmp_path / "saved"
+    torch.save(Evil(mark), saved)
+    return {
+        "raw": raw,
+        "torch": saved.read_bytes(),
+        "header": len(raw).to_bytes(8, "little") + raw,
+        "request's tensor": write(replace(REQUEST, down=tensor)),
+        "reply's tensor": write(replace(REPLY, up=tensor, evaluation=tensor)),
+        "text": write(replace(REQUEST, work=text)),
+        "reason": write(Refusal(VERSION, UNFIT, text)),
+        "terms": write(Offer(VERSION, text)),
+        "metadata": bytes_of(json.dumps({"__metadata__": {"halfmoon": text, "shape": text}})),
+        "behind": write(REQUEST) + raw,
+    }
+
+
+def harmless(tmp_path: Path) -> None:
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_is_never_loaded_by_a_reader(tmp_path: Path, pickles: dict[str, bytes]):
+    """Malformed, or a tensor of bytes that are nothing but numbers."""
+    fine = {"request's tensor", "reply's tensor", "terms"}
+    for name, data in pickles.items():
+        if name in fine:
+            read(data, Offer, Request, Reply)
+            continue
+        with pytest.raises(Malformed):
+            read(data, Offer, Request, Joined, Refusal, Reply)
+    harmless(tmp_path)
+
+
+def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, bytes]):
+    """Before it has joined and after: refused as what cannot be read, or as what its method does not send."""
+    ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
+    member = SiteClient.at(ward, "north", tmp_path / "home")
+    for _ in range(2):
+        for data in pickles.values():
+            assert isinstance(read(member.answer(data), Refusal), Refusal)
+        member.answer(offer())
+    honest = replace(REQUEST, federation=TERMS.hash, version=member.version)
+    tensor = {"x": torch.frombuffer(bytearray(pickles["raw"]), dtype=torch.uint8)}
+    for request in (
+        replace(honest, down=tensor),
+        replace(honest, evaluation=tensor),
+        replace(honest, work="", evaluation=tensor),
+    ):
+        assert told(member.answer(write(request))).kind == UNFIT
+    harmless(tmp_path)
+
+
+def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str, bytes]):
+    """In place of an answer to an offer, and of a reply: named, and the round goes on without."""
+    for name, data in pickles.items():
+        street = Street({1: mute(data), 2: node("south")})
+        manager = street.manager()
+        manager.gather(1, 60.0)
+        assert manager.present == ["south"]
+        assert street.heard("a site answered what cannot be read: ") == 1, name
+        method, shared, remote, wire = single("fedavg")
+        heard: list[str] = []
+        remote.calls.link, remote.calls.say = Bad(wire, lambda _, data=data: Answer(data)), heard.append
+        remote.open(0)
+        drawn = remote.cohort.tolist()
+        method.round(remote.task, begin(method, shared), remote)
+        assert remote.close().cohort == drawn[1:]
+        assert any("refused in round 1" in words for words in heard), name
+    harmless(tmp_path)
+
+
+# What a reply may weigh
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_reply_is_weighed_before_it_is_read(beyond: int):
+    """At the bound its tensors are looked at, and refused for their names; one byte more, and nothing is read."""
+    method, shared, remote, wire = single("fedavg")
+    heard: list[str] = []
+    weighed: list[int] = []
+
+    def change(data: bytes) -> Answer:
+        up = read(data, Reply).up
+        most = limits.weight([spec_of(up)])
+        weighed.append(most)
+        more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
+        return Answer(weighing(most + beyond, replace(read(data, Reply), up={**up, "x": more})))
+
+    remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
+    remote.open(0)
+    method.round(remote.task, begin(method, shared), remote)
+    (words,) = [each for each in heard if "refused" in each]
+    if beyond:
+        assert "a message has 1.1 MB, of 1.1 MB at most" in words
+    else:
+        assert "'x' was not asked for" in words
+    assert weighed[0] < 1.3 * 10**6
+
+
+def test_what_a_pattern_weighs():
+    """Of 1000 numbers of 4 bytes, beside what a message has anyway."""
+    pattern = {"params/x": ((10, 100), torch.float32), "stats": None}
+    assert limits.weight([pattern]) == limits.ROOM + 4000 + 2 * limits.PLACE + 24 * len("params/xstats")
+    assert limits.weight([limits.examined(10)]) > 8 * 100 + 8
+
+
+@pytest.mark.parametrize("name", {type(registry.entry(name).method): name for name in reversed(FEDERATED)}.values())
+def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: str):
+    """Every request of a real run fits; one with a wider layer, a further tensor or one less does not."""
+    method, shared, remote, wire = single(name)
+    server = begin(method, shared)
+    for number in range(3):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+        remote.close()
+    downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, len(remote.names))
+    assert DownlinkSpec.parse(json.loads(json.dumps(downlinks.facts())), len(remote.names)) == downlinks
+    seen = [look(data, Request, Reply) for data in wire.seen]
+    asked = [(each.message.work, each.pattern("down")) for each in seen if isinstance(each.message, Request)]
+    assert {work for work, _ in asked} == set(downlinks.known)
+    for work, pattern in asked:
+        assert downlinks.fault(work, pattern) is None
+        path, (shape, dtype) = next((path, kind) for path, kind in pattern.items() if kind and kind[0])
+        assert "was agreed on" in str(downlinks.fault(work, {**pattern, path: ((*shape[:-1], shape[-1] + 1), dtype)}))
+        assert "not agreed on" in str(downlinks.fault(work, {**pattern, "more": ((1,), dtype)}))
+        assert "is missing" in str(downlinks.fault(work, {p: kind for p, kind in pattern.items() if p != path}))
+
+
+def test_a_count_of_other_sites_may_be_any():
+    """SemiFed sends as many models as have come: up to one of each site."""
+    method, shared, _, _ = single("semifed")
+    downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, 7)
+    pattern = dict(downlinks.known["train"][-1])
+
+    def with_peers(count: int) -> Any:
+        return {
+            p: (kind and ((count, *kind[0][1:]), kind[1])) if p.startswith("peers/") else kind
+            for p, kind in pattern.items()
+        }
+
+    assert [downlinks.fault("train", with_peers(count)) is None for count in (0, 1, 7, 8)] == [False, True, True, False]
+
+
+# What terms may say
+
+
+@pytest.mark.parametrize("name", limits.MOST)
+def test_terms_are_bounded(name: str):
+    most = limits.MOST[name]
+    more = {"unlabeled_batch": {}, "epochs": {}}.get(name, {})
+    if name == "width":
+        with pytest.raises(UserError, match=r"the network has .* numbers, of 268,435,456 at most: choose a smaller"):
+            terms(**{name: most})  # type: ignore[arg-type]
+    else:
+        assert getattr(terms(**{name: most}, **more).config, name) == most
+    with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {most:,} at most"):
+        terms(**{name: most + 1}, **more)
+    with pytest.raises(UserError, match=f"{name} is more than 10.18: "):
+        terms(**{name: 10**30}, **more)
+
+
+def test_a_network_is_counted_and_not_made():
+    """The small network of width w has 9w + w + 18 w^2 + ... numbers: as many as are made."""
+    for width in (1, 7, 64):
+        network = task(terms(width=width).config, terms().form).network
+        assert limits.numbers(network) == tree.size(network.init(torch.Generator()))
+    widths = range(1, 5000)
+    last = widths[bisect_right(widths, limits.NETWORK, key=lambda w: limits.numbers(SmallCNN(1, 2, w))) - 1]
+    tracemalloc.start()
+    terms(width=last)
+    with pytest.raises(UserError, match=r"the network has 268,\d{3},\d{3} numbers|the network has 26"):
+        terms(width=last + 1)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "said"),
+    [
+        ({"sites": limits.SITES}, {"sites": limits.SITES + 1}, "sites names 32,769 sites"),
+        ({"classes": 3000}, {"classes": limits.CLASSES + 1}, "classes names 32,769 classes"),
+        ({"word": "x" * limits.WORD}, {"word": "x" * (limits.WORD + 1)}, "a class is named by up to 100 letters"),
+        ({"word": "é ü"}, {"word": "a\x1b[2Jb"}, "a class is named by up to 100 letters"),
+        ({"image": (1, 4096, 4096)}, {"image": (1, 4096, 4097)}, "image is"),
+    ],
+    ids=["sites", "classes", "letters", "escape", "pixels"],
+)
+def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any], said: str):
+    def made(sites: int = 3, classes: int = 2, word: str = "sound", image: tuple[int, int, int] = (1, 8, 8)) -> Terms:
+        names = (word, *(f"c{k}" for k in range(classes - 1)))
+        form = replace(terms().form, classes=names, image=image)
+        wide = image != (1, 8, 8)
+        small = {"labeled_batch": 4, "unlabeled_batch": 4} if wide else {}
+        return terms(tuple(f"s{k}" for k in range(sites)), form, **small)
+
+    made(**below)
+    with pytest.raises(UserError, match=said):
+        made(**above)
+
+
+def test_options_of_methods_are_bounded():
+    assert terms(method="feddure", options={"hidden": 10**6})
+    for options, said in (
+        ({"hidden": 10**6 + 1}, "the option hidden is 1,000,001: a federation has 1,000,000 at most"),
+        ({"threshold": math.inf}, "the option threshold is inf: it must be a number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            terms(method="feddure", options=options)
+    with pytest.raises(UserError, match="the option rates is"):
+        terms(method="heterofl", options={"rates": "-".join(["1"] * 51)})
+    assert terms(method="heterofl", options={"rates": "-".join(["1"] * 50)})
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_step_and_a_visit_have_an_end(beyond: int):
+    """Images of a step by their values, those of a visit by their number."""
+    work = ClientUpdate(task(terms().config, terms().form), ("weak", "strong"))
+    most = limits.STEP // 64
+    for amount, said in (
+        (Amount(1, most + beyond, 0), "a step is of 2,097,153 images with 1 channel"),
+        (Amount(1, 2 + beyond, (most - 2) // 2), "a step is of 2,097,153 images"),
+        (Amount(limits.VISIT // 10 + beyond, 2, 4), "a visit is of 1,000,001 steps of 10 images"),
+    ):
+        fault = limits.check_visit(work, amount, (1, 8, 8))
+        assert (fault is not None and said in fault) if beyond else fault is None
+    size = most + beyond
+    if size <= limits.MOST["labeled_batch"]:
+        return
+    form = replace(terms().form, image=(3, 512, 512), mean=(0.5,) * 3, std=(0.25,) * 3)
+    fits = limits.STEP // (3 * 512 * 512)
+    if beyond:
+        with pytest.raises(UserError, match=r"labeled_batch is 171 with 3 channel.* a step has 170 of these at most"):
+            terms(form=form, labeled_batch=fits + 1)
+    else:
+        assert terms(form=form, labeled_batch=fits)
+
+
+def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
+    """A million steps of 2 + 2 images are fewer than ten million images; of 10 + 10 they are more."""
+    ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
+    member = SiteClient.at(ward, "north", tmp_path / "home")
+    assert isinstance(read(member.answer(offer(made("fedavg-fixmatch", steps=10**6))), Joined, Refusal), Joined)
+    long = made("fedavg-fixmatch", steps=10**6, labeled_batch=10, unlabeled_batch=10)
+    said = told(member.answer(offer(long)))
+    assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site looks at 10,000,000 at most.")
+
+
+def test_terms_are_no_longer_than_a_megabyte():
+    blank = " " * (limits.TERMS - len(TERMS.text))
+    assert Terms.parse(TERMS.text + blank).hash == TERMS.hash
+    with pytest.raises(UserError, match=r"the server's terms have 1\.0 MB, of 1\.0 MB at most"):
+        Terms.parse(TERMS.text + blank + " ")
+    with pytest.raises(UserError, match="cannot be read"):
+        Terms.parse(TERMS.text.replace('"name"', '"name": "x", "name"', 1))
+
+
+# What a site's machine has
+
+
+Disk = namedtuple("Disk", "total used free")
+
+
+def test_a_site_leaves_some_of_its_disk_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """256 MiB, or a hundredth of a disk that is smaller than a hundred times as much."""
+    for total in (10**12, 10**9):
+        spare = min(limits.SPARE, total // 100)
+        for free, fits in ((spare + 1000, True), (spare + 999, False)):
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, t=total, f=free: Disk(t, t - f, f))
+            if fits:
+                limits.check_room(tmp_path / "not" / "there", 1000)
+            else:
+                with pytest.raises(OSError, match="No space left on device"):
+                    limits.check_room(tmp_path, 1000)
+
+
+def test_a_full_disk_takes_no_more_memories_and_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same sentence as where the system finds the disk full; with room again all goes on."""
+    ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
+    home = tmp_path / "home"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
+        assert told(SiteClient.at(ward, "north", home).answer(offer())).reason == "its disk: No space left on device."
+        assert not list(home.glob("*.npy"))
+    ((request, reply),) = play(SiteClient.at(ward, "north", home), TERMS, 1)
+    again = SiteClient.at(ward, "north", home)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
+        assert told(again.answer(request)).reason == "its disk: No space left on device."
+    assert again.answer(request) == reply
+
+
+def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """100 images of 8x8: 6,400 bytes."""
+    pages = {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 100}
+    monkeypatch.setattr(os, "sysconf", lambda name: pages[name])
+    limits.check_images(tmp_path, 100, (1, 8, 8))
+    with pytest.raises(UserError, match=r"101 images of 8x8 pixels with 1 channel\(s\) take 6\.5 kB, but this machine"):
+        limits.check_images(tmp_path, 101, (1, 8, 8))
+
+
+# Flower
+
+
+def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
+    """Each ticket is asked for alone: the others' answers come."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower.link import UNREADABLE, GridPost
+
+    asked: list[list[str]] = []
+
+    class Broken:
+        def pull_messages(self, message_ids: list[str]) -> list[Any]:
+            asked.append(message_ids)
+            if message_ids == ["a"]:
+                raise KeyError("arraychunk_ids")
+            return []
+
+    assert [(p.message_id, p.data, p.problem) for p in GridPost(Broken()).collect(["a", "b"])] == [
+        ("a", None, UNREADABLE)
+    ]  # type: ignore[arg-type]
+    assert asked == [["a"], ["b"]]
+
+
+class Fetched(Exception):
+    """A piece of a message was asked for."""
+
+
+def street(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
+    """Return a Grid of Flower's for whose tickets answers of so many pieces have come, and what its client is asked."""
+    from flwr.proto import message_pb2
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+    from flwr.supercore.run import Run
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    asked: list[list[str]] = []
+
+    class Client:
+        def PullMessages(self, request: Any) -> PullAppMessagesResponse:
+            asked.append(list(request.message_ids))
+            said = PullAppMessagesResponse()
+            for message_id in (each for each in request.message_ids if each in pieces):
+                leaves = [
+                    message_pb2.ObjectTree(object_id=f"{message_id} {each}") for each in range(pieces[message_id])
+                ]
+                tree = message_pb2.ObjectTree(object_id=message_id, children=[message_pb2.ObjectTree(children=leaves)])
+                said.message_object_trees.append(tree)
+                said.messages_list.append(
+                    message_pb2.Message(metadata=message_pb2.Metadata(reply_to_message_id=message_id))
+                )
+            return said
+
+        def PullObject(self, request: Any) -> NoReturn:
+            raise Fetched(request.object_id)
+
+    grid = HttpGrid(token="t")
+    grid.set_run(Run.create_empty(1))
+    grid._client = Client()  # type: ignore[assignment]
+    return grid, asked
+
+
+def test_an_answer_of_too_many_pieces_is_not_fetched():
+    """Of a bound of 50 MB: 150 MB are refused before the first byte, and so is who sent them; 90 MB may be spare."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower.link import OVERSIZED, GridPost
+
+    post = GridPost(street({"a": 30, "b": 30})[0], most=50_000_000)
+    assert list(post.collect(["a", "b"])) == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
+    with pytest.raises(Fetched):
+        GridPost(street({"a": 20})[0], most=50_000_000).collect(["a"])
+    with pytest.raises(Fetched):
+        GridPost(street({"a": 30})[0]).collect(["a"])
+
+
+def test_a_server_asks_once_for_all_tickets():
+    """Each question costs Flower a hundredth of a second, and nothing has come most of the time."""
+    pytest.importorskip("flwr")
+    from halfmoon.federation.flower.link import GridPost
+
+    come: dict[str, int] = {}
+    grid, asked = street(come)
+    post = GridPost(grid)
+    names = [f"t{each}" for each in range(100)]
+    assert [post.collect(names) for _ in range(3)] == [[], [], []]
+    assert asked == 3 * [names]
+    assert post.collect([]) == []
+    come["t7"] = 1
+    with pytest.raises(Fetched, match="t7"):
+        post.collect(names)
+    assert asked == 4 * [names]
+    grid._client = street({"u": 1})[0]._client  # it has connected anew
+    with pytest.raises(Fetched, match="u"):
+        post.collect(["u"])

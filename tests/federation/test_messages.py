@@ -1,0 +1,202 @@
+"""Clients that are elsewhere: every method gives the same bits as in a simulation, and nothing but numbers travels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scenes import begin, same
+from test_contract import BATCHINGS, ROUNDS, scene, straight
+
+from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, answer, behind
+from halfmoon.federation.protocol.messages import (
+    Joined,
+    Malformed,
+    Message,
+    Offer,
+    Refusal,
+    Reply,
+    Request,
+    read,
+    write,
+)
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.site.runtime import Refused, SiteRuntime
+from halfmoon.methods import registry
+from halfmoon.storage.serialization import pack
+
+FEDERATED = [name for name in registry.names() if not registry.entry(name).pooled]
+REQUEST = Request(HASH, VERSION, RUN, round=0, attempt=0, query=0, work="train")
+
+
+def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
+    """Return a method, its task, and the runtime of a server whose clients are sites."""
+    method, shared, simulation = scene(name, rule)
+    remote, wire = behind(simulation, BATCHINGS[rule])
+    return method, shared, remote, wire
+
+
+def test_nothing_but_numbers_travels() -> None:
+    """No row of pixels of any client, nor its labels, is in the bytes that went over the wire."""
+    method, shared, remote, wire = federation("fedloke", "both")
+    server = begin(method, shared)
+    for number in range(ROUNDS):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+    said = b"".join(wire.seen)
+    assert len(said) > 100_000
+    for site in wire.sites.values():
+        images = site.local_clients.dataset.train.images
+        for image in images:
+            assert image[0, 0].numpy().tobytes() not in said
+            assert (image.double() / 255).numpy().tobytes()[:64] not in said
+    replies = [read(data, Reply) for data in wire.seen if b'\\"reply\\"' in data]
+    assert {tuple(sorted(reply.up)) for reply in replies} == {("params", "stats", "weight")}
+
+
+def test_a_site_remembers_and_its_memory_stays() -> None:
+    method, shared, remote, wire = federation("fedloke", "both")
+    server = begin(method, shared)
+    for number in range(ROUNDS):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+    last = straight("fedloke", "both")[-1]
+    kept = {k: wire.sites[f"site-{k}"].local_clients.memories.get(str(k)) for k in range(4)}
+    assert {str(k): memory for k, memory in kept.items() if memory}.keys() == last.state["client"].keys()
+    for k, memory in last.state["client"].items():
+        assert same(kept[int(k)] or {}, memory)
+
+
+@pytest.fixture
+def asked() -> tuple[SiteRuntime, Request]:
+    _, _, _, wire = federation("fedavg", "both")
+    return wire.sites["site-0"], REQUEST
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": "9.0.0"}, "this site has to upgrade to 9.0.0"),
+        ({"version": "0.0.9"}, "the server has to upgrade to 0.1.0"),
+        ({"federation": "a" * 64}, "plays federation aaaaaaaa, but this site joined ffffffff"),
+        ({"work": "steal"}, "asks for 'steal', which the method does not have"),
+        ({"round": 99}, "asks for round 100 of 3"),
+        ({"round": 3}, "asks for round 4 of 3"),
+    ],
+)
+def test_a_site_refuses_what_it_did_not_join(
+    asked: tuple[SiteRuntime, Request], changes: dict[str, Any], said: str
+) -> None:
+    site, request = asked
+    with pytest.raises(Refused, match=said):
+        answer(site, write(replace(request, **changes)))
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 20, -1])
+def test_a_cut_message_is_refused(asked: tuple[SiteRuntime, Request], cut: int) -> None:
+    site, request = asked
+    tree = {"a": torch.ones(3)}
+    data = write(replace(request, down=tree))
+    with pytest.raises(Malformed):
+        answer(site, data[:cut])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 8 + b"x" * 100,
+        (2).to_bytes(8, "little") + b"{}",
+        pack({"a": torch.ones(2)})[0],
+        write(REQUEST).replace(b'\\"round\\": 0', b'\\"round\\": []'),
+        write(REQUEST).replace(b"request", b"reequst"),
+    ],
+)
+def test_what_is_no_message_is_refused(asked: tuple[SiteRuntime, Request], data: bytes) -> None:
+    with pytest.raises(Malformed):
+        answer(asked[0], data)
+
+
+def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
+    leaf = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    down = {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}}
+    back = read(write(replace(REQUEST, round=7, query=2, down=down)), Request)
+    assert list(back.down) == ["b", "a", "none"]
+    assert torch.equal(back.down["b"]["x"], leaf)
+    assert back.down["b"]["x"].stride() == leaf.stride()
+    assert (back.round, back.query, back.work) == (7, 2, "train")
+
+
+MESSAGES: list[Message] = [
+    Offer(VERSION, "terms"),
+    REQUEST,
+    Joined(HASH, VERSION, "site-0", 3, 4),
+    Refusal(VERSION, "failed", "its disk is full."),
+    Reply(HASH, VERSION, RUN, 1, 2, 3, "train", [1, 2, 3, 0], [4, 5], 6, 7, {"a": {}}, {}),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_every_message_comes_back_as_it_was(message: Message) -> None:
+    assert read(write(message), type(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_of_another_kind_is_refused(message: Message) -> None:
+    other = Offer if type(message) is not Offer else Reply
+    with pytest.raises(Malformed, match=f"{other.__name__.lower()} was expected, not a"):
+        read(write(message), other)
+
+
+def test_a_shape_that_no_tensor_has_is_refused() -> None:
+    """The order of dimensions in memory comes from outside too."""
+    data = write(replace(REQUEST, down={"x": torch.ones(3)})).replace(b'{\\"x\\": null}', b'{\\"x\\": [0, 0]}')
+    with pytest.raises(Malformed, match="cannot be read"):
+        read(data, Request)
+
+
+class Bad:
+    """A link on which one site misbehaves."""
+
+    def __init__(self, wire: Wire, change: Any) -> None:
+        self.wire, self.change = wire, change
+
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        answers = dict(self.wire.exchange(requests, what))
+        name = next(iter(requests))
+        return {**answers, name: self.change(answers[name].data or b"")}
+
+
+def other(data: bytes, **changes: Any) -> Answer:
+    return Answer(write(replace(read(data, Reply), **changes)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: Answer(None, "it was away"), "has no part in round 1: it was away"),
+        (lambda data: Answer(data[:50]), "refused in round 1: the answer of site-.: a message"),
+        (lambda data: Answer(data, "it is too large"), "refused in round 1: the answer of site-.: it is too large"),
+        (lambda data: other(data, round=5), "it answers round 6, query 1 .train."),
+        (lambda data: other(data, attempt=1), "it answers round 1, query 1 .train."),
+        (
+            lambda data: Answer(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
+            "kept is not made of whole numbers from 0",
+        ),
+        (lambda data: Answer(write(Refusal(VERSION, "failed", "its disk is full"))), "in round 1: its disk is full"),
+    ],
+)
+def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:
+    """The round goes on with the others; the reason is said."""
+    method, shared, remote, wire = federation("fedavg", "both")
+    heard: list[str] = []
+    remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
+    remote.open(0)
+    drawn = remote.cohort.tolist()
+    method.round(remote.task, begin(method, shared), remote)
+    assert remote.close().cohort == drawn[1:]
+    assert any(re.search(said, words) for words in heard), heard

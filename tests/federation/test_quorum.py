@@ -1,0 +1,448 @@
+"""Rounds below quorum are played again: with other sites, and as if the failed attempt had never been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scenes import begin, play, same
+from test_contract import BATCHINGS, ROUNDS, scene
+
+from halfmoon.contract.sites import HASH, SEED, VERSION, alone
+from halfmoon.contract.sites import local_clients as ground_of
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.loop import TooFew
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.sampling import Views
+from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read, write
+from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.plan import Rules
+from halfmoon.federation.server.quarantine import Quarantine
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.site.memory import Memory, settle, visit_of
+from halfmoon.federation.site.runtime import SiteRuntime
+from halfmoon.methods.semifl import SemiFL
+from halfmoon.storage.state_store import Store
+
+CPU = torch.device("cpu")
+RUN = "a" * 32
+GONE, LOST, NOISE, OTHER = "gone", "lost", "noise", "other"
+"""What happens to a request: the site never gets it; it does it, but no answer comes; noise comes; a wrong answer."""
+
+Fate = Callable[[str, Request], str]
+
+
+@dataclass
+class Link:
+    """A link to sites that remember on the disk, as real ones do; `fate` says what happens to a request, "" nothing."""
+
+    sites: Mapping[str, SiteRuntime]
+    folder: Path
+    fate: Fate = lambda site, request: ""
+    asked: list[tuple[int, int, int, tuple[str, ...]]] = field(default_factory=list)
+
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        """Have the sites answer, last to first."""
+        if not requests:
+            return {}
+        first = read(next(iter(requests.values())), Request)
+        self.asked.append((first.round, first.attempt, first.query, tuple(requests)))
+        return {name: self._answer(name, read(data, Request)) for name, data in reversed(list(requests.items()))}
+
+    def _answer(self, name: str, request: Request) -> Answer:
+        fate = self.fate(name, request)
+        if fate == GONE:
+            return Answer(None, "it was away")
+        place, at = self.folder / name / request.run, (request.round, request.attempt, request.query)
+        reply = self.sites[name].do(request, Memory(place, at, visit_of(request.known), CPU, pytest.fail))
+        settle(place, visit_of(request.safe))
+        if fate == LOST:
+            return Answer(None, "it did not answer in time")
+        if fate == NOISE:
+            return Answer(b"noise")
+        return Answer(write(replace(reply, round=7) if fate == OTHER else reply))
+
+
+class Stage(NamedTuple):
+    """A federation whose clients are sites, and what it says."""
+
+    method: Any
+    server: Tree
+    remote: RemoteRuntime
+    link: Link
+    heard: list[str]
+
+
+Make = Callable[..., Stage]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Make:
+    """Return what makes federations of a method: four sites, of which `cohort` play a round."""
+    count: list[int] = []
+
+    def made(
+        name: str = "fedavg", fate: Fate = lambda site, request: "", cohort: int = 2, place: str | None = None,
+        rules: Rules | None = None, run: str = RUN,
+    ) -> Stage:  # fmt: skip
+        count.append(1)
+        method, shared, simulation = scene(name, "both", place=place, cohort=cohort)
+        if isinstance(method, SemiFL):  # the statistics are asked of the cohort, whose quorum is the round's
+            method = replace(method, sbn="cohort")
+        held, heard = simulation.dataset, list[str]()
+        sites = {
+            f"site-{k}": SiteRuntime(
+                k, method, shared, ground_of(alone(held, k), BATCHINGS["both"], Store()), HASH, VERSION
+            )
+            for k in range(held.clients)
+        }
+        link, store = Link(sites, tmp_path / str(len(count)), fate), Store()
+        remote = RemoteRuntime(
+            method, shared, Views(),
+            SiteCalls(link, list(sites), RunIdentity(HASH, VERSION, run), rules or Rules(min_replies=2),
+                      say=heard.append),
+            RuntimeSettings(cohort, SEED),
+            server=ground_of(alone(held, SERVER), BATCHINGS["both"], store) if simulation.labeled else None,
+            store=store,
+        )  # fmt: skip
+        return Stage(method, begin(method, shared), remote, link, heard)
+
+    return made
+
+
+def turn(stage: Stage, number: int, server: Tree) -> tuple[Tree, list[int]]:
+    """Play a round until it counts, as the only round loop does; return the server's tree and the cohort."""
+    remote = stage.remote
+    while True:
+        remote.open(number)
+        try:
+            server = stage.method.round(remote.task, server, remote)
+        except TooFew as few:
+            remote.again(few)
+        else:
+            remote.stored(0)
+            remote.saved(number + 1)
+            return server, remote.close().cohort
+
+
+def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
+    """Play a round with this cohort."""
+    stage.remote.open(number)
+    stage.remote.cohort = torch.tensor(cohort)
+    server = stage.method.round(stage.remote.task, server, stage.remote)
+    stage.remote.stored(0)
+    stage.remote.saved(number + 1)
+    stage.remote.close()
+    return server
+
+
+@cache
+def cohorts(cohort: int) -> list[list[int]]:
+    """Return the cohorts of the simulation."""
+    method, shared, simulation = scene("fedavg", "both", cohort=cohort)
+    return [played.report.cohort for played in play(method, simulation, begin(method, shared), range(ROUNDS))]
+
+
+def failing(number: int, attempts: int, how: str, count: int = 1) -> Fate:
+    """Return a fate of the first `count` sites that are asked in the first attempts of a round."""
+    hit: dict[int, set[str]] = {}
+
+    def fate(site: str, request: Request) -> str:
+        seen = hit.setdefault(request.attempt, set())
+        if request.round != number or request.attempt >= attempts or (len(seen) >= count and site not in seen):
+            return ""
+        seen.add(site)
+        return how
+
+    return fate
+
+
+@pytest.mark.parametrize("cohort", [1, 2, 3, 4])
+def test_undisturbed_cohorts_are_those_of_a_simulation(stage: Make, cohort: int) -> None:
+    scenery = stage(cohort=cohort, rules=Rules())
+    server, drawn = scenery.server, []
+    for number in range(ROUNDS):
+        server, each = turn(scenery, number, server)
+        drawn.append(each)
+    assert drawn == cohorts(cohort)
+    assert [(number, attempt) for number, attempt, _, _ in scenery.link.asked] == [(0, 0), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("how", [GONE, LOST, NOISE, OTHER])
+def test_a_round_below_quorum_is_played_again_with_others(stage: Make, how: str) -> None:
+    """Two of four play, both have to answer. The one that fails is not in the second attempt, for others are there."""
+    scenery = stage(fate=failing(1, 1, how))
+    server, _ = turn(scenery, 0, scenery.server)
+    server, second = turn(scenery, 1, server)
+    (_, _, _, first), (_, attempt, _, again) = scenery.link.asked[1:]
+    assert first == tuple(f"site-{k}" for k in cohorts(2)[1]), "the first attempt is the simulation's"
+    failed = first[-1]  # answered last to first
+    assert attempt == 1
+    assert failed not in again
+    assert [f"site-{k}" for k in second] == list(again)
+    said = "round 2 is played again, attempt 2: round 2, query 1 (train) has 1 usable replies of 2, and 2 are needed."
+    assert said in scenery.heard
+    _, third = turn(scenery, 2, server)
+    assert third == cohorts(2)[2], "what comes after is drawn as if nothing had happened"
+
+
+def test_who_has_failed_is_asked_again_where_the_others_are_too_few(stage: Make) -> None:
+    """Of four sites three play; two fail at first, then there are two others and one of these. Cohorts are sorted."""
+    scenery = stage(fate=failing(0, 1, GONE, 2), cohort=3, rules=Rules(min_replies=3))
+    _, cohort = turn(scenery, 0, scenery.server)
+    (_, _, _, first), (_, _, _, again) = scenery.link.asked
+    failed = set(first[-2:])
+    others = {f"site-{k}" for k in range(4)} - failed
+    assert others < set(again)
+    assert len(set(again) & failed) == 1
+    assert cohort == sorted(cohort)
+
+
+def test_half_a_cohort_is_enough_where_nothing_else_is_said(stage: Make) -> None:
+    """Two of four answer: the round counts, with those two."""
+    scenery = stage(fate=failing(0, 9, GONE, 2), cohort=4, rules=Rules())
+    _, cohort = turn(scenery, 0, scenery.server)
+    assert cohort == [0, 1]
+    assert len(scenery.link.asked) == 1
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_after_so_many_attempts_all_stops(stage: Make, attempts: int) -> None:
+    """The sentence says what is missing; no attempt is the same as the one before."""
+    scenery = stage(fate=lambda site, request: GONE, rules=Rules(min_replies=2, attempts=attempts))
+    with pytest.raises(TooFew, match=r"^round 1, query 1 \(train\) has 0 usable replies of 2, and 2 are needed\.$"):
+        turn(scenery, 0, scenery.server)
+    assert [attempt for _, attempt, _, _ in scenery.link.asked] == list(range(attempts))
+    assert len(scenery.heard) == attempts - 1 + 2 * attempts
+
+
+def test_a_round_waits_until_enough_sites_can_be_asked(stage: Make) -> None:
+    """Before each attempt but the first, as many as the round needs."""
+    waited: list[int] = []
+    scenery = stage(fate=failing(0, 2, GONE), cohort=3, rules=Rules(min_replies=3))
+    scenery.remote.calls.ready = waited.append
+    turn(scenery, 0, scenery.server)
+    assert waited == [3, 3]
+
+
+SHELVES = [("fedmatch", None), ("semifed", None), ("semifl", "server"), ("fedmatch", "server"), ("fedloke", None)]
+"""Methods that keep something on the server's shelf, for the server's own labels, or at the sites."""
+
+
+def everything(scenery: Stage) -> Tree:
+    """Return all that the server remembers beside its tree."""
+    keys = scenery.remote.store.keys()
+    return {key: scenery.remote.store.get(key) or {} for key in keys if key != "visits"}
+
+
+@pytest.mark.parametrize("how", [GONE, LOST])
+@pytest.mark.parametrize(("name", "place"), SHELVES)
+def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | None, how: str) -> None:
+    """In the second round the last trip fails, twice; then it is played. All equals, in every bit, a run in which this
+    round had the last cohort from the start: the server's tree, its shelf, its own memory, and the rounds that follow,
+    to which the sites bring what they remember.
+    """
+    scenery = stage(name, failing_last(name, how), place=place)
+    server, first = turn(scenery, 0, scenery.server)
+    before = everything(scenery)
+    seen: list[bool] = []
+    scenery.remote.calls.ready = lambda wanted: seen.append(same(everything(scenery), before))
+    server, second = turn(scenery, 1, server)
+    assert seen == [True, True], "what counts is as it was before the attempt"
+    server, third = turn(scenery, 2, server)
+
+    calm = stage(name, place=place)
+    other = calm.server
+    for number, cohort in enumerate((first, second, third)):
+        other = forced(calm, number, other, cohort)
+    assert same(server, other)
+    assert same(everything(scenery), everything(calm))
+
+
+def failing_last(name: str, how: str) -> Fate:
+    """Return a fate: in the second round's first two attempts, one site fails in the last trip."""
+    last = 2 if name == "semifl" else 0  # its training, the server's own, then the statistics
+    hit: dict[int, str] = {}
+
+    def fate(site: str, request: Request) -> str:
+        if request.round != 1 or request.attempt > 1 or request.query < last:
+            return ""
+        return how if hit.setdefault(request.attempt, site) == site else ""
+
+    return fate
+
+
+def test_sites_of_another_run_bring_nothing_of_it(stage: Make) -> None:
+    """A federation that was disturbed is played again, into another folder, in which sites remember nothing of it."""
+    first = stage("fedloke", cohort=2)
+    second = stage("fedloke", cohort=2, run="b" * 32)
+    second.link.folder = first.link.folder
+    first.link.fate = failing(0, 1, LOST)
+    third = stage("fedloke", cohort=2)
+    servers = []
+    for scenery in (first, second, third):
+        server = scenery.server
+        for number in range(ROUNDS):
+            server, _ = turn(scenery, number, server)
+        servers.append(server)
+    assert same(*servers[1:])
+    assert not same(*servers[:2])
+
+
+def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
+    """A site works in the first round, but too late. In the next ones it is as a client that was silent in that round.
+
+    FedLoKe's sites remember a model each: with the late visit in it, the result is another one.
+    """
+    rules = Rules(min_replies=1)
+
+    def played(how: str) -> Tree:
+        scenery = stage("fedloke", failing(0, 1, how), cohort=4, rules=rules)
+        server = scenery.server
+        for number in range(ROUNDS):
+            server, _ = turn(scenery, number, server)
+        return server
+
+    assert same(played(LOST), played(GONE))
+
+
+@pytest.mark.parametrize("name", ["semifl", "feddb", "semifed"])
+def test_a_method_goes_on_without_a_site_that_it_loses_on_the_way(stage: Make, name: str) -> None:
+    """The site that fails in a trip is asked nothing more in that round; in the next one it is back."""
+    scenery = stage(name, failing(1, 9, GONE), cohort=4, rules=Rules(min_replies=2))
+    server = scenery.server
+    for number in range(ROUNDS):
+        server, cohort = turn(scenery, number, server)
+        assert len(cohort) == (3 if number == 1 else 4)
+    assert max(attempt for _, attempt, _, _ in scenery.link.asked) == 0
+    assert bool(torch.stack([leaf.isfinite().all() for leaf in leaves(server)]).all())
+
+
+def leaves(branch: Tree) -> list[torch.Tensor]:
+    """Return the leaves that hold numbers with a point."""
+    found: list[torch.Tensor] = []
+    for value in branch.values():
+        found += leaves(value) if isinstance(value, dict) else [value] if value.is_floating_point() else []
+    return found
+
+
+def test_a_site_that_is_lost_between_trips_is_not_asked_again_in_the_round(stage: Make) -> None:
+    """SemiFL with labels at the server: training first, the statistics of the average then."""
+    scenery = stage("semifl", failing(1, 9, GONE), cohort=4, place="server")
+    server = scenery.server
+    for number in range(2):
+        server, _ = turn(scenery, number, server)
+    queries = [sites for number, _, _, sites in scenery.link.asked if number == 1]
+    assert [len(sites) for sites in queries] == [4, 3]
+
+
+def test_strikes_set_a_site_aside(stage: Make) -> None:
+    """Noise twice, where two are the limit: the site is named, counted, and drawn no more; silence is no strike."""
+    scenery = stage(
+        fate=lambda site, request: NOISE if site == "site-2" else GONE if site == "site-1" else "",
+        cohort=4, rules=Rules(min_replies=1, strikes=2),
+    )  # fmt: skip
+    scenery.remote.calls.quarantine = scenery.remote.cohorts.quarantine = Quarantine(scenery.remote.names, 2, None)
+    server = scenery.server
+    drawn = []
+    for number in range(ROUNDS):
+        server, _ = turn(scenery, number, server)
+        drawn.append(scenery.link.asked[-1][-1])
+    assert drawn == [("site-0", "site-1", "site-2", "site-3")] * 2 + [("site-0", "site-1", "site-3")]
+    rows = {row.name: (row.count, row.aside) for row in scenery.remote.calls.quarantine.rows()}
+    assert rows == {"site-0": (0, False), "site-1": (0, False), "site-2": (2, True), "site-3": (0, False)}
+    assert sum("site-2 is set aside after 2 unusable answers" in said for said in scenery.heard) == 1
+
+
+def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
+    """Cohorts in which the site that is aside was not drawn stay those of the simulation."""
+    scenery = stage(cohort=2)
+    scenery.remote.calls.quarantine = scenery.remote.cohorts.quarantine = Quarantine(scenery.remote.names, 1, None)
+    aside = next(k for k in range(4) if k not in cohorts(2)[0])
+    scenery.remote.calls.quarantine.refuse(f"site-{aside}", 0, "noise")
+    server = scenery.server
+    for number in range(ROUNDS):
+        server, cohort = turn(scenery, number, server)
+        assert aside not in cohort
+        assert len(cohort) == 2
+        if aside not in cohorts(2)[number]:
+            assert cohort == cohorts(2)[number]
+
+
+def test_where_every_site_is_aside_all_stops(stage: Make) -> None:
+    scenery = stage(fate=lambda site, request: NOISE, cohort=4, rules=Rules(strikes=1, attempts=5))
+    with pytest.raises(TooFew, match="0 usable replies of 4"):
+        turn(scenery, 0, scenery.server)
+    assert len(scenery.link.asked) == 1
+    with pytest.raises(TooFew, match="every site is set aside"):
+        scenery.remote.open(0)
+
+
+def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
+    """A full disk is a site's bad day: it has no part in the round, and is asked in the next."""
+    scenery = stage(cohort=4, rules=Rules(strikes=1))
+    whole = scenery.link.exchange
+
+    def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        full = Answer(write(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
+        return {**whole(requests, what), "site-3": full}
+
+    scenery.link.exchange = exchange  # type: ignore[method-assign]
+    _, cohort = turn(scenery, 0, scenery.server)
+    assert cohort == [0, 1, 2]
+    assert not scenery.remote.calls.quarantine.aside
+    assert "site-3 has no part in round 1: its disk: No space left on device." in scenery.heard
+
+
+def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
+    """The samples of the round are those of the attempt that counts: a mean over two sites, not over three."""
+    scenery = stage(fate=failing(0, 1, GONE))
+    remote = scenery.remote
+    remote.open(0)
+    with pytest.raises(TooFew) as few:
+        scenery.method.round(remote.task, scenery.server, remote)
+    remote.again(few.value)
+    remote.open(0)
+    scenery.method.round(remote.task, scenery.server, remote)
+    report = remote.close()
+    calm = stage()
+    calm.remote.open(0)
+    calm.remote.cohort = torch.tensor(report.cohort)
+    calm.method.round(calm.remote.task, calm.server, calm.remote)
+    theirs = calm.remote.close()
+    assert {name: float(each.total) for name, each in report.samples.items()} == {
+        name: float(each.total) for name, each in theirs.samples.items()
+    }
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(min_replies=2)])
+@pytest.mark.parametrize("how", ["aside", "away"])
+def test_statistics_of_all_sites_are_taken_without_one(stage: Make, how: str, rules: Rules) -> None:
+    """SemiFL asks all sites a cohort's number at a time, 3 + 1 here: a group of one may have nobody in it."""
+    away = GONE if how == "away" else ""
+    played = stage("semifl", lambda site, request: away if site == "site-3" else "", cohort=3, rules=rules)
+    method = replace(played.method, sbn="all")
+    played.remote.method = method
+    played.remote.calls.quarantine = played.remote.cohorts.quarantine = Quarantine(played.remote.names, 1, None)
+    if how == "aside":
+        played.remote.calls.quarantine.refuse("site-3", 0, "noise")
+    server = played.server
+    for number in range(3):
+        server, cohort = turn(played._replace(method=method), number, server)
+        assert 3 not in cohort
+
+
+def test_a_rate_whose_sites_are_all_away_is_left_out(stage: Make) -> None:
+    """HeteroFL asks the sites of each rate apart."""
+    played = stage("heterofl", lambda site, request: GONE if site == "site-3" else "", cohort=4, rules=Rules())
+    server = played.server
+    for number in range(3):
+        server, cohort = turn(played, number, server)
+        assert cohort == [0, 1, 2]

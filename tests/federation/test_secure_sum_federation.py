@@ -1,0 +1,304 @@
+"""Masked sums in whole federations: sites drop out, processes end, and what lies in a server's memory meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+import rehearsals
+from rehearsals import Town, before_each_message, bits, eager, found, quick, rows, stopping
+from safetensors.torch import load_file
+from sum_server import put, take
+
+from halfmoon.config import schema as settings
+from halfmoon.core import tree
+from halfmoon.federation.flower import client_app
+from halfmoon.federation.protocol.messages import FAILED, Final, Offer, Refusal, Request, read, write
+from halfmoon.federation.server.server import FederationServer
+from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.site.runtime import SiteRuntime
+from halfmoon.federation.site.secure_sum import BEGIN, KNOWN, MASK, REVEAL
+from halfmoon.runs import runner
+from halfmoon.secure.masking import Party
+
+STAGES = (BEGIN, MASK, REVEAL)
+SITES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    with quick():
+        yield
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Town:
+    """Four sites, of which three have to stay to a sum's end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsals, "SMALL", {**rehearsals.SMALL, "clients": SITES})
+        return found("clients", tmp_path_factory.mktemp("federations"))
+
+
+def stage_of(data: bytes) -> tuple[int, int, str]:
+    """Return the round, the attempt and the stage of a request: "" for one without masks, "offer" for an offer."""
+    asked = read(data, Offer, Request, Final)
+    if isinstance(asked, Final):
+        return -1, -1, "final"
+    if isinstance(asked, Offer):
+        return -1, -1, "offer"
+    return asked.round, asked.attempt, next(iter(asked.masks), "")
+
+
+@contextmanager
+def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
+    """Let sites say that they cannot: `gone` gets a site's name, the round, the attempt and the stage."""
+    original = SiteClient.answer
+
+    def answer(self: SiteClient, data: bytes) -> bytes:
+        if gone(self.name, *stage_of(data)):
+            return write(Refusal(self.version, FAILED, "it is away."))
+        return original(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SiteClient, "answer", answer)
+        client_app._member.cache_clear()
+        yield
+    client_app._member.cache_clear()
+
+
+def far(one: Path, two: Path) -> float:
+    """Return the largest difference between two runs' models."""
+    a, b = (load_file(run / "model.safetensors") for run in (one, two))
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: Town) -> None:
+    """Gone before a stage: the model is that of a plain federation without the site, or with it, to rounding.
+
+    A parameter is off by 4 2^-25 / W of the sum, W over 20 rows, and by what float32 leaves of numbers below 2.
+    """
+    plain = {}
+    for lost in (False, True):
+        with away(lambda name, round, attempt, stage, lost=lost: lost and name == "site-02" and round == 0):
+            plain[lost] = town.play(town.write("fedavg", rounds=1, cohort=SITES))
+    assert far(plain[False], plain[True]) > 1e-5
+    for stage in STAGES:
+        with away(lambda name, round, attempt, at, stage=stage: name == "site-02" and at == stage):
+            run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
+        there = SITES if stage == REVEAL else SITES - 1
+        assert far(run, plain[stage != REVEAL]) < 1e-6
+        (row,) = rows(run)
+        assert row["aggregation"] == {"summed": there}
+        assert len(row["cohort"]) == there
+        assert "site-02 has no part in round 1: it is away." in (run / "serve.log").read_text()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_round_with_too_few_is_played_again(stage: str, town: Town) -> None:
+    """Two of four are gone at first: nothing is read, and the second attempt has a sum of all."""
+    with away(lambda name, round, attempt, at: name in ("site-01", "site-03") and at == stage and attempt == 0):
+        run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
+    told = (run / "serve.log").read_text()
+    assert "has 2 sites of 4" in told
+    assert "and a sum needs 3" in told
+    assert "round 1 is played again, attempt 2" in told
+    assert rows(run)[0]["aggregation"] == {"summed": SITES}
+
+
+def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
+    """At every stage, before the sites know and after they have answered; with new processes at the sites.
+
+    The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again.
+    """
+    file = town.write("fedloke", rounds=3, cohort=3, secure_aggregation=True, options=eager("fedloke"))
+    town.forget()
+    straight = town.play(file, "straight")
+    town.forget()
+    stops = [((0, BEGIN), True), ((0, MASK), True), ((1, REVEAL), False), ((1, REVEAL), True), ((2, MASK), False)]
+    for visit, after in stops:
+        with stopping(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
+            town.play(file, "stopped")
+        client_app._member.cache_clear()
+    run = town.play(file, "stopped")
+    assert bits(run) == bits(straight)
+    assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+    assert "played again" not in (run / "serve.log").read_text()
+
+
+def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: Town) -> None:
+    """All that a site needs lies in its folder: its secret, and what it put down."""
+    file = town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
+    with before_each_message(client_app._member.cache_clear):
+        anew = town.play(file, "anew")
+    town.forget()
+    assert bits(anew) == bits(town.play(file, "at-once"))
+
+
+def test_a_site_that_has_lost_its_secret_has_no_part_until_the_next_round(town: Town) -> None:
+    """It cannot take its masks off; the others can, and with a new secret it joins again."""
+    file = town.write("fedavg", rounds=2, cohort=SITES, secure_aggregation=True)
+    town.forget()
+    path = town.folder / "site-01" / ".halfmoon" / "secret"
+    lost: list[bytes] = []
+
+    def lose(name: str, round: int, attempt: int, stage: str) -> bool:
+        if name == "site-01" and stage == MASK and not lost:
+            lost.append(path.read_bytes())
+            path.unlink()
+        return False
+
+    with away(lose):
+        run = town.play(file)
+    assert path.read_bytes() != lost[0]
+    first, second = rows(run)
+    assert first["aggregation"] == {"summed": SITES - 1}
+    assert second["aggregation"]["summed"] >= SITES - 1
+
+
+def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town) -> None:
+    """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""
+    options = {"norm": "group", "dp_clip": 0.3, "dp_noise": 0.5, "dp_delta": 1e-4}
+    file = town.write("fedavg", cohort=SITES, secure_aggregation=True, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederationServer, "_secret", lambda self: b"seed 0")
+        run = town.play(file)
+    simulated = town.runs / f"{file.stem}-simulated"
+    runner.cell(settings.resolve(settings.load(file), {}), simulated)
+    assert bits(run) == bits(simulated)
+    told = [[row["aggregation"] for row in rows(path)] for path in (run, simulated)]
+    assert told[0] == told[1]
+    assert told[0][0].keys() == {"summed", "epsilon", "delta"}
+    assert (run / "privacy.jsonl").read_bytes() == (simulated / "privacy.jsonl").read_bytes()
+
+
+# ---- a server in a process of its own
+
+
+WATCHED = (0, 2)
+"""The sites whose updates are looked for: a server's memory is large."""
+
+
+class Seen:
+    """What single sites would have sent: bytes that only a server which sees single updates has."""
+
+    def __init__(self) -> None:
+        self.needles: dict[str, bytes] = {}
+
+    def add(self, site: int, down: tree.Tree, up: tree.Tree) -> None:
+        before, after = tree.flatten(down), tree.flatten(up)
+        path = max((name for name in after if name.startswith("params/")), key=lambda name: after[name].numel())
+        new, moved = after[path].flatten(), (after[path] - before[path]).flatten()
+        at = slice(len(new) // 2, len(new) // 2 + 8)
+        assert int((moved[at] != 0).sum()) > 4
+        whole = (moved.double() * float(up["weight"]) * 2.0**24).round().to(torch.int64)
+        forms = {"model": new, "update": moved, "weighted": moved.double() * float(up["weight"]), "fixed": whole}
+        for name, leaf in forms.items():
+            self.needles[f"{name} of site {site}"] = leaf[at].contiguous().numpy().tobytes()
+
+    def found(self, pid: int) -> set[str]:
+        """Return which of it lies in the memory of a process."""
+        there = set[str]()
+        if not self.needles:
+            return there
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                span, mode, _, _, inode, *_ = line.split()
+                if not mode.startswith("rw") or inode != "0":
+                    continue
+                begin, end = (int(each, 16) for each in span.split("-"))
+                with suppress(OSError, OverflowError):
+                    memory.seek(begin)
+                    data = memory.read(end - begin)
+                    there |= {name for name, needle in self.needles.items() if holds(data, needle)}
+        return there
+
+
+def holds(data: bytes, needle: bytes) -> bool:
+    """Say whether bytes stand in others, at a multiple of 4: numbers do. Much quicker than `in`, where zeros abound."""
+    words, wanted = np.frombuffer(data, "<u4", len(data) // 4), np.frombuffer(needle, "<u4")
+    rare = int(np.argmax(wanted.view("<i4") % 65_521))  # no zero
+    return any(
+        words[at - rare : at - rare + len(wanted)].tobytes() == needle
+        for at in np.flatnonzero(words == wanted[rare]).tolist()
+        if at >= rare
+    )
+
+
+def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
+    """Play a federation whose server is another process; yield what lies in its memory, stage by stage.
+
+    That is looked for when the last answer of a stage is still missing.
+    """
+    file = town.write("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
+    members = [SiteClient.at(town.folder / name, name) for name in town.names]
+    for path in town.folder.rglob(KNOWN):  # a test before may have given a site a new secret
+        path.unlink()
+    seen, counts = Seen(), dict[tuple[int, int, str], int]()
+    original = SiteRuntime.do
+
+    def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
+        reply = original(self, request, memories)
+        if request.work and self.number in WATCHED:
+            seen.add(self.number, request.down, reply.up)
+        return reply
+
+    server = subprocess.Popen(
+        [sys.executable, Path(__file__).parents[1] / "support" / "sum_server.py", file, folder / "run", str(SITES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SiteRuntime, "do", do)
+            while (reply := take(server.stdout)) is not None:
+                node, message_id, data = reply
+                answer = members[node].answer(data)
+                at = stage_of(data)
+                counts[at] = counts.get(at, 0) + 1
+                if at[2] != "offer" and counts[at] == SITES:
+                    time.sleep(0.3)  # it has read the other answers by now
+                    yield at[2], seen.found(server.pid)
+                put(server.stdin, node, message_id, answer)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()
+        server.stdin.close()
+        server.stdout.close()
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
+
+
+@linux
+def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Path) -> None:
+    """Neither as it is, nor as a change, weighted, or in fixed point; at no stage, and not after the round."""
+    looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 4))
+    assert looked == [(stage, set()) for stage in (*STAGES, BEGIN)]
+
+
+@linux
+def test_what_looks_for_single_updates_finds_them(town: Town, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain answers, the models of those whose answers have come; and without the masks, the whole numbers."""
+    (stage, there), *_ = watched(town, tmp_path / "plain", secure=False)
+    assert stage == ""
+    assert {f"model of site {k}" for k in WATCHED} <= there
+    monkeypatch.setattr(Party, "mask", lambda self, vector, masking: vector.view("u8").copy())
+    looked = dict(islice(watched(town, tmp_path / "bare", secure=True), 2))
+    assert looked[BEGIN] == set()
+    assert {f"fixed of site {k}" for k in WATCHED} <= looked[MASK]

@@ -1,0 +1,622 @@
+"""A site folder that takes part: what it refuses and in which words, what it remembers, and what a full disk does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federations import terms
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from halfmoon.core import rng, tree
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.federation.protocol.messages import (
+    FAILED,
+    OTHER_VERSION,
+    UNFIT,
+    UNKNOWN,
+    Joined,
+    Offer,
+    Refusal,
+    Reply,
+    Request,
+    read,
+    write,
+)
+from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.site.memory import Memory, settle
+from halfmoon.methods import registry
+from halfmoon.runs.factory import task, views
+from halfmoon.storage import atomic_io
+from halfmoon.storage.state_store import Store
+
+WARD, PATIENT, DIAGNOSIS = "ward-7-b41", "kim-1961", "lupus"
+"""The folder of the site, the beginning of its images' names, and a class that only it has."""
+
+ROUNDS = 4
+RUN = "5a" * 16
+
+
+def made(method: str = "fedloke", **options: Any) -> Terms:
+    """Return terms of one site that plays every round."""
+    small = {
+        "cohort": 1,
+        "rounds": ROUNDS,
+        "labeled_batch": 2,
+        "unlabeled_batch": 2,
+        "steps": 2,
+        "labeled_view": "weak",
+    }
+    return terms(("north",), method=method, **{**small, **options})
+
+
+TERMS = made()
+
+
+def folder(path: Path, labels: Mapping[int, str], count: int = 8, classes: str = "sound\nill\n") -> Path:
+    """Write a site folder: gray images of 8x8, some with labels."""
+    path.mkdir(parents=True)
+    pixels = np.random.default_rng(5).integers(0, 256, (count, 8, 8), dtype=np.uint8)
+    for k in range(count):
+        Image.fromarray(pixels[k]).save(path / f"{PATIENT}-{k}.png")
+    lines = [f"{PATIENT}-{k}.png,{name}" for k, name in labels.items()]
+    (path / "labels.csv").write_text("\n".join(["path,label", *lines]) + "\n")
+    if classes:
+        (path / "classes.txt").write_text(classes)
+    return path
+
+
+def offer(about: Terms = TERMS, version: str = "") -> bytes:
+    """Return what a server asks a site to join."""
+    return write(Offer(version or SiteClient(Path(), "", Path()).version, about.text))
+
+
+@dataclass
+class Line:
+    """A link to one member; what went over it, in pairs."""
+
+    member: SiteClient
+    pairs: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+        """Have the member answer."""
+        for data in requests.values():
+            self.pairs.append((data, self.member.answer(data)))
+        return dict.fromkeys(requests, Answer(self.pairs[-1][1]))
+
+
+def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:
+    """Play rounds with one site, and return each request with its answer."""
+    assert isinstance(read(member.answer(offer(about)), Joined, Refusal), Joined)
+    config = about.config
+    shared, line = task(config, about.form), Line(member)
+    method = registry.make(config.method, dict(config.options))
+    remote = RemoteRuntime(
+        method, shared, views(config, about.form),
+        SiteCalls(line, about.sites, RunIdentity(about.hash, member.version, RUN)), RuntimeSettings(1, config.seed),
+        store=Store(),
+    )  # fmt: skip
+    server = method.start(shared, shared.network.init(rng.generator(config.seed, "model")))
+    for number in range(rounds):
+        remote.open(number)
+        server = method.round(remote.task, server, remote)
+        remote.stored(0)
+        remote.close()
+    return line.pairs
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a site with 3 labeled and 5 unlabeled images; nothing is kept in it."""
+    return folder(tmp_path_factory.mktemp("clinic") / WARD, {0: "sound", 3: "ill", 5: "sound"})
+
+
+@pytest.fixture(scope="module")
+def script(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, bytes]]:
+    """Return what a server asked in four rounds of FedLoKe, whose sites remember, and what was answered."""
+    return play(SiteClient.at(ward, "north", tmp_path_factory.mktemp("first")))
+
+
+@pytest.fixture
+def member(ward: Path, tmp_path: Path) -> SiteClient:
+    """Return a member that has nothing at home yet."""
+    return SiteClient.at(ward, "north", tmp_path / "home")
+
+
+def told(data: bytes) -> Refusal:
+    """Return the refusal in an answer, which must have no word that only the site knows."""
+    said = read(data, Refusal)
+    discreet(data)
+    return said
+
+
+def discreet(data: bytes) -> None:
+    """Fail where bytes have a name of the site's folder, files or own classes."""
+    for secret in (WARD, PATIENT, DIAGNOSIS, "clinic", "labels.csv", ".png", "/tmp", "home"):
+        assert secret.encode() not in data, secret
+
+
+def logged(member: SiteClient) -> str:
+    """Return what the site wrote down."""
+    return (member.home / "join.log").read_text()
+
+
+def memories(member: SiteClient, about: Terms = TERMS) -> list[Path]:
+    """Return the files in which the site remembers, the oldest first."""
+    return sorted((member.home / "federations" / about.hash[:16]).glob(f"{RUN}/memory-*"))
+
+
+def test_a_site_joins(member: SiteClient) -> None:
+    said = read(member.answer(offer()), Joined)
+    assert (said.federation, said.name, said.labeled, said.unlabeled, said.tests) == (TERMS.hash, "north", 3, 5, 0)
+    discreet(write(said))
+    assert "this site gives 3 images with a label and 5 without" in logged(member)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ("0.9.0", "0.10.0", "this site runs halfmoon 0.9.0, the server 0.10.0: this site has to upgrade to 0.10.0."),
+        ("0.10.0", "0.9.0", "this site runs halfmoon 0.10.0, the server 0.9.0: the server has to upgrade to 0.10.0."),
+        ("1.0", "1.0rc1", "the server has to upgrade to 1.0."),
+        ("1.0.0", "1.0.0.dev3", "the server has to upgrade to 1.0.0."),
+        ("1.0.0.dev3", "1.0.0", "this site has to upgrade to 1.0.0."),
+        ("1.0", "1.0.1", "this site has to upgrade to 1.0.1."),
+    ],
+)
+def test_another_version_is_refused_with_who_has_to_upgrade(
+    member: SiteClient, mine: str, theirs: str, said: str
+) -> None:
+    """Numbers are compared as numbers; a version before its release is older than that."""
+    member.version = mine
+    for data in (offer(version=theirs), write(replace(REQUEST, version=theirs))):
+        refusal = told(member.answer(data))
+        assert refusal.kind == OTHER_VERSION
+        assert refusal.reason.endswith(said)
+        assert refusal.version == mine
+
+
+def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Path) -> None:
+    refusal = told(SiteClient.at(ward, "east", tmp_path).answer(offer()))
+    assert (refusal.kind, refusal.reason) == (UNFIT, "federation test has no site east.")
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "kind", "said"),
+    [
+        ({0: DIAGNOSIS, 1: "ill"}, "", UNFIT, "it has labels of classes that the federation does not have"),
+        ({}, "sound\nill\n", UNFIT, "the federation has labels at every site, but this site has none."),
+        (dict.fromkeys(range(8), "ill"), "ill\n", UNFIT, "needs images without a label, but this site has none."),
+        ({99: "ill"}, "", FAILED, "it cannot take part now; its own log says why."),
+        ({0: "ill"}, f"{DIAGNOSIS}\n", FAILED, "it cannot take part now; its own log says why."),
+    ],
+    ids=["class", "no label", "all labels", "no file", "no class"],
+)
+def test_a_folder_that_cannot_take_part(
+    tmp_path: Path, labels: dict[int, str], classes: str, kind: str, said: str
+) -> None:
+    member = SiteClient.at(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
+    refusal = told(member.answer(offer()))
+    assert refusal.kind == kind
+    assert refusal.reason.endswith(said) or said in refusal.reason
+    assert "not done: " in logged(member)
+    assert told(member.answer(write(replace(REQUEST, version=member.version)))).kind == UNKNOWN
+
+
+def test_a_class_that_no_label_has_is_no_hindrance(tmp_path: Path) -> None:
+    """A site may know more classes than it has labels of, and in another order: names count, not numbers."""
+    site = folder(tmp_path / WARD, {0: "ill", 1: "sound"}, classes=f"ill\n{DIAGNOSIS}\nsound\n")
+    member = SiteClient.at(site, "north", tmp_path / "home")
+    assert isinstance(read(member.answer(offer()), Joined), Joined)
+    _, opened = member._sites[TERMS.hash]
+    held = opened.local_clients.dataset
+    assert held.train.labels[torch.from_numpy(held.split.labeled)].tolist() == [1, 0]
+
+
+def test_labels_that_a_federation_does_not_want_are_not_used(ward: Path, tmp_path: Path) -> None:
+    """With the labels at the server, all images of a site count as unlabeled ones."""
+    member = SiteClient.at(ward, "north", tmp_path)
+    about = made("semifl", labels_at="server")
+    said = read(member.answer(offer(about)), Joined)
+    assert (said.labeled, said.unlabeled) == (0, 8)
+
+
+REQUEST = Request(TERMS.hash, "", RUN, 0, 0, 0, "train")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "", ".", "/etc", "F" * 64, "f" * 63, "f" * 64 + " ", "f" * 65, "../" + "f" * 61, "f" * 64 + "/../x"],
+)
+def test_a_federation_that_is_no_hash_is_unknown_and_no_folder_is_made(member: SiteClient, name: str) -> None:
+    """What a server calls its federation becomes the name of a folder."""
+    refusal = told(member.answer(write(replace(REQUEST, version=member.version, federation=name))))
+    assert refusal.kind == UNKNOWN
+    assert [path.name for path in member.home.rglob("*")] == ["join.log"]
+
+
+def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
+    refusal = told(member.answer(write(replace(REQUEST, version=member.version))))
+    assert (refusal.kind, refusal.reason) == (
+        UNKNOWN, f"this site has not joined federation {TERMS.hash[:8]} yet."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"\xff\xfe\x00", b"null", TERMS.text.encode().replace(b'"rounds": 4', b'"rounds": 5')]
+)
+def test_terms_that_are_damaged_are_joined_again(
+    member: SiteClient, ward: Path, script: list[tuple[bytes, bytes]], damage: bytes
+) -> None:
+    """A site whose disk lost the terms says that it does not know them: the server then offers them again."""
+    member.answer(offer())
+    (kept,) = member.home.rglob("terms.json")
+    kept.write_bytes(damage)
+    again = SiteClient.at(ward, "north", member.home)
+    request, reply = script[0]
+    assert told(again.answer(request)).kind == UNKNOWN
+    again.answer(offer())
+    assert again.answer(request) == reply
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 8, b"\xff" * 100, b"GET / HTTP/1.1\r\n", write(Joined("", "", "", 0, 0))]
+)
+def test_noise_is_answered(member: SiteClient, data: bytes) -> None:
+    assert told(member.answer(data)).kind == UNFIT
+
+
+@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, '{"name": 1}', TERMS.text.replace('"fedloke"', '"magic"')])
+def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
+    assert told(member.answer(write(Offer(member.version, text)))).kind == UNFIT
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT), ({"work": "steal"}, UNFIT),
+        ({"down": {}}, UNFIT), ({"down": {"params": {"x": torch.ones(2)}}}, UNFIT),
+        ({"federation": "a" * 64}, UNKNOWN), ({"evaluation": {"x": torch.ones(2)}}, UNFIT),
+        ({"run": "../../x"}, UNFIT), ({"run": ""}, UNFIT), ({"run": "A" * 32}, UNFIT),
+        ({"known": [1]}, UNFIT), ({"known": [0, 0, -1]}, UNFIT), ({"safe": [0, 0, "x"]}, UNFIT),
+    ],
+)  # fmt: skip
+def test_requests_that_cannot_be_done(
+    member: SiteClient, script: list[tuple[bytes, bytes]], changes: dict[str, Any], kind: str | None
+) -> None:
+    """Each has its answer, and the next honest request has the right one."""
+    member.answer(offer())
+    request = read(script[0][0], Request)
+    data = member.answer(write(replace(request, **changes)))
+    if kind is not None:
+        assert told(data).kind == kind
+    assert member.answer(script[0][0]) == script[0][1]
+
+
+def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+    """Weights that are no numbers: the server hears that training diverged, the site's log at which step."""
+    member.answer(offer())
+    request = read(script[0][0], Request)
+    spoiled = tree.map(lambda leaf: leaf * float("nan") if leaf.is_floating_point() else leaf, request.down)
+    refusal = told(member.answer(write(replace(request, down=spoiled))))
+    assert (refusal.kind, refusal.reason) == (FAILED, "its training diverged; its own log says why.")
+    assert memories(member) == []
+
+
+def test_a_site_answers_alike_in_every_process(
+    ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]
+) -> None:
+    """The same requests twice, each time by a member that has just been started: the same bytes."""
+    member.answer(offer())
+    for request, reply in script:
+        for _ in range(2):
+            assert SiteClient.at(ward, "north", member.home).answer(request) == reply
+    assert len({reply for _, reply in script}) == ROUNDS
+
+
+def test_a_site_remembers(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+    """The scene shows it: FedLoKe's second round without the memory of the first is another one."""
+    member.answer(offer())
+    assert member.answer(script[1][0]) != script[1][1]
+
+
+def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(
+    member: SiteClient, script: list[tuple[bytes, bytes]]
+) -> None:
+    """A server that goes back a round, or two: the site's answers are as they were, in whatever order it asks."""
+    member.answer(offer())
+    for place in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
+        assert member.answer(script[place][0]) == script[place][1], place
+
+
+def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+    """The first round is played twice, at first with another model, and once more in vain: what the server says that
+    it goes on from counts, whatever came before or after it.
+    """
+    member.answer(offer())
+    first, second = (read(script[place][0], Request) for place in (0, 1))
+    other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.down)
+    assert member.answer(write(replace(first, down=other))) != script[0][1]
+    reply = read(member.answer(write(replace(first, attempt=1))), Reply)
+    assert write(replace(reply, attempt=0)) == script[0][1]
+    assert member.answer(write(replace(first, attempt=2, down=other))) != script[0][1]
+    assert second.known == [0, 0, 0]
+    assert member.answer(write(replace(second, known=[0, 1, 0]))) == script[1][1]
+    assert member.answer(write(replace(second, known=[0, 0, 0]))) != script[1][1]
+
+
+def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+    """Once the server will not go back behind the second round, the first one's memory goes; from there all goes on."""
+    member.answer(offer())
+    for request, _ in script[:2]:
+        member.answer(request)
+    assert len(memories(member)) == 2
+    last = write(replace(read(script[2][0], Request), safe=[1, 0, 0]))
+    assert member.answer(last) == script[2][1]
+    assert [path.name[7:21] for path in memories(member)] == ["000001-000-000", "000002-000-000"]
+    for place in (3, 2, 3):
+        assert member.answer(script[place][0]) == script[place][1]
+
+
+def test_a_damaged_memory_is_named_and_the_one_before_counts(
+    ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]], tmp_path: Path
+) -> None:
+    member.answer(offer())
+    for request, _ in script[:2]:
+        member.answer(request)
+    shutil.copytree(member.home, tmp_path / "without")
+    newest = memories(member)[-1]
+    without = SiteClient.at(ward, "north", tmp_path / "without")
+    memories(without)[-1].unlink()
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    reply = member.answer(script[2][0])
+    assert reply == without.answer(script[2][0]) != script[2][1]
+    assert f"{newest.name} is damaged" in logged(member)
+    discreet(reply)
+
+
+def at(folder: Path, *visit: int, known: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> Memory:
+    """Return the memory in a visit."""
+    round, attempt, query = visit
+    return Memory(folder, (round, attempt, query), known, torch.device("cpu"), warn)
+
+
+def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
+    """Of any length; and a partial file of a kill in the middle of writing is nothing."""
+    heard: list[str] = []
+    at(tmp_path, 0, 0, 0).put("0", {"a": torch.arange(3.0)})
+    at(tmp_path, 1, 0, 0).put("0", {"a": torch.zeros(3)})
+    (whole,) = tmp_path.glob("memory-000001-*")
+    data = whole.read_bytes()
+    (tmp_path / f".{whole.name}.partial").write_bytes(data[:9])
+    (tmp_path / "memory-000001-000-000-00.safetensors").write_bytes(b"")
+    for length in (0, 7, 8, len(data) - 1):
+        whole.write_bytes(data[:length])
+        found = at(tmp_path, 2, 0, 0, known=(1, 0, 0), warn=heard.append).get("0")
+        assert found is not None
+        assert found["a"].tolist() == [0, 1, 2]
+    assert len(heard) == 4
+    assert at(tmp_path, 2, 0, 0).get("0") is None, "the server says that nothing counted"
+
+
+def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Somebody put back an old backup of the site: what is there counts, or nothing."""
+    heard: list[str] = []
+    memory = at(tmp_path, 6, 0, 0, known=(5, 1, 0), warn=heard.append)
+    assert memory.get("0") is None
+    at(tmp_path, 3, 0, 0).put("0", {"a": torch.ones(1)})
+    at(tmp_path, 5, 2, 0).put("0", {"a": torch.zeros(1)})
+    found = memory.get("0")
+    assert found is not None
+    assert found["a"].tolist() == [1]
+    assert [said.split(":")[0] for said in heard] == ["the memory of round 6 is missing"] * 2
+
+
+def test_settling_keeps_what_is_safe_and_what_came_after(tmp_path: Path) -> None:
+    for visit in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (5, 0, 0)):
+        at(tmp_path, *visit).put("0", {"a": torch.tensor(visit)})
+    settle(tmp_path, None)
+    assert len(list(tmp_path.iterdir())) == 5
+    settle(tmp_path, (2, 0, 1))
+    assert [path.name[7:21] for path in sorted(tmp_path.iterdir())] == [
+        "000002-000-001", "000002-001-000", "000005-000-000"
+    ]  # fmt: skip
+    settle(tmp_path / "nowhere", (3, 0, 0))
+
+
+Fail = Callable[..., Any]
+ERRORS = [
+    OSError(errno.ENOSPC, "No space left on device", f"/{WARD}/x"),
+    OSError(f"cannot write /{WARD}/{PATIENT}.png"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["full", "without a number"])
+@pytest.mark.parametrize("call", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", ["replace", "append"])
+def test_a_full_disk_is_said_without_a_path_and_forgotten(
+    member: SiteClient, script: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch,
+    what: str, call: int, error: OSError,
+) -> None:  # fmt: skip
+    """Whichever write it is that fails (index, what may come down, terms, memory; a line of the log).
+
+    With space again the same messages have the answers that they always had.
+    """
+    real: Fail = getattr(atomic_io, what)
+    calls: list[int] = []
+
+    def full(*words: Any) -> None:
+        calls.append(1)
+        if len(calls) - 1 == call:
+            raise error
+        real(*words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_io, what, full)
+        answers = [member.answer(data) for data in (offer(), script[0][0])]
+    kinds = [type(read(data, Joined, Reply, Refusal)) for data in answers]
+    if what == "append":
+        assert kinds == [Joined, Reply], "what cannot be written down is still done"
+    else:
+        assert len(calls) > call, "0 is the index, 1 what may come down, 2 the terms, 3 the memory"
+        assert told(answers[call // 3]).kind == FAILED
+    assert isinstance(read(member.answer(offer()), Joined), Joined)
+    for request, reply in script[:2]:
+        assert member.answer(request) == reply
+    for data in answers:
+        discreet(data)
+
+
+def test_a_disk_that_stays_full_stops_nothing_else(
+    member: SiteClient, script: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round 1's memory cannot be kept, so the answer is a refusal; round 1 again, with space, is as if it never was."""
+    member.answer(offer())
+    assert member.answer(script[0][0]) == script[0][1]
+
+    def full(*words: Any) -> None:
+        raise ERRORS[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_io, "replace", full)
+        patch.setattr(atomic_io, "append", full)
+        refusal = told(member.answer(script[1][0]))
+    assert (refusal.kind, refusal.reason) == (FAILED, "its disk: No space left on device.")
+    for place in (1, 2):
+        assert member.answer(script[place][0]) == script[place][1]
+
+
+@pytest.mark.parametrize("remains", ["nothing", "no labels", "a broken image"])
+def test_a_folder_that_goes_while_a_site_takes_part(
+    tmp_path: Path, script: list[tuple[bytes, bytes]], remains: str
+) -> None:
+    """Each message may find another folder than the one before: the answer names none of it."""
+    ward = folder(tmp_path / WARD, {0: "sound", 3: "ill", 5: "sound"})
+    home = tmp_path / "home"
+    SiteClient.at(ward, "north", home).answer(offer())
+    if remains == "nothing":
+        shutil.rmtree(ward)
+    elif remains == "no labels":
+        (ward / "labels.csv").write_text("path,label\n")
+    else:
+        (ward / f"{PATIENT}-0.png").write_bytes(b"no image")
+    data = SiteClient.at(ward, "north", home).answer(script[0][0])
+    discreet(data)
+    said = read(data, Reply, Refusal)
+    assert isinstance(said, Reply) == (remains == "a broken image")
+
+
+def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+    """A federation of larger images beside: both go on."""
+    wide = replace(TERMS, form=replace(TERMS.form, image=(1, 16, 16)))
+    pairs = play(member, wide, 1)
+    member.answer(offer())
+    assert member.answer(script[0][0]) == script[0][1]
+    again = SiteClient.at(ward, "north", member.home)
+    assert [again.answer(request) for request, _ in pairs] == [reply for _, reply in pairs]
+    assert (member.home / "8x8x1").is_dir() or (member.home / "16x16x1").is_dir()
+
+
+def test_a_site_tests_a_model_on_images_that_it_never_trains_on(
+    ward: Path, tmp_path: Path, script: list[tuple[bytes, bytes]]
+) -> None:
+    """Four labeled test images: a table of counts with the sum 4, and a loss; the work beside gives the same bits."""
+    tests = folder(tmp_path / "test" / WARD, {0: "ill", 1: "ill", 2: "sound", 6: "ill"})
+    member = SiteClient.at(ward, "north", tmp_path / "home", tests=tests)
+    assert read(member.answer(offer()), Joined).tests == 4
+    request = read(script[0][0], Request)
+    model = {"params": request.down["params"], "stats": request.down["stats"]}
+    both = read(member.answer(write(replace(request, evaluation=model))), Reply)
+    assert both.evaluation["confusion"].sum() == 4
+    assert both.evaluation["confusion"].sum(1).tolist() == [1, 3]
+    assert write(replace(both, evaluation={})) == script[0][1]
+    alone = read(member.answer(write(replace(request, evaluation=model, work="", down={}))), Reply)
+    assert torch.equal(alone.evaluation["confusion"], both.evaluation["confusion"])
+    assert alone.up == {}
+
+
+@pytest.fixture(scope="module")
+def steady(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> SiteClient:
+    """Return a member that has joined, for many messages."""
+    member = SiteClient.at(ward, "north", tmp_path_factory.mktemp("steady"))
+    member.answer(offer())
+    return member
+
+
+Anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+ENDLESS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def bent(head: Mapping[str, Any]) -> bytes:
+    """Return a message with this head and no tensors, as `write` makes it, whatever the head holds."""
+    plain = json.dumps({"__metadata__": {"halfmoon": json.dumps(head), "shape": json.dumps({})}}).encode()
+    plain += b" " * (-len(plain) % 8)
+    return len(plain).to_bytes(8, "little") + plain
+
+
+def test_bent_is_a_message() -> None:
+    head = {"message": "offer", "version": "1", "terms": "2"}
+    assert read(bent(head), Offer) == Offer("1", "2")
+
+
+@ENDLESS
+@given(changes=st.dictionaries(st.sampled_from([*Request.__dataclass_fields__, "message"]), Anything, max_size=3))
+def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, changes: dict[str, Any]) -> None:
+    head = {"message": "request", **REQUEST.__dict__, "version": steady.version, **changes}
+    data = steady.answer(bent({name: value for name, value in head.items() if name not in ("down", "evaluation")}))
+    discreet(data)
+    assert isinstance(read(data, Refusal, Reply), Refusal) or not changes["work"]
+
+
+@ENDLESS
+@given(place=st.sampled_from(["form", "config", "options"]), name=st.data(), value=Anything)
+def test_whatever_an_offer_says_there_is_a_discreet_answer(
+    steady: SiteClient, place: str, name: st.DataObject, value: Any
+) -> None:
+    facts = json.loads(TERMS.text)
+    facts[place][name.draw(st.sampled_from(sorted(facts[place])))] = value
+    data = steady.answer(write(Offer(steady.version, json.dumps(facts))))
+    discreet(data)
+    said = read(data, Joined, Refusal)
+    assert isinstance(said, Joined) or said.kind in (UNFIT, FAILED)
+
+
+@ENDLESS
+@given(st.binary(max_size=200))
+def test_whatever_comes_is_answered(steady: SiteClient, data: bytes) -> None:
+    assert told(steady.answer(data)).kind == UNFIT
+
+
+@ENDLESS
+@given(st.data())
+def test_a_request_with_wrong_bytes_is_answered(
+    steady: SiteClient, script: list[tuple[bytes, bytes]], drawn: st.DataObject
+) -> None:
+    """A byte of a header changed, or the message cut."""
+    data = bytearray(script[0][0])
+    end = 8 + int.from_bytes(data[:8], "little")
+    data[drawn.draw(st.integers(0, end - 1))] = drawn.draw(st.integers(0, 255))
+    cut = drawn.draw(st.sampled_from([len(data), end, end + 5]))
+    answer = steady.answer(bytes(data[:cut]))
+    read(answer, Refusal, Reply)
+    discreet(answer)

@@ -1,0 +1,530 @@
+"""Replies before they touch the model: real ones pass every check, spoiled ones are refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import begin, task
+from test_contract import scene
+
+from halfmoon.api.types import Batch, ClientUpdate, Local, StepMetrics, Task
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.budget import Budget
+from halfmoon.engine.client_update import ClientContext, ClientResult
+from halfmoon.engine.evaluation import Quality
+from halfmoon.engine.sampling import Amount, Views
+from halfmoon.federation.protocol.messages import Reply
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
+from halfmoon.federation.server.quarantine import Quarantine, Refusals
+from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, norms
+from halfmoon.methods import registry
+
+FEDERATED = [name for name in registry.names() if not registry.entry(name).pooled]
+IMAGE, F64 = (1, 8, 8), torch.float64
+
+
+def patterns(shared: Task | None = None) -> UplinkSpec:
+    return UplinkSpec(shared or task(), Views(), IMAGE, 3)
+
+
+class Trip(NamedTuple):
+    """One question to the clients of a real run, and what came of it."""
+
+    context: ClientContext
+    clients: Sequence[int]
+    downlinks: list[Tree]
+    outcomes: list[ClientResult]
+    most: list[Amount]
+    images: list[int]
+
+
+@cache
+def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, list[Trip]]:
+    """Return all questions of two rounds of a method in a simulation."""
+    method, shared, simulation = scene(name, "both", place=place, **options)
+    asked: list[Trip] = []
+    local_clients = simulation.local_clients
+    visit, held = local_clients.visit, local_clients.dataset
+
+    def spied(
+        context: ClientContext, clients: Sequence[int], stage: int | None, down: Tree, each: Tree, quality: Quality
+    ) -> list[ClientResult]:
+        outcomes = visit(context, clients, stage, down, each, quality)
+        if list(clients) != [SERVER]:
+            downlinks = [{**down, **tree.index(each, k)} for k in range(len(clients))]
+            own = [(held.own(k), held.given(k)) for k in clients]
+            most = [Budget().amount(local_clients.batching, context.work, *holding) for holding in own]
+            images = [int((held.split.client == k).sum()) for k in clients]
+            asked.append(Trip(context, clients, downlinks, outcomes, most, images))
+        return outcomes
+
+    simulation.local_clients.visit = spied
+    server = begin(method, shared)
+    for number in range(2):
+        simulation.open(number)
+        server = method.round(simulation.task, server, simulation)
+    return shared, asked
+
+
+def answer(outcome: ClientResult, **changes: Any) -> Reply:
+    """Return the reply of a site that did what `outcome` says."""
+    samples = {name: each._asdict() for name, each in outcome.samples.items()}
+    given: dict[str, Any] = {
+        "amount": list(outcome.amount),
+        "traffic": list(outcome.traffic),
+        "swept": outcome.swept,
+        "kept": outcome.kept,
+        "up": outcome.up,
+        "samples": samples,
+        **changes,
+    }
+    return Reply(federation="f", version="1", run="0" * 32, round=0, attempt=0, query=0, work="train", **given)
+
+
+PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).places]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None:
+    """Names, shapes and dtypes of each client's upload in each trip of two rounds; clients of unequal size, some
+    without labels where labels lie at some or at the server: no shape depends on the client.
+
+    What the sites answered passes every other check, too.
+    """
+    shared, asked = queries(name, place)
+    known = patterns(shared)
+    assert asked
+    for query in asked:
+        for k, outcome in enumerate(query.outcomes):
+            pattern = known.of(query.context, query.downlinks[k])
+            assert pattern is not None
+            flat = tree.flatten(outcome.up)
+            assert {path: kind for path, kind in pattern.items() if kind is not None} == {
+                path: (tuple(leaf.shape), leaf.dtype) for path, leaf in flat.items()
+            }
+            assert pattern == spec_of(outcome.up)
+            reply = answer(outcome)
+            assert check_schema(reply.up, reply.samples, pattern) is None
+            assert check_schema(reply.up, reply.samples, None) is None
+            assert check_counts(reply, query.most[k], query.images[k]) is None
+        sites = [str(client) for client in query.clients]
+        ups = dict(zip(sites, [outcome.up for outcome in query.outcomes], strict=True))
+        found = norms(ups, dict(zip(sites, query.downlinks, strict=True)))
+        assert all(math.isfinite(norm) for norm in found.values())
+        assert check_norm(found, 10.0) == {}
+
+
+def test_rows_that_count_twice_are_plausible() -> None:
+    """Where labeled rows are unlabeled ones as well, a client of 16 images (5 labeled) weighs 5 + 16 = 21: over 16."""
+    _, _, simulation = scene("feddb", "both")
+    held = replace(simulation.dataset, reuse_labeled=True)
+    heaviest = max(held.own(k).labeled + held.own(k).unlabeled - int((held.split.client == k).sum()) for k in range(4))
+    assert heaviest > 0
+    _, asked = queries("feddb")
+    outcome = asked[0].outcomes[0]._replace(up={"weight": torch.tensor(21.0)}, traffic=(0, 0))
+    assert check_counts(answer(outcome), outcome.amount, 16) is None
+    assert "weight" in str(check_counts(answer(outcome), outcome.amount, 10))
+
+
+def test_a_made_up_visit_disturbs_nothing() -> None:
+    """Global generators stand where they stood, what came down is as it was, and the same asked again is the same."""
+    shared, asked = queries("feddure")
+    query = asked[0]
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    down = tree.map(torch.clone, query.downlinks[0])
+    first = patterns(shared).of(query.context, query.downlinks[0])
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert all(map(torch.equal, tree.leaves(down), tree.leaves(query.downlinks[0])))
+    assert patterns(shared).of(query.context, query.downlinks[0]) == first
+
+
+@dataclass(frozen=True)
+class Echo(ClientUpdate):
+    """A work that counts how often it begins, and sends `times` its first leaf; its loss is `loss`."""
+
+    log: Callable[[], None] = lambda: None
+    times: int = 1
+    loss: float = 0.0
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        self.log()
+        return {"seen": torch.stack([down["w"]] * self.times)}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        return carry, StepMetrics(torch.tensor(self.loss), {}, ())
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+        return {**carry, "none": {}}, {}
+
+    def passes(self, labeled: int, unlabeled: int) -> Any:
+        raise NotImplementedError
+
+
+def context(work: ClientUpdate, round: int = 0) -> ClientContext:
+    return ClientContext(work, Views(), 3, round, 0)
+
+
+def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
+    """The round and its learning rate do not count; the work's own fields, and shapes and dtypes of `down`, do."""
+    begun: list[int] = []
+
+    def log() -> None:
+        begun.append(1)
+
+    known, shared = patterns(), task()
+    small = {"w": torch.ones(3)}
+    for round in range(3):
+        pattern = known.of(context(Echo(shared.at(round), log=log), round), small)
+        assert pattern == {"seen": ((1, 3), torch.float32), "none": None}
+    assert len(begun) == 1
+    assert known.of(context(Echo(shared, log=log, times=2)), small) == {"seen": ((2, 3), torch.float32), "none": None}
+    assert known.of(context(Echo(shared, log=log)), {"w": torch.ones(5)}) == {
+        "seen": ((1, 5), torch.float32),
+        "none": None,
+    }
+    assert known.of(context(Echo(shared, log=log)), {"w": torch.ones(3, dtype=F64)}) == {
+        "seen": ((1, 3), F64),
+        "none": None,
+    }
+    assert len(begun) == 4
+
+
+def test_a_pattern_does_not_hang_on_weights() -> None:
+    """A server's model of NaN has the pattern of any other; a loss that is none even at zero leaves it unknown."""
+    shared, asked = queries("fedavg-fixmatch")
+    query = asked[0]
+    spoiled = tree.map(lambda leaf: torch.full_like(leaf, math.nan), query.downlinks[0])
+    known = patterns(shared)
+    assert known.of(query.context, spoiled) == spec_of(query.outcomes[0].up)
+    assert known.of(context(Echo(shared, loss=math.inf)), {"w": torch.ones(3)}) is None
+
+
+@pytest.fixture
+def pattern() -> TreeSpec:
+    """Of an upload like that of FedAvg with group normalization."""
+    return {"params/a": ((2, 3), torch.float32), "params/b": ((3,), torch.float32), "stats": None, "weight": ((), F64)}
+
+
+def upload(**changes: Any) -> Tree:
+    up = {"params": {"a": torch.ones(2, 3), "b": torch.ones(3)}, "stats": {}, "weight": torch.tensor(5.0, dtype=F64)}
+    return {**up, **changes}
+
+
+def test_an_upload_of_the_pattern_has_no_fault(pattern: TreeSpec) -> None:
+    assert spec_of(upload()) == pattern
+    assert check_schema(upload(), {}, pattern) is None
+
+
+LINE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("up", "said"),
+    [
+        (upload(params={"a": torch.ones(2, 3)}), "'params/b' is missing"),
+        (upload(params=LINE), "'params/a' is missing"),
+        (upload(stats={"var": LINE}), "'stats' is missing"),
+        ({name: part for name, part in upload().items() if name != "stats"}, "'stats' is missing"),
+        (upload(more=LINE), "'more' was not asked for"),
+        (upload(more={}), "'more' was not asked for"),
+        (upload(params={"a": torch.ones(2, 3), "b": LINE, "x": {"y": LINE}}), "'params/x/y' was not asked for"),
+        # The same paths once joined, another tree: a name that holds the separator.
+        ({**upload(stats={}), "params": {"a": torch.ones(2, 3)}, "params/b": LINE}, "'params/b' is missing"),
+        (upload(**{"params/b": LINE}), "'params/b' was not asked for"),
+        (upload(stats=LINE), "'stats' is a tensor, not empty"),
+        (upload(params={"a": torch.ones(2, 3), "b": {}}), "'params/b' is empty, not a tensor"),
+        (upload(params={"a": torch.ones(3, 2), "b": LINE}), "'params/a' has the shape (3, 2), not (2, 3)"),
+        (upload(weight=torch.ones(1, dtype=F64)), "'weight' has the shape (1,), not ()"),
+        (upload(weight=torch.tensor(5.0)), "'weight' holds float32, not float64"),
+        (upload(weight=torch.tensor(math.nan, dtype=F64)), "'weight' holds values that are not finite"),
+        (upload(params={"a": torch.ones(2, 3), "b": LINE / 0}), "'params/b' holds values that are not finite"),
+        (LINE, "it is no tree of tensors"),
+    ],
+)
+def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, up: Tree, said: str) -> None:
+    assert check_schema(up, {}, pattern) == said
+
+
+def test_without_a_pattern_values_are_judged_all_the_same() -> None:
+    assert check_schema(upload(more=LINE), {}, None) is None
+    assert check_schema(upload(more=-LINE / 0), {}, None) == "'more' holds values that are not finite"
+    odd = LINE.to(torch.float8_e4m3fn)
+    assert check_schema(upload(more=odd), {}, None) == "'more' holds float8_e4m3fn, which no method sends"
+    assert check_schema(LINE, {}, None) == "it is no tree of tensors"  # pyright: ignore[reportArgumentType]
+
+
+def test_a_variance_is_not_negative() -> None:
+    """A finite one below 0 would give NaN under the root of every image's normalization."""
+    stats = {"conv1": {"mean": -LINE, "var": LINE - 1}}
+    for name in ("stats", "moments"):
+        assert check_schema({name: stats}, {}, None) is None
+        worse = {name: {"conv1": {"mean": LINE, "var": torch.tensor([1.0, -1e-9])}}}
+        assert check_schema(worse, {}, None) == f"'{name}/conv1/var' holds a variance below 0"
+
+
+def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
+    """A name of an upload ends up in a log: no line break, no terminal code, no page of text."""
+    said = check_schema({"\x1b[2J\n" + "x" * 5000: LINE / 0}, {}, None)
+    assert said is not None
+    assert said.isprintable()
+    assert said.startswith(r"'\x1b[2J\nxxx")
+    assert len(said) < 130
+
+
+def one(total: float = 1.0, squares: float = 2.0, count: float = 3.0) -> Tree:
+    return {"total": torch.tensor(total), "squares": torch.tensor(squares), "count": torch.tensor(count)}
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ({"loss": one()}, None),
+        ({"loss": one(-1.0, 0.0, 1.0)}, None),
+        ({"loss": one(math.nan)}, "its sample 'loss' is not finite"),
+        ({"loss": one(squares=math.inf)}, "its sample 'loss' is not finite"),
+        ({"loss": one(), "d": one(count=0.0)}, "its sample 'd' counts 0 values"),
+        ({"d": one(count=-2.0)}, "its sample 'd' counts -2 values"),
+        ({"d": one(squares=-0.5)}, "its sample 'd' has the sum of squares -0.5"),
+        ({"d": {**one(), "count": torch.ones(2)}}, "its sample 'd' is not three single numbers"),
+        ({"d": {**one(), "count": {}}}, "its sample 'd' is not three single numbers"),
+        ({"d": {**one(), "more": torch.ones(())}}, "its sample 'd' is not total, squares, count"),
+        ({"d": torch.ones(())}, "its sample 'd' is not total, squares, count"),
+        (LINE, "it is no tree of tensors"),
+    ],
+)
+def test_a_sample_is_three_sound_numbers(pattern: TreeSpec, samples: Any, said: str | None) -> None:
+    assert check_schema(upload(), samples, pattern) == said
+
+
+MOST = Amount(4, 10, 30, 0)
+
+
+def counted(**changes: Any) -> Reply:
+    """Return the reply of a site with 12 images to `MOST`."""
+    up = {"x": torch.zeros(3), "weight": torch.tensor(12.0)}
+    return answer(ClientResult(up, {}, {}, MOST, (100, 10), 12, 50), **changes)
+
+
+def weighing(**leaves: Any) -> Reply:
+    return counted(up={name: torch.tensor(leaf) for name, leaf in leaves.items()}, traffic=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (counted(), None),
+        (counted(amount=[0, 0, 0, 0]), None),
+        (counted(amount=[5, 10, 30, 0]), "it counts 5 steps, of 4 at most for its 12 images"),
+        (counted(amount=[4, 11, 30, 0]), "it counts 11 labeled images a step, of 10 at most for its 12 images"),
+        (counted(amount=[4, 10, 31, 0]), "it counts 31 unlabeled images a step, of 30 at most for its 12 images"),
+        (counted(amount=[4, 10, 30, 1]), "it counts 1 epochs, of 0 at most for its 12 images"),
+        (counted(amount=[10**4000, 0, 0, 0]), "it counts more than 10^18 steps, of 4 at most for its 12 images"),
+        # 12 images, each of which may count twice: 24.
+        (weighing(weight=24.0), None),
+        (weighing(weight=25.0), "its weight is 25, not between 0 and 24, the most for 12 images"),
+        (weighing(weight=-1.0), "its weight is -1, not between 0 and 24, the most for 12 images"),
+        (weighing(weight=math.nan), "its weight is nan, not between 0 and 24, the most for 12 images"),
+        (weighing(rows=1e9), "its rows is 1e+09, not between 0 and 24, the most for 12 images"),
+        (weighing(labels=1.0), None),
+        (weighing(labels=2.0), "its labels is 2, not between 0 and 1, the most for 12 images"),
+        (weighing(present=[0.0, 1.0]), None),
+        (weighing(present=[0.0, 7.0]), "its present is 7, not between 0 and 1, the most for 12 images"),
+        (counted(swept=12 * SWEEPS + 1), None),
+        (counted(swept=12 * SWEEPS + 2), "it counts 12290 images swept, of 12289 at most"),
+        # An upload of 4 float32: 16 bytes.
+        (counted(traffic=[LARGEST, 16]), None),
+        (counted(traffic=[LARGEST + 1, 16]), f"it counts {LARGEST + 1} bytes received, of {LARGEST} at most"),
+        (counted(traffic=[0, 17]), "it counts 17 bytes sent, of 16 at most"),
+        (counted(kept=LARGEST + 1), f"it counts {LARGEST + 1} bytes remembered, of {LARGEST} at most"),
+    ],
+)
+def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:
+    assert check_counts(reply, MOST, 12) == said
+
+
+def test_a_site_without_images_weighs_one_at_most() -> None:
+    """FML weighs its clients alike, whatever they have: by 1."""
+    reply = weighing(weight=1.0)
+    assert check_counts(replace(reply, amount=[0, 0, 0, 0], swept=1), Amount(0, 0, 0), 0) is None
+    assert check_counts(replace(weighing(weight=1.5), amount=[0, 0, 0, 0]), Amount(0, 0, 0), 0) is not None
+
+
+def test_the_norm_of_an_update_by_hand() -> None:
+    """Moved by (3, 4) in params/a; params/b came down in another shape and counts as it is, 12; so does `extra`, 84:
+    sqrt(9 + 16 + 144 + 7056) = sqrt(7225) = 85. Weights, counts, statistics and whole numbers do not count.
+    """
+    down = {"params": {"a": torch.tensor([1.0, 1.0]), "b": torch.ones(2, 2)}, "stats": {"v": {"var": torch.ones(1)}}}
+    up = {
+        "params": {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([12.0])},
+        "extra": torch.tensor([84.0], dtype=F64),
+        "seen": torch.tensor([1000]),
+        "weight": torch.tensor(1e9),
+        "rows": torch.tensor(1e9),
+        "labels": torch.tensor(1e9),
+        "present": torch.full((4,), 1e9),
+        "changed": {"up": {"psi": torch.tensor(1e9)}},
+        "stats": {"v": {"var": torch.full((1,), 1e9)}},
+        "moments": {"v": {"mean": torch.full((1,), 1e9)}},
+    }
+    assert norms({"here": up}, {"here": down, "elsewhere": {}}) == {"here": 85.0}
+    assert norms({"idle": down}, {"idle": down}) == {"idle": 0.0}
+
+
+def test_a_norm_is_taken_in_float64() -> None:
+    """1e30 and 1e200 have squares beyond float32 and float64: the first is measured, the second is infinite."""
+    assert norms({"a": {"x": torch.full((4,), 1e30)}}, {"a": {}})["a"] == pytest.approx(2e30, rel=1e-6)
+    assert norms({"a": {"x": torch.full((4,), 1e200, dtype=F64)}}, {"a": {}}) == {"a": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("found", "bound", "who"),
+    [
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 100.0}, 10.0, {"d"}),
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 100.0}, 50.0, set()),  # over the bound, not at it: 100 = 50 * 2
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 100.0}, 0.0, set()),
+        ({"a": 1.0, "b": 1000.0}, 10.0, set()),  # who of two is odd?
+        ({"a": 1.0, "b": 1.0, "c": 1000.0}, 10.0, {"c"}),
+        # A half is huge: the mean of the two in the middle, 500.5, would let all pass.
+        ({"a": 1.0, "b": 1.0, "c": 1000.0, "d": 1000.0}, 10.0, {"c", "d"}),
+        # Most are huge: they are the median, and a small update is never refused.
+        ({"a": 1.0, "b": 1000.0, "c": 1000.0, "d": 1000.0}, 10.0, set()),
+        ({"a": 0.0, "b": 0.0, "c": 1000.0}, 10.0, set()),
+        ({"a": 0.0, "b": 0.0, "c": math.inf}, 10.0, {"c"}),
+        ({"a": 1.0, "b": math.inf, "c": math.inf}, 10.0, {"b", "c"}),
+        ({"a": 1.0, "b": 2.0, "c": math.nan}, 10.0, {"c"}),
+    ],
+)
+def test_who_is_outsized(found: dict[str, float], bound: float, who: set[str]) -> None:
+    assert set(check_norm(found, bound)) == who
+
+
+def test_the_reason_names_both_numbers() -> None:
+    reasons = check_norm({"a": 1.5, "b": 2.5, "c": 2500.0}, 10.0)
+    assert reasons == {"c": "its update has the norm 2.5e+03, over 10 times the cohort's median of 2.5"}
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes=st.lists(st.floats(0.5, 2.0), min_size=3, max_size=8), data=st.data())
+def test_an_update_scaled_by_1000_is_refused_and_no_other(sizes: list[float], data: st.DataObject) -> None:
+    """Norms between 0.5 and 2 differ by 4 at most: under a bound of 10 only the one times 1000 (500 or more) is over.
+
+    The order of the sites changes nothing.
+    """
+    wrong = data.draw(st.integers(0, len(sizes) - 1))
+    order = data.draw(st.permutations(range(len(sizes))))
+    down = {"params": {"a": torch.tensor([7.0, -3.0], dtype=F64)}}
+    direction = torch.tensor([0.6, 0.8], dtype=F64)
+    scaled = [size * (1000 if k == wrong else 1) for k, size in enumerate(sizes)]
+    ups = {f"site-{k}": {"params": {"a": down["params"]["a"] + scaled[k] * direction}} for k in order}
+    found = norms(ups, dict.fromkeys(ups, down))
+    assert found[f"site-{wrong}"] == pytest.approx(scaled[wrong], rel=1e-9)
+    assert list(check_norm(found, 10.0)) == [f"site-{wrong}"]
+    assert check_norm(found, 10.0) == check_norm(dict(sorted(found.items())), 10.0)
+
+
+NAMES = ("north", "south", "west")
+
+
+def test_a_site_is_set_aside_at_the_limit() -> None:
+    book = Quarantine(NAMES, 2, None)
+    assert book.aside == frozenset()
+    assert not book.refuse("south", 0, "'params' is missing")
+    assert not book.refuse("west", 0, "late")
+    assert book.refuse("south", 3, "its weight is -1")
+    assert book.aside == {"south"}
+    assert not book.refuse("south", 4, "again")  # by an earlier one
+    assert book.rows() == [
+        Refusals("north"),
+        Refusals("south", 3, 4, "again", True),
+        Refusals("west", 1, 0, "late", False),
+    ]
+    book.readmit("south")
+    assert book.aside == frozenset()
+    assert book.rows()[1] == Refusals("south")
+    assert not book.refuse("south", 5, "late")
+
+
+def test_limit_0_sets_no_site_aside() -> None:
+    book = Quarantine(NAMES, 0, None)
+    assert not any(book.refuse("north", round, "late") for round in range(50))
+    assert book.aside == frozenset()
+    with pytest.raises(UserError, match="the limit of refused replies is -1"):
+        Quarantine(NAMES, -1, None)
+
+
+def test_an_unknown_site_is_an_error() -> None:
+    book = Quarantine(NAMES, 1, None)
+    with pytest.raises(UserError, match=r"there is no site 'sout'.*did you mean 'south'"):
+        book.readmit("sout")
+    with pytest.raises(UserError, match="there is no site 'east'"):
+        book.refuse("east", 0, "late")
+
+
+def test_every_change_is_on_the_disk(tmp_path: Path) -> None:
+    """Read by another register after each change, as a server does that was killed; in a folder that was not there."""
+    path = tmp_path / "federation" / "refused.json"
+    book = Quarantine(NAMES, 2, path)
+    assert not path.exists()
+    changes: list[Callable[[], Any]] = [
+        lambda: book.refuse("south", 0, "late"),
+        lambda: book.refuse("south", 1, "its weight is \u2212\u221e"),
+        lambda: book.refuse("west", 1, "late"),
+        lambda: book.readmit("south"),
+    ]
+    for change in changes:
+        change()
+        assert Quarantine(NAMES, 2, path).rows() == book.rows()
+        assert Quarantine(NAMES, 2, path).aside == book.aside
+    assert [each.count for each in book.rows()] == [0, 0, 1]
+    # The limit is not kept with the counts, and who has left is forgotten.
+    assert Quarantine(("west",), 1, path).aside == {"west"}
+    assert Quarantine(("north",), 1, path).rows() == [Refusals("north")]
+
+
+def row(**changes: Any) -> str:
+    return json.dumps({"sites": {"south": {"count": 1, "round": 0, "reason": "late", **changes}}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"sites": 3}', '{"sites": {"south": 3}}', '{"sites": {"south": {}}}', "\ud800"),
+        *(row(count="1"), row(count=True), row(count=0), row(round=-1), row(round=None), row(reason=["late"])),
+    ],
+)
+def test_a_damaged_register_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "refused.json"
+    path.write_bytes(row().encode())
+    assert Quarantine(NAMES, 1, path).aside == {"south"}
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(UserError, match=r"refused\.json holds no register of refused replies .* restore it, or remove"):
+        Quarantine(NAMES, 1, path)
+
+
+def test_a_register_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
+    """The folder's name is taken by a file. Nor can a folder be read as a register."""
+    (tmp_path / "taken").write_text("")
+    book = Quarantine(NAMES, 1, None)
+    book.path = tmp_path / "taken" / "refused.json"
+    with pytest.raises(UserError, match="cannot be written"):
+        book.refuse("south", 0, "late")
+    assert book.aside == frozenset()
+    with pytest.raises(UserError, match="cannot be read"):
+        Quarantine(NAMES, 1, tmp_path)

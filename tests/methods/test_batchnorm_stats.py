@@ -1,0 +1,131 @@
+"""Static batch normalization: counted by hand, and against the batch statistics of `torch.nn.BatchNorm2d`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import Pixel, Told, value, weight
+from scenes import CLASSES, NETWORK, SIZES, begin, dataset, furthest, simulate, task
+from torch import nn
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Local
+from halfmoon.augment import Normalize
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.data.partition.split import SERVER
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
+from halfmoon.methods.heterofl import HeteroFL
+from halfmoon.methods.semifl import SemiFL
+from halfmoon.models import SmallCNN
+
+AS_IS = Normalize((0.0,), (1 / 255,), torch.float64)
+"""Pixels as they are, 0 to 255."""
+
+
+def local(labeled: list[int], unlabeled: list[int]) -> Local:
+    """Return a client whose images are these pixels."""
+    x, u = (torch.tensor(each, dtype=torch.uint8).reshape(-1, 1, 1, 1) for each in (labeled, unlabeled))
+    return Local(x, torch.zeros(len(x), dtype=torch.int64), u, torch.tensor(len(x)), torch.tensor(len(u)))
+
+
+def counted(model: tree.Tree, holders: list[torch.Tensor], parts: int = 1) -> tree.Tree:
+    """Return the statistics of images in (-1, 1), holder by holder: BatchNorm2d's own batch moments, by the row."""
+    sums: dict[str, torch.Tensor] = {}
+    rows = 0
+    for images in holders:
+        for part in (images.double() / 255 * 2 - 1).chunk(parts):
+            oracle = twin(TorchSmall(1, CLASSES, NETWORK.width), model)
+            for module in oracle.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.momentum = 1.0  # keeps the last batch alone
+            oracle(part)
+            rows += len(part)
+            for name, buffer in oracle.named_buffers():
+                if not name.endswith("tracked"):
+                    sums[name] = sums.get(name, 0) + len(part) * buffer
+    layers = {name.split(".")[0] for name in sums}
+    return {
+        layer: {"mean": sums[f"{layer}.norm.running_mean"] / rows, "var": sums[f"{layer}.norm.running_var"] / rows}
+        for layer in layers
+    }
+
+
+def test_the_mean_of_two_clients_by_hand():
+    """Pixels 0, 2 (labeled) and 10, 10, 10: means 1 and 10, unbiased variances 2 and 0.
+
+    By the row (2 * 1 + 3 * 10) / 5 = 6.4 and (2 * 2 + 3 * 0) / 5 = 0.8; the 24.3 between the clients is no part of it.
+    A server with the pixels 4, 6, 8 (mean 6, variance 4) makes it (32 + 18) / 8 = 6.25 and (4 + 12) / 8 = 2. A client
+    without rows changes nothing.
+    """
+    shared = task(Pixel(), normalize=AS_IS)
+    held = {0: local([0, 2], []), 1: local([], [10, 10, 10]), 2: local([], []), SERVER: local([4, 6, 8], [])}
+
+    def bn_statistics(down, who):
+        assert value(down["params"]) == 3
+        work = BatchNormStatistics(shared)
+        return [work.finish(down, work.begin(down, {}, held[k]), held[k])[0] for k in who]
+
+    server = {"params": weight(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
+    told = Told({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))
+    both = estimate(told, server, "all")["pixel"]
+    assert [float(both["mean"]), float(both["var"])] == pytest.approx([6.25, 2.0])
+    clients = estimate(told, server, "all", serving=False)["pixel"]
+    assert [float(clients["mean"]), float(clients["var"])] == pytest.approx([6.4, 0.8])
+    some = estimate(told, server, "cohort")["pixel"]
+    assert [float(some["mean"]), float(some["var"])] == pytest.approx([48 / 6, 12 / 6])
+    own = estimate(told, server, "server")["pixel"]
+    assert [float(own["mean"]), float(own["var"])] == pytest.approx([6, 4])
+    alone = [[0], [1], [2]]  # a cohort of one: asked one by one
+    assert [who for _, who in told.asked] == [*alone, [SERVER], *alone, [1], [SERVER], [SERVER]]
+
+
+def test_without_any_row_it_says_what_to_do():
+    """The server's rows are asked for, and it has none."""
+    server = {"params": weight(1.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
+    with pytest.raises(UserError, match="set sbn to 'all' or 'cohort'"):
+        estimate(Told({}, labeled=0), server, "server")
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_a_network_without_statistics_asks_nobody(norm):
+    """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
+    model = begin(SemiFL(), task(SmallCNN(1, CLASSES, 4, norm)))
+    told = Told({})
+    assert estimate(told, model, "all") == {}
+    assert estimate(told, {"params": model["params"]}, "all") == {}
+    assert told.asked == []
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+@pytest.mark.parametrize("over", ["all", "cohort", "server"])
+def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
+    """Labels at the server, unequal clients, one of them empty: each holder's batch moments, weighted by its rows."""
+    held = dataset((*SIZES[:3], (0, 0), (4, 9)), place="server")
+    method, shared = SemiFL(), task()
+    simulation = simulate(method, shared, held, executor=executor)
+    model = begin(method, shared)
+    simulation.open(0)
+    clients = {"all": range(5), "cohort": simulation.cohort.tolist(), "server": []}[over]
+    assert len(clients) in (5, 3, 0)
+    ours = estimate(simulation, model, over)
+    holders = [held.local(k)[0].u for k in clients if k != 3] + [held.local(SERVER)[0].x]
+    assert furthest(ours, counted(model, holders)) < 1e-12
+    rows = sum(len(images) for images in holders)
+    cost = simulation.cost
+    assert (cost.forward, cost.backward, cost.labeled_steps) == (rows, 0, 0)
+    assert cost.bytes_down == len(clients) * tree.nbytes(model["params"])
+    assert cost.bytes_up == len(clients) * (tree.nbytes(model["stats"]) + 8)
+
+
+def test_labeled_and_unlabeled_rows_are_cut_into_equal_batches():
+    """300 rows, 20 of them labeled: two batches of 150, the labeled rows in the first."""
+    held = dataset(((20, 280),))
+    method, shared = HeteroFL(), task()
+    simulation = simulate(method, shared, held, cohort=1)
+    model = begin(method, shared)
+    simulation.open(0)
+    data = held.local(0)[0]
+    ours = estimate(simulation, model, "all", serving=False)
+    assert furthest(ours, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
+    assert furthest(ours, counted(model, [torch.cat([data.x, data.u])])) > 1e-6

@@ -1,0 +1,127 @@
+"""CBAFed: thresholds, tails, shares and residual weights by hand; a visit against a torch module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
+from torch import Tensor
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.cbafed import Balanced, CBAFed, residual
+
+
+def test_thresholds_by_hand():
+    """Ten classes: r is the share. One has 0.55, nine 0.05: std^2 = 0.9 * 0.05^2 + 0.1 * 0.45^2 = 0.0225, std 0.15.
+
+    0.05 + 0.84 - 0.15 = 0.74, and 0.55 + 0.84 - 0.15 = 1.24 is cut at 0.95. With four classes r is 0.4 of the share:
+    all alike, 0.1 + 0.84; a class of share 0.07 has r = 0.028 and is in the tail.
+    """
+    share = torch.tensor([0.55, *[0.05] * 9], dtype=torch.float64)
+    least, tail = CBAFed().thresholds(share)
+    assert least.tolist() == pytest.approx([0.95, *[0.74] * 9], rel=1e-12)
+    assert not tail.any()
+    assert CBAFed().thresholds(torch.full((4,), 0.25))[0].tolist() == pytest.approx([0.94] * 4)
+    tails = CBAFed().thresholds(torch.tensor([0.07, 0.08, 0.4, 0.45]))[1]
+    assert tails.tolist() == [True, False, False, False]
+    assert not CBAFed(tail=None).thresholds(torch.tensor([0.0, 1.0]))[1].any()
+    assert CBAFed(adaptive=False).thresholds(share)[0].tolist() == pytest.approx([0.84] * 10)
+
+
+def test_first_and_second_classes():
+    """Shares (0, 1): class 0 is in the tail, r = (0, 0.2), std 0.1, T = (tau - 0.1, tau + 0.1) = (0.6, 0.8).
+
+    Class 0 with 0.7 passes; class 1 with 0.9 passes; class 1 with 0.75 does not, its second class does; 0 with 0.55
+    does not, and its second class, 1, is in no tail.
+    """
+    work = Balanced(task(), ("weak",), CBAFed(tau=0.7, tau_most=0.9))
+    p = torch.tensor([[0.7, 0.3], [0.1, 0.9], [0.25, 0.75], [0.55, 0.45]]).double()
+    pseudo = work.judge(p, torch.tensor([0.0, 1.0]).double())
+    assert pseudo.label.tolist() == [0, 1, 0, 0]
+    assert pseudo.weight.tolist() == [1, 1, 1, 0]
+    assert pseudo.confidence.tolist() == pytest.approx([0.7, 0.9, 0.25, 0.55])
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_visit_with_labels_goes_back():
+    """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
+    options, shared = CBAFed(local_residual_every=2), task(optimizer=SGD(0.5))
+    work, down = options.client_updates(shared)["train"], begin(options, shared)
+    x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    nobody = Local(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
+    carry = work.begin(down, work.remember(down, torch.Generator()), nobody)
+    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    saved = {name: leaf.clone() for name, leaf in model.state_dict().items() if leaf.is_floating_point()}
+    for number in range(9):
+        y, none = torch.tensor([number % 4, 1]), torch.zeros(0, dtype=torch.int64)
+        batch = Batch(images(2, number), y, torch.arange(2), {"weak": images(0, 0)}, none)
+        carry, _ = work.step(down, carry, batch)
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch.x), batch.y).backward()
+        optimizer.step()
+        if number in (3, 7):
+            state = model.state_dict()
+            saved = {name: 0.8 * old + 0.2 * state[name] for name, old in saved.items()}
+            model.load_state_dict({**state, **saved})
+    for (name, p), leaf in zip(model.named_parameters(), tree.leaves(carry["params"]), strict=True):
+        torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
+    for layer, stats in carry["stats"].items():
+        mean = model.get_buffer(f"{layer}.norm.running_mean")
+        torch.testing.assert_close(stats["mean"], mean, rtol=1e-8, atol=1e-10)
+
+
+def test_shares_are_those_of_all_labels_together():
+    """Two clients of 3 labels + 1 pseudo-label and of 0 + 2: the mean by weight of their shares is counts / 6."""
+    work = Balanced(task(), ("weak",), CBAFed())
+    down = {"share": torch.full((4,), 0.25).double()}
+    x = torch.zeros(5, 1, 1, 1, dtype=torch.uint8)
+    given = [
+        (Local(x[:3], torch.tensor([0, 0, 1]), x, torch.tensor(3), torch.tensor(5)), [0, 3, 0, 0, 0], [0, 1, 0, 0, 0]),
+        (Local(x[:0], torch.zeros(0).long(), x, torch.tensor(0), torch.tensor(5)), [2, 2, 1, 1, 1], [1, 1, 0, 0, 0]),
+    ]
+    ups = []
+    for data, label, weight in given:
+        carry = {"params": {}, "stats": {}, "optimizer": {}, "label": torch.tensor(label)}
+        carry["weight"] = torch.tensor(weight).double()
+        ups.append(work.finish(down, carry, data)[0])
+    assert [float(up["weight"]) for up in ups] == [4, 2]
+    mean = tree.weighted_mean(tree.stack([{"share": up["share"]} for up in ups]), torch.tensor([4.0, 2.0]))
+    assert mean["share"].tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6, 1 / 6])
+
+
+def test_the_server_goes_back():
+    """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
+    shared, played = task(rounds=4), {}
+    for share in (0.0, 0.25):
+        method = CBAFed(residual=share, residual_every=2, tau=0.3, warmup=0.0)
+        simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
+        played[share] = play(method, simulation, begin(method, shared), range(4))
+    plain, slow = played[0.0], played[0.25]
+    first = begin(CBAFed(), shared)
+    assert same(plain[0].server["params"], slow[0].server["params"])
+    wanted = residual({"params": plain[1].server["params"]}, {"params": first["params"]}, 0.25)
+    assert furthest(slow[1].server["params"], wanted["params"]) < 1e-12
+    assert same(slow[1].server["saved"]["params"], slow[1].server["params"])
+    assert same(slow[2].server["saved"], slow[1].server["saved"])
+    assert not same(slow[3].server["saved"], slow[1].server["saved"])
+    assert same(plain[3].server["saved"]["params"], first["params"])
+
+
+def test_warm_up_is_for_labels_alone():
+    """No pseudo-label counts in it; clients without labels then weigh nothing."""
+    method, shared = CBAFed(tau=0.1), task(rounds=2)
+    simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4), cohort=4)
+    first, second = play(method, simulation, begin(method, shared), range(2))
+    assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
+    assert second.report.pseudo["share_used"] > 0
+    with pytest.raises(Exception, match="residual_every is 0"):
+        CBAFed(residual_every=0)

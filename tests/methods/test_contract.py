@@ -1,0 +1,232 @@
+"""What every method of the catalog has to keep: a new one joins by its row there."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scenes import Played, begin, furthest, play
+
+from halfmoon.api.types import ClientUpdate, Method, Task
+from halfmoon.contract import checks
+from halfmoon.contract.checks import BATCHINGS, ROUNDS
+from halfmoon.core import rng, tree
+from halfmoon.core.tree import Tree
+from halfmoon.engine.simulation import Simulation
+from halfmoon.methods import registry
+
+# An untrained network of four classes is sure of nothing; three rounds see the foot of a ramp, and no tenth round.
+SOME = {"tau": 0.39, "threshold": 0.39, "delta": 1.35, "ramp_rounds": 2, "interval": 1, "tuning_passes": 5}
+
+
+def method_of(name: str) -> Method:
+    """Return a method that uses some, but not all, of its pseudo-labels on random images."""
+    options = registry.options(name)
+    some = {key: value for key, value in SOME.items() if key in options}
+    if "tau" in some and "debias" in options and options["debias"].default:
+        some["tau"] = 0.28  # a guess divided by the mean of all guesses is less sure still
+    if "teacher" in options and options["teacher"].default == "global":
+        some["tau"] = 0.32  # under tracked statistics, which are young, the received model is less sure
+    if "tail" in options:
+        some["tau"] = 0.25  # to which the share of a class, 0.1, is added
+    return registry.make(name, some)
+
+
+def row_of(name: str) -> registry.MethodEntry:
+    """Return the method's row with the options of `method_of`."""
+    return dataclasses.replace(registry.entry(name), method=method_of(name))
+
+
+def scene(
+    name: str, rule: str, executor: str = "loop", place: str | None = None, **options: Any
+) -> tuple[Method, Task, Simulation]:
+    """Return a method, its task and its federation of unequal clients in double precision."""
+    return checks.scene(row_of(name), rule, executor, place, **options)
+
+
+@cache
+def straight(name: str, rule: str, executor: str = "loop") -> list[Played]:
+    """Return the rounds of a run, shared by the tests below."""
+    method, shared, simulation = scene(name, rule, executor)
+    return play(method, simulation, begin(method, shared), range(ROUNDS))
+
+
+class Again(NamedTuple):
+    """A second run, and what it was given, with copies made before."""
+
+    played: list[Played]
+    simulation: Simulation
+    client_updates: dict[str, ClientUpdate]
+    given: tuple[Tree, Tree]  # the model, and the server's tree of the first round
+    copies: tuple[Tree, Tree]
+
+
+@cache
+def again(name: str, rule: str) -> Again:
+    """Return a run that equals `straight`, watched for what it does to what it is given."""
+    method, shared, simulation = scene(name, rule)
+    client_updates = dict(method.client_updates(shared.at(ROUNDS - 1)))  # what the last round is played with
+    model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
+    copy = tree.map(torch.clone, model)
+    server = method.start(shared, model)
+    kept = tree.map(torch.clone, server)
+    return Again(
+        play(method, simulation, server, range(ROUNDS)), simulation, client_updates, (model, server), (copy, kept)
+    )
+
+
+EVERY = pytest.mark.parametrize("name", registry.names(), scope="module")  # all tests of a method stand together
+BOTH = pytest.mark.parametrize("rule", BATCHINGS)
+
+
+@EVERY
+@BOTH
+def test_loop_equals_vmap(name, rule):
+    """Three rounds in float64 with clients of unequal size: server, memories and metrics agree to 1e-9.
+
+    Under 4 + 4 with joint statistics, and under 2 + the rest with separate ones and labels by running statistics.
+    """
+    checks.executors_agree(straight(name, rule), straight(name, rule, "vmap"))
+
+
+PLACES = [(name, place) for name in registry.names() for place in registry.entry(name).places]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_every_place_for_labels_works_in_both_executors(name, place):
+    """Labels at every client, at some, or at the server, with clients that fail to answer: loop = vmap, all finite.
+
+    Of the clients that were asked, those who are silent in a round leave its cohort.
+    """
+    played = []
+    for executor in ("loop", "vmap"):
+        method, shared, simulation = scene(name, "both", executor, place, client_dropout=0.4)
+        played.append(play(method, simulation, begin(method, shared), range(2)))
+    for one, many in zip(*played, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert furthest(many.state, one.state) < 1e-9
+        assert one.report.cohort == many.report.cohort
+        assert one.report.cost == many.report.cost
+        assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server) if leaf.is_floating_point())
+    sizes = {len(one.report.cohort) for one in played[0]}
+    assert sizes == {1} if registry.entry(name).pooled else min(sizes) < 3
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_guesses_that_are_never_confident_do_no_harm(name, place):
+    """With a threshold that no probability reaches, every round ends, and with finite numbers."""
+    options = registry.options(name)
+    never = {key: 1.01 for key in ("tau", "threshold") if key in options}
+    if not never:
+        return
+    if "adaptive" in options:
+        never["adaptive"] = False
+    if "tail" in options:
+        never["tail"] = None
+    method = registry.make(name, never)
+    _, shared, simulation = scene(name, "both", place=place, cohort=2)
+    simulation.method = method
+    for one in play(method, simulation, begin(method, shared), range(2)):
+        assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server) if leaf.is_floating_point())
+        if one.report.pseudo is not None and not name.startswith("feddure"):
+            assert one.report.pseudo["share_used"] == 0
+
+
+@BOTH
+def test_the_clients_of_the_scene_differ(rule):
+    """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
+    _, _, simulation = scene("fedavg-fixmatch", rule)
+    work = simulation.client_updates["train"]
+    owned = [simulation.dataset.own(k) for k in range(4)]
+    amounts = [
+        simulation.local_clients.budget.amount(simulation.local_clients.batching, work, own, own) for own in owned
+    ]
+    assert len({amount.steps for amount in amounts}) > 1
+    assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")
+
+
+@EVERY
+def test_training_changes_the_model_and_uses_pseudo_labels(name):
+    """The rounds that the other tests compare do something: parameters move, and some pseudo-labels count."""
+    method, shared, _ = scene(name, "both")
+    server = begin(method, shared)
+    last = straight(name, "both")[-1]
+    before, after = method.solution(shared, server), method.solution(shared, last.server)
+    assert furthest(after["params"], before["params"]) > 1e-3
+    assert furthest(after["stats"], before["stats"]) > 1e-3
+    if any(work.views for work in method.client_updates(shared).values()):
+        assert last.report.pseudo is not None
+        assert last.report.pseudo["share_used"] > 0
+        used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)
+        kept = [one.report.samples["kept"] for one in straight(name, "both") if "kept" in one.report.samples]
+        if kept:  # only rows that it is sure of are drawn, and it says how many these are
+            used = float(sum(each.total for each in kept) / sum(each.count for each in kept))
+        assert used < 1 or "tau" not in registry.options(name)
+
+
+@EVERY
+@BOTH
+def test_a_run_repeats_itself(name, rule):
+    """Two runs of one seed are equal in every bit."""
+    checks.repeats(straight(name, rule), again(name, rule).played)
+
+
+@EVERY
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
+    """Saved after round 2 and restored from the run folder: round 3 equals that of the straight run."""
+    checks.resumes(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
+
+
+@EVERY
+def test_a_method_is_its_hyper_parameters(name):
+    """A frozen dataclass, equal to another of the same fields, with nothing in it but hashable values."""
+    method = method_of(name)
+    checks.is_its_hyper_parameters(method)
+    assert hash(method) == hash(method_of(name))
+    assert method == method_of(name)
+
+
+@EVERY
+def test_a_method_and_its_work_keep_no_state(name):
+    """After a run, method and works are what they were: all state is in the trees."""
+    _, simulation, client_updates, _, _ = again(name, "both")
+    checks.keeps_no_state(row_of(name), simulation, client_updates)
+
+
+@EVERY
+def test_the_server_holds_tensors_and_yields_a_model(name):
+    """Every leaf is a tensor without a graph; the solution is a model that the network can evaluate."""
+    method, shared, _ = scene(name, "both")
+    model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
+    for server in (begin(method, shared), straight(name, "both")[-1].server):
+        checks.holds_tensors(method, shared, server, model)
+
+
+@EVERY
+def test_what_a_method_is_given_is_not_changed(name):
+    """Neither the initial model nor a round's server tree is written into: they can be kept and compared."""
+    _, _, _, given, copies = again(name, "both")
+    for tree_given, copy in zip(given, copies, strict=True):
+        checks.leaves_as_given(tree_given, copy)
+
+
+@EVERY
+def test_options_build_the_method_again(name):
+    """The catalog's options with their defaults are the catalog's method; a changed one changes it."""
+    options = registry.options(name)
+    assert registry.make(name, {key: option.default for key, option in options.items()}) == registry.make(name)
+    for key, option in options.items():
+        if isinstance(option.default, float):
+            assert registry.make(name, {key: option.default / 2 or 0.125}) != registry.make(name)
+
+
+@EVERY
+def test_every_work_counts_its_passes(name):
+    """A step looks at every image at least once, forward and backward; a visit without steps counts none."""
+    method, shared, _ = scene(name, "both")
+    checks.counts_passes(method, shared)

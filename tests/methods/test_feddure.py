@@ -1,0 +1,477 @@
+"""FedDure against double back-propagation, and its hand-derived cases."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, begin, dataset, furthest, play, simulate, task
+from textbook_feddure import Textbook
+from torch import nn
+from torch_models import TorchResNet9, TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local, Task
+from halfmoon.augment import Normalize
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD, Adam
+from halfmoon.engine.client_update import first_memory
+from halfmoon.methods import registry
+from halfmoon.methods.feddure import FedDure, weigh
+from halfmoon.methods.regulators import followed, log_shares
+from halfmoon.models import ResNet9, SmallCNN
+
+NORMALIZE = Normalize((0.5,), (0.5,))
+
+
+def scene(
+    network, optimizer, options: FedDure, dtype, b=10, u=12, size=16, seed=0, statistics="joint", labeling="batch"
+):
+    """Return the work, its first carry, the down tree and three batches."""
+    g = torch.Generator().manual_seed(seed)
+    task = Task(network, optimizer, NORMALIZE, statistics, labeling)
+    model = tree.to(network.init(g), dtype=dtype)
+    # statistics that differ from those of the batches, so that using the wrong ones shows
+    model["stats"] = tree.map(
+        lambda leaf: leaf + 0.3 * torch.rand(leaf.shape, generator=g, dtype=dtype), model["stats"]
+    )
+    work = options.client_updates(task)["train"]
+    down = {**model, "gate": torch.ones(())}
+    memory = work.remember(down, torch.Generator().manual_seed(7))
+    draw = lambda n: torch.randn(n, network.channels, size, size, generator=g, dtype=dtype)  # noqa: E731
+    batches = [
+        Batch(
+            draw(b),
+            torch.randint(0, network.classes, (b,), generator=g),
+            torch.arange(b),
+            {"weak": draw(u), "strong": draw(u)},
+            torch.arange(u),
+        )
+        for _ in range(3)
+    ]
+    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    labels = torch.tensor([0, 0, 0, 1, 2, 3, 3])  # five are the client's, the others repeat
+    local = Local(nothing, labels, nothing, torch.tensor(5), torch.tensor(u))
+    return work, work.begin(down, memory, local), down, batches, model
+
+
+def textbook(network, model, carry, options: FedDure, optimizer, lr, statistics="joint", labeling="batch") -> Textbook:
+    """Return the oracle in the same state."""
+    module = TorchResNet9 if isinstance(network, ResNet9) else TorchSmall
+    regulator = None
+    if options.fine:
+        p = carry["regulator"]["params"]
+        regulator = nn.Sequential(
+            nn.Linear(network.classes, options.hidden), nn.ReLU(), nn.Linear(options.hidden, 1), nn.Sigmoid()
+        ).to(p["out"]["weight"].dtype)
+        regulator.load_state_dict(
+            {
+                "0.weight": p["hidden"]["weight"],
+                "0.bias": p["hidden"]["bias"],
+                "2.weight": p["out"]["weight"],
+                "2.bias": p["out"]["bias"],
+            }
+        )
+    return Textbook(
+        twin(module(network.channels, network.classes, network.width), model),
+        regulator,
+        optimizer,
+        lr,
+        joint=statistics == "joint",
+        product=options.through_weights == "product",
+        seen=options.regulator_input,
+        coarse=options.coarse,
+        threshold=options.threshold,
+        running_labels=labeling == "running",
+        running_judge=options.judging == "running",
+        plain_student=options.coarse_step == "plain",
+        judge_shift=carry.get("judge"),
+    )
+
+
+def distance(ours, theirs) -> float:
+    """Return ||ours - theirs|| / ||theirs|| over all tensors."""
+    a = torch.cat([leaf.detach().flatten() for leaf in ours])
+    b = torch.cat([leaf.detach().flatten() for leaf in theirs])
+    return float((a - b).norm() / b.norm())
+
+
+def parameters(params) -> list[torch.Tensor]:
+    """Return the leaves in the order of a module's `named_parameters`."""
+    return list(tree.leaves(params))
+
+
+def compare(network, options, dtype, optimizer, torch_optimizer, lr, bound, steps=3, **rules) -> None:
+    """Assert that `steps` iterations agree with the oracle in everything that is trained or reported."""
+    options = replace(options, regulator_lr=None)  # the textbook has one rate for all
+    work, carry, down, batches, model = scene(network, optimizer, options, dtype, **rules)
+    oracle = textbook(network, model, carry, options, torch_optimizer, lr, **rules)
+    for batch in batches[:steps]:
+        carry, notes = work.step(down, carry, batch)
+        said = oracle.step(batch.x, batch.y, batch.u["weak"], batch.u["strong"])
+        # d is a difference of two losses: rounding is relative to them
+        assert abs(float(notes.samples["d"].total - said["d"])) < bound * float(said["loss"])
+        assert distance([notes.samples["m"].total / len(batch.u_rows)], [said["m"]]) < bound
+        assert distance([notes.loss], [said["loss"]]) < bound
+    assert distance(parameters(carry["params"]), list(oracle.local.parameters())) < bound
+    stats = [s for name, s in oracle.local.named_buffers() if "num_batches" not in name]
+    assert distance(list(tree.leaves(carry["stats"])), stats) < bound
+    if options.fine:
+        assert distance(parameters(carry["regulator"]["params"]), list(oracle.regulator.parameters())) < bound
+    if options.coarse:
+        assert distance(parameters(carry["coarse"]["params"]), list(oracle.student.parameters())) < bound
+
+
+READINGS = list(itertools.product(["product", "detached"], ["joint", "separate"]))
+
+
+@pytest.mark.parametrize(("through", "statistics"), READINGS)
+def test_iteration_equals_the_textbook_in_float64(through, statistics):
+    """Adam, ResNet-9 with batch normalization, both readings of the gradient through H: 1e-9."""
+    options = FedDure(through_weights=through)
+    compare(ResNet9(1, 5, 4), options, torch.float64, Adam(1e-2), torch.optim.Adam, 1e-2, 1e-9, statistics=statistics)
+
+
+@pytest.mark.parametrize("through", ["product", "detached"])
+def test_iteration_equals_the_textbook_in_float32(through):
+    """1e-4 relative; with SGD, because Adam turns the rounding of gradients that are exactly zero into whole steps."""
+    options = FedDure(through_weights=through)
+    compare(ResNet9(3, 10, 8), options, torch.float32, SGD(0.05), torch.optim.SGD, 0.05, 1e-4, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        (FedDure(coarse=False), {}),
+        (FedDure(coarse=False, through_weights="detached"), {"statistics": "separate"}),
+        (FedDure(fine=False, threshold=0.3), {}),
+        (FedDure(regulator_input="softmax"), {}),
+        (FedDure(regulator_input="logits", through_weights="product"), {}),
+        (FedDure(through_weights="product", coarse=False), {}),
+        (FedDure(coarse_step="plain", judge_prior=True), {}),
+        (FedDure(judge_prior=True, judging="running", coarse=False), {}),
+        (FedDure(judging="running"), {"labeling": "running"}),
+        (FedDure(), {"labeling": "running", "statistics": "separate"}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_ablations_and_switches_equal_the_textbook(options, rules):
+    """Table 2's ablations and the switches, float64, 1e-9."""
+    compare(SmallCNN(1, 5, 4), options, torch.float64, Adam(1e-2), torch.optim.Adam, 1e-2, 1e-9, **rules)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("through", ["product", "detached"])
+def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
+    """Eq. 5's gradient itself: with plain SGD, F-reg moves by minus the gradient times its rate.
+
+    The rate of 1e6 keeps the digits of a small gradient when it is taken from weights near 0.1; the step taken with the
+    changed weights afterwards does not matter here.
+    """
+    options = FedDure(through_weights=through, regulator_lr=1e6, virtual_lr=0.05)
+    network = ResNet9(3, 10, 8)
+    work, carry, down, batches, model = scene(network, SGD(0.05), options, dtype)
+    oracle = textbook(network, model, carry, options, torch.optim.SGD, 0.05)
+    new, _ = work.step(down, carry, batches[0])
+    oracle.step(batches[0].x, batches[0].y, batches[0].u["weak"], batches[0].u["strong"])
+    old, now = (parameters(each["regulator"]["params"]) for each in (carry, new))
+    assert distance([(a - b) / 1e6 for a, b in zip(old, now, strict=True)], oracle.hypergradient) < bound
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        (FedDure(), {}),
+        (FedDure(), {"statistics": "separate"}),
+        (FedDure(coarse=False), {"labeling": "running"}),
+        (FedDure(fine=False, threshold=0.3), {"labeling": "running", "statistics": "separate"}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_textbook_by_equation_equals_the_economical_one(options, rules):
+    """The oracle's two forms, which the benchmark times: three steps in float64, everything trained to 1e-10."""
+    network = SmallCNN(1, 5, 4)
+    _, carry, _, batches, model = scene(network, Adam(1e-2), options, torch.float64, **rules)
+    one, other = (textbook(network, model, carry, options, torch.optim.Adam, 1e-2, **rules) for _ in range(2))
+    other.literal = True
+    for batch in batches:
+        for a, b in zip(*(each.step(batch.x, batch.y, **batch.u).values() for each in (one, other)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(nets(one), nets(other), strict=True):
+        assert distance(a.state_dict().values(), b.state_dict().values()) < 1e-10
+
+
+def nets(book: Textbook) -> list[nn.Module]:
+    """Return the modules that a step trains."""
+    return [book.local, *([book.student] if book.coarse else []), *([book.regulator] if book.regulator else [])]
+
+
+def test_no_second_order_graph_is_built():
+    """The step runs without autograd's help from outside: nothing it returns carries a graph."""
+    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
+    new, notes = work.step(down, carry, batches[0])
+    assert not any(leaf.requires_grad for leaf in tree.leaves(new))
+    assert not notes.loss.requires_grad
+
+
+def test_d_is_the_fall_of_the_labeled_loss():
+    """Eq. 3 with its sign: old minus new loss of C-reg on the labeled minibatch; the code's sign is the opposite."""
+    for sign, factor in (("old-new", 1), ("new-old", -1)):
+        work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(sign=sign), torch.float64)
+        new, notes = work.step(down, carry, batches[0])
+        loss = [
+            F.cross_entropy(work.task.network.train(c["coarse"]["params"], batches[0].x)[0], batches[0].y)
+            for c in (carry, new)
+        ]
+        assert float(notes.samples["d"].total) == pytest.approx(factor * float(loss[0] - loss[1]), rel=1e-12)
+
+
+def test_warmup_trains_on_labels_alone():
+    """With the gate shut, the local model's step is that of the labeled loss (the joint pass still sees all images)."""
+    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, statistics="separate")
+    new, _ = work.step({**down, "gate": torch.zeros(())}, carry, batches[0])
+    labels = registry.make("fedavg").client_updates(work.task)["train"]
+    alone, _ = labels.step(
+        down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}, batches[0]
+    )
+    assert distance(list(tree.leaves(new["params"])), list(tree.leaves(alone["params"]))) < 1e-12
+
+
+@pytest.mark.parametrize(("seen", "moves"), [("centered", False), ("softmax", False), ("logits", True)])
+def test_a_number_added_to_all_logits(seen, moves):
+    """Cross-entropy does not see it; an untrained F-reg on raw logits answers near 1 or near 0, by how it starts."""
+    z = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss = [F.cross_entropy(each, torch.arange(50) % 10) for each in (z, z - 37.0)]
+    torch.testing.assert_close(*loss, rtol=1e-12, atol=0)
+    options, network = FedDure(regulator_input=seen), SmallCNN(1, 10, 4)
+    work = options.client_updates(Task(network, SGD(0.1), NORMALIZE))["train"]
+    model = tree.to(network.init(torch.Generator()), dtype=torch.float64)
+    answers = []
+    for seed in range(10):
+        regulator = work.remember(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
+        at, shifted = (weigh(options, regulator, z - offset) for offset in (0.0, 37.0))
+        assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
+        if not moves:
+            torch.testing.assert_close(at, shifted, rtol=1e-9, atol=0)
+        answers.append(float(shifted.mean()))
+    assert (max(answers) > 0.5 and min(answers) < 0.005) == moves
+
+
+def test_log_shares_count_the_clients_own_labels():
+    """Classes 0, 0, 0, 1, 2 of five own labels (two more repeat): 3/5, 1/5, 1/5; a class without labels has none."""
+    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    data = Local(nothing, torch.tensor([0, 0, 0, 1, 2, 3, 3]), nothing, torch.tensor(5), torch.tensor(0))
+    shares = log_shares(data, 4).exp()
+    torch.testing.assert_close(shares[:3], torch.tensor([0.6, 0.2, 0.2]))
+    assert float(shares[3]) < 1e-37
+
+
+def test_judge_pays_nothing_for_the_class_mix():
+    """With the log shares added, answering every image with the client's class mix is worse than answering nothing.
+
+    Labels 0, 0, 0, 1: logits 0 get the shares alone, whose loss is the entropy of (3/4, 1/4), 0.562335; logits log 3/4,
+    log 1/4 get odds of 9 : 1, whose loss is -3/4 log 9/10 - 1/4 log 1/10 = 0.654667. Without shares it is the reverse:
+    log 2 = 0.693147 and 0.562335.
+    """
+    y = torch.tensor([0, 0, 0, 1])
+    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    shares = log_shares(Local(nothing, y, nothing, torch.tensor(4), torch.tensor(0)), 2)
+    answers = torch.zeros(2), torch.tensor([0.75, 0.25]).log()
+    plain = [float(F.cross_entropy(each.expand(4, 2), y)) for each in answers]
+    judged = [float(F.cross_entropy((each + shares).expand(4, 2), y)) for each in answers]
+    assert plain == pytest.approx([0.693147, 0.562335], abs=1e-5)
+    assert judged == pytest.approx([0.562335, 0.654667], abs=1e-5)
+
+
+def test_reward_counts_from_the_mean_of_earlier_ones_and_is_clipped():
+    """d = 4, 2, -6 with decay 0.5: means before 0, 4, 3 (plain mean), so rewards 4, -2, -9; clipped to 5: 4, -2, -5."""
+    baseline = {"mean": torch.zeros((), dtype=torch.float64), "count": torch.zeros((), dtype=torch.float64)}
+    rewards, means = [], []
+    for d in (4.0, 2.0, -6.0):
+        value = torch.tensor(d, dtype=torch.float64)
+        rewards.append(float(value - baseline["mean"]))
+        baseline = followed(baseline, value, 0.5)
+        means.append(float(baseline["mean"]))
+    assert rewards == [4, -2, -9]
+    assert means == [4, 3, -1.5]  # then the decay: 0.5 * 3 + 0.5 * -6
+
+
+def test_baseline_and_bound_change_the_reward_alone():
+    """d is reported as Eq. 3 has it; the loss takes the reward: its difference is that of the weights times mean CE."""
+    found = {}
+    for name, options in {"plain": FedDure(), "bound": FedDure(reward_bound=1e-9)}.items():
+        work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64)
+        found[name] = (work.step(down, carry, batches[0])[1], carry)
+    (plain, _), (bound, _) = found["plain"], found["bound"]
+    d = float(plain.samples["d"].total)
+    assert float(bound.samples["d"].total) == d
+    assert abs(d) > 1e-6
+    trust = float((plain.pseudo[0].weight - bound.pseudo[0].weight).mean())
+    assert trust == pytest.approx(d, abs=2e-9)
+
+
+def test_the_mean_of_rewards_stays_at_the_client():
+    """Two steps of one visit, then a second visit: it counts three rewards, and begins at the mean of two."""
+    options = FedDure(reward_baseline=0.9)
+    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64)
+    ds = []
+    for batch in batches[:2]:
+        carry, notes = work.step(down, carry, batch)
+        ds.append(float(notes.samples["d"].total))
+    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    local = Local(nothing, torch.tensor([0]), nothing, torch.tensor(1), torch.tensor(4))
+    _, memory = work.finish(down, carry, local)
+    assert float(memory["baseline"]["mean"]) == pytest.approx(sum(ds) / 2, rel=1e-12)
+    again = work.begin(down, memory, local)
+    carry, notes = work.step(down, again, batches[2])
+    weight = notes.pseudo[0].weight.mean() - notes.samples["m"].total / len(batches[2].u_rows)
+    assert float(weight) == pytest.approx(float(notes.samples["d"].total) - sum(ds) / 2, rel=1e-9)
+    assert float(carry["baseline"]["count"]) == 3
+
+
+def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
+    """Of three steps with labeled_first=2 two equal labels-only steps; the third is FedDure's from there."""
+    options = FedDure(labeled_first=2)
+    rules = {"statistics": "separate"}
+    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64, **rules)
+    begun = carry
+    labels = registry.make("fedavg").client_updates(work.task)["train"]
+    alone = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}
+    for batch in batches[:2]:
+        carry, _ = work.step(down, carry, batch)
+        alone, _ = labels.step(down, alone, batch)
+    assert distance(list(tree.leaves(carry["params"])), list(tree.leaves(alone["params"]))) < 1e-12
+    for name in ("regulator", "coarse"):
+        assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (carry[name], begun[name])), strict=True))
+    free = FedDure().client_updates(work.task)["train"]
+    after, _ = work.step(down, carry, batches[2])
+    joint, _ = free.step(down, {name: part for name, part in carry.items() if name != "steps"}, batches[2])
+    for name in ("params", "regulator", "coarse"):
+        assert distance(list(tree.leaves(after[name])), list(tree.leaves(joint[name]))) == 0
+
+
+def test_plain_step_of_eq_2_hardly_moves_c_reg():
+    """With Eq. 2 to the letter C-reg moves by the rate times the gradient: its d is a small part of Adam's."""
+    found = {}
+    for step in ("optimizer", "plain"):
+        work, carry, down, batches, _ = scene(
+            SmallCNN(1, 5, 4), Adam(5e-4), FedDure(coarse_step=step, coarse_lr=5e-4), torch.float64
+        )
+        new, notes = work.step(down, carry, batches[0])
+        moved = [a - b for a, b in zip(*(tree.leaves(c["coarse"]["params"]) for c in (new, carry)), strict=True)]
+        length = float(torch.cat([leaf.flatten() for leaf in moved]).norm())
+        found[step] = (float(notes.samples["d"].total), length, float(notes.samples["coarse_gradient"].total))
+    assert found["plain"][1] == pytest.approx(5e-4 * found["plain"][2], rel=1e-12)
+    assert abs(found["plain"][0]) < 0.02 * abs(found["optimizer"][0])
+
+
+def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
+    """Algorithm 1, line 2: with regulator_start "client" clients differ, and one client always draws the same."""
+    down = {**SmallCNN(1, 5, 4).init(torch.Generator()), "gate": torch.ones(())}
+    for start, differ in (("clients", False), ("client", True)):
+        work = FedDure(regulator_start=start).client_updates(Task(SmallCNN(1, 5, 4), SGD(0.1), NORMALIZE))["train"]
+        one, again, two = (first_memory(work, down, 0, client)["regulator"]["params"] for client in (1, 1, 2))
+        assert distance(parameters(one), parameters(again)) == 0
+        assert (distance(parameters(one), parameters(two)) > 0) == differ
+
+
+def test_the_mean_logit_is_reported():
+    """The mean over images and classes of the strong views' logits of the local model."""
+    rules = {"statistics": "separate"}
+    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, **rules)
+    _, notes = work.step(down, carry, batches[0])
+    strong = work.task.network.train(carry["params"], batches[0].u["strong"])[0]
+    seen = notes.samples["mean_logit"]
+    assert float(seen.total / seen.count) == pytest.approx(float(strong.mean()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("reward_baseline", 1.0), ("reward_bound", 0.0), ("labeled_first", -1)], ids=str
+)
+def test_impossible_options_are_refused(name, value):
+    """In a sentence that names the option."""
+    with pytest.raises(UserError, match=name):
+        replace(FedDure(), **{name: value})
+
+
+def test_server_opens_the_gate_after_the_warmup():
+    """Rounds 1 and 2 of warmup=2 are shut, round 3 is open."""
+    gates = []
+
+    class Port:
+        cohort = torch.arange(1)
+
+        def ask(self, work, down, each=None):
+            gates.append(float(down["gate"]))
+            return tree.stack([{"params": down["params"], "stats": down["stats"], "weight": torch.ones(())}])
+
+    method, task = FedDure(warmup=2), Task(SmallCNN(1, 5, 4), SGD(0.1), NORMALIZE)
+    server = method.start(task, task.network.init(torch.Generator()))
+    for _ in range(4):
+        server = method.round(task, server, Port())
+    assert gates == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_regulator_persists_and_is_the_same_at_first_for_all():
+    """F-reg and its optimizer stay at the client; with keep_regulator off nothing stays."""
+    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
+    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    local = Local(nothing, torch.zeros(0), nothing, torch.tensor(3), torch.tensor(4))
+    carry, _ = work.step(down, carry, batches[0])
+    up, memory = work.finish(down, carry, local)
+    assert float(up["weight"]) == 7
+    again = work.begin(down, memory, local)
+    assert distance(list(tree.leaves(again["regulator"])), list(tree.leaves(carry["regulator"]))) == 0
+    assert float(again["regulator"]["optimizer"]["steps"]) == 1
+    one = work.remember(down, torch.Generator().manual_seed(1))
+    two = work.remember(down, torch.Generator().manual_seed(1))
+    assert distance(list(tree.leaves(one["regulator"]["params"])), list(tree.leaves(two["regulator"]["params"]))) == 0
+    assert tree.size(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
+    free = FedDure(keep_regulator=False).client_updates(work.task)["train"]
+    assert free.finish(down, carry, local)[1] == {}
+    fresh = FedDure(keep_regulator_optimizer=False).client_updates(work.task)["train"]
+    assert float(fresh.begin(down, memory, local)["regulator"]["optimizer"]["steps"]) == 0
+
+
+def test_f_reg_has_1537_parameters_at_ten_classes():
+    """10 * 128 + 128 + 128 + 1 (methods 3)."""
+    _, carry, _, _, _ = scene(SmallCNN(1, 10, 4), Adam(1e-2), FedDure(), torch.float32)
+    assert tree.size(carry["regulator"]["params"]) == 1537
+
+
+def test_the_received_model_labels_the_images_where_it_is_asked_to():
+    """In the first step it is the model of the moment, so the step is the same; the weak views are not passed again."""
+    network, optimizer = SmallCNN(1, 5, 4), Adam(1e-2)
+    rules = {"labeling": "running", "size": 8}
+    step, before, down, batches, _ = scene(network, optimizer, FedDure(), torch.float64, **rules)
+    work = replace(step, options=FedDure(labels="round"))
+    assert (step.sweep, work.sweep) == ((), ("weak",))
+    assert FedDure(labels="round").client_updates(step.task)["train"].views == ("strong",)
+    nothing, counts = torch.zeros(0, 1, 1, 1, dtype=torch.uint8), (torch.tensor(10), torch.tensor(12))
+    seen = Local(nothing, torch.zeros(0), nothing, *counts, views={"weak": batches[0].u["weak"]})
+    memory = {"regulator": before["regulator"]}
+    begun = work.begin(down, memory, seen)
+    wanted, metrics = step.step(down, before, batches[0])
+    strong = batches[0]._replace(u={"strong": batches[0].u["strong"]})
+    made, same = work.step(down, begun, strong)
+    assert torch.equal(same.pseudo[0].label, metrics.pseudo[0].label)
+    for name, leaf in tree.flatten(wanted["params"]).items():
+        assert torch.allclose(tree.flatten(made["params"])[name], leaf, atol=1e-12)
+    assert made["ready"] is begun["ready"]
+    assert work.passes(10, 12).forward == step.passes(10, 12).forward - 12
+
+
+def test_loop_equals_vmap_with_every_option():
+    """Unequal clients, with padded labels, steps counted, a mean of rewards and a regulator of each client's own."""
+    method = FedDure(
+        regulator_start="client", coarse_step="plain", judge_prior=True, labeled_first=1, reward_baseline=0.9,
+        reward_bound=0.1,
+    )  # fmt: skip
+    shared, ends = task(SmallCNN(1, CLASSES, 4)), []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, dataset(), cohort=4, executor=executor)
+        ends.append(play(method, simulation, begin(method, shared), range(2))[-1].server)
+    assert furthest(*ends) < 1e-9

@@ -1,0 +1,398 @@
+"""FedLoKe: two steps by hand, autograd on the formulas, and what remains when a part is taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mutual_scenes import FIXED, PIXEL, autograd_step, batches, differentiable, local, looked, model, pixels, tracked
+from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
+from spies import Spy
+from torch import Tensor
+from torch.distributions import Categorical
+
+from halfmoon.api.types import Batch, Task
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.fedloke import FedLoKe
+from halfmoon.models import SmallCNN
+from halfmoon.objectives import UDA
+
+RULES = pytest.mark.parametrize(
+    ("statistics", "labeling"), [("joint", "batch"), ("separate", "batch"), ("joint", "running")]
+)
+ROLES = {
+    "default": ("weak", "strong"),
+    "strong": ("strong2", "strong"),
+    "weak": ("weak", "weak2"),
+    "none": ("plain", "plain2"),
+}
+"""Views of the guesses (and the local model's labels), and of everything else."""
+
+
+def visit(method: FedLoKe, shared: Task, down: dict, memory: dict, steps: list[Batch]) -> tuple[dict, list, dict, dict]:
+    """Return the last carry, all notes, the upload and the memory of a client's visit."""
+    work = method.client_updates(shared)["train"]
+    carry, notes = work.begin(down, memory, local()), []
+    for batch in steps:
+        carry, note = work.step(down, carry, batch)
+        notes.append(note)
+    return carry, notes, *work.finish(down, carry, local())
+
+
+def test_one_step_by_hand():
+    """Two weights, SGD with rate 1, round 50 of a ramp of 200 (lambda = 1/4), delta = 0.6 nats.
+
+    Eq. 2, mu = 1/2: the remembered (2 ln 3, 0) and the received (0, 0) make the local model (ln 3, 0).
+    Guesses on the quiet pixels 1 and 0: the local model's are (3/4, 1/4), of entropy 0.562 < 0.6, and (1/2, 1/2), of
+    entropy ln 2 = 0.693; the global model's are both (1/2, 1/2). So the local model's first guess alone teaches.
+    Global: labels (class 0, loud pixel 2): (p - y) x = (1/2 - 1) 2 = -1 for the first weight; the lesson on the loud
+    pixel -1: lambda (1/2)(q - p_l) x = (1/4)(1/2)(1/2 - 3/4)(-1) = 1/32. The second weight's are their negatives, so
+    (0, 0) becomes (31/32, -31/32). Local: labels (quiet pixel 1): (3/4 - 1) 1 = -1/4, and no lesson.
+    Losses: ln 2 + (1/4)(1/2) KL, KL = 3/4 ln(3/2) + 1/4 ln(1/2), and -ln(3/4).
+    """
+    method = FedLoKe(ema=0.5, delta=0.6)
+    shared = task(PIXEL, optimizer=SGD(1.0), round=50)
+    batch = Batch(
+        pixels(99),  # the run's own labeled view is not used
+        torch.tensor([0]),
+        torch.tensor([0]),
+        {"weak": pixels(1, 0), "strong": pixels(-1, 5)},
+        torch.tensor([0, 1]),
+        x_views={"weak": pixels(1), "strong": pixels(2)},
+    )
+    _, (notes,), up, memory = visit(method, shared, model(0, 0), model(2 * log(3), 0), [batch])
+    assert up["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
+    assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) + 1 / 4, -1 / 4], rel=1e-12)
+    divergence = 3 / 4 * log(3 / 2) + 1 / 4 * log(1 / 2)
+    assert float(notes.loss) == pytest.approx(log(2) + divergence / 8 - log(3 / 4), rel=1e-12)
+    assert {name: each.total.item() for name, each in notes.samples.items()} == {"global_sure": 0, "local_sure": 1}
+    assert {each.count.item() for each in notes.samples.values()} == {2}
+    assert notes.pseudo[0].weight.tolist() == [0, 0]
+    assert notes.pseudo[0].confidence.tolist() == [0.5, 0.5]
+    assert float(up["weight"]) == 11
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The losses of Eq. 9 to 14, written once more."""
+
+    method: FedLoKe
+    task: Task
+
+    def said(self, leaves: dict, stats: dict, batch: Batch, labeled: str) -> tuple[Tensor, Tensor, Tensor, list[dict]]:
+        """Return the logits of labels, loud and quiet images, and the moments."""
+        quiet, loud = ROLES[self.method.views]
+        x, u = batch.x_views[labeled], batch.u
+        if self.task.labeling == "running":
+            (labels, strong), moments = looked(self.task, leaves, x, u[loud])
+            return labels, strong, self.task.network.predict(leaves, stats, u[quiet]), moments
+        (weak, labels, strong), moments = looked(self.task, leaves, u[quiet], x, u[loud])
+        return labels, strong, weak, moments
+
+    def lesson(self, guess: Tensor, strong: Tensor) -> Tensor:
+        """Return the masked mean of KL(teacher || student) over the whole minibatch."""
+        target = guess.detach().softmax(-1)
+        each = F.kl_div(strong.log_softmax(-1), target, reduction="none").sum(-1)
+        delta = self.method.delta
+        mask = torch.ones(len(each)) if delta is None else (Categorical(probs=target).entropy() < delta).double()
+        ramp = 1 if not self.method.ramp_rounds else min(1, self.task.round / self.method.ramp_rounds)
+        return self.method.unlabeled_weight * ramp * (mask * each).sum() / len(each)
+
+    def step(self, models: dict, batch: Batch) -> tuple[dict, float]:
+        """Return the models after one backward pass through the sum of all losses, and that sum."""
+        leaves = {name: differentiable(one["params"]) for name, one in models.items()}
+        quiet, loud = ROLES[self.method.views]
+        view = {"global": loud, "local": quiet}
+        said = {name: self.said(leaves[name], one["stats"], batch, view[name]) for name, one in models.items()}
+        teacher = {"global": said.get("local", said["global"])[2], "local": said["global"][2]}
+        losses = {}
+        for name, (labels, strong, _, _) in said.items():
+            losses[name] = F.cross_entropy(labels, batch.y)
+            if name == "global" or self.method.global_labels:
+                losses[name] = losses[name] + self.lesson(teacher[name], strong)
+        moved = autograd_step(losses, leaves, self.task.optimizer.lr)
+        new = {
+            name: {"params": moved[name], "stats": tracked(one["stats"], said[name][3])} for name, one in models.items()
+        }
+        return new, sum(loss.item() for loss in losses.values())
+
+
+@RULES
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"delta": None, "unlabeled_weight": 3.0},
+        {"ramp_rounds": 0},
+        {"global_labels": False},
+        {"local": False},
+        {"views": "strong"},
+        {"views": "weak"},
+        {"views": "none"},
+    ],
+    ids=str,
+)
+def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statistics, labeling):
+    """Three steps of both models at round 3 of a ramp of 4: parameters, running statistics and losses agree.
+
+    The oracle adds all losses and differentiates once, as the authors do: a guess that is not detached, a model that
+    moves before the other has been read, or a KL the wrong way round would show. Some guesses pass the filter, not all.
+    """
+    method = FedLoKe(**{"delta": 1.1, "ramp_rounds": 4, "ema": 1.0, **options})
+    shared = task(optimizer=SGD(0.2), statistics=statistics, labeling=labeling, round=3)
+    down = begin(method, shared)
+    memory = begin(method, shared, seed=5)
+    for one, shift in ((down, 0.05), (memory, 0.02)):  # surer than at their start, with statistics of something
+        one["params"]["head"] = tree.map(lambda leaf: 3 * leaf, one["params"]["head"])
+        one["stats"] = {k: {"mean": each["mean"] + shift, "var": 0.3 * each["var"]} for k, each in one["stats"].items()}
+    oracle = Formula(method, shared)
+    models = {"global": down, "local": memory} if method.local else {"global": down}
+    steps = batches(ROLES[method.views])
+    work = method.client_updates(shared)["train"]
+    carry = work.begin(down, memory if method.local else {}, local())
+    shares = []
+    for batch in steps:
+        carry, notes = work.step(down, carry, batch)
+        models, loss = oracle.step(models, batch)
+        assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
+        for name, each in models.items():
+            assert furthest({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
+        shares += [float(s.total / s.count) for s in notes.samples.values()]
+    assert furthest(carry["global"]["params"], down["params"]) > 1e-2
+    if method.delta is not None:
+        assert 0 < sum(shares) < len(shares)
+
+
+def test_guesses_are_reported_of_who_teaches():
+    """The global model's; the local one's where the global one teaches nobody. They weigh the ramp times the mask."""
+    shared = task(round=1, statistics="separate")
+    (batch,) = batches(ROLES["default"], 1)
+    down, memory = begin(FedLoKe(), shared), begin(FedLoKe(), shared, seed=5)
+    whole = FedLoKe(ema=1.0, delta=1.34, ramp_rounds=4)
+    for method, teacher in (
+        (whole, down),
+        (replace(whole, global_labels=False), memory),
+        (replace(whole, local=False), down),
+    ):
+        _, (notes,), _, _ = visit(method, shared, down, memory if method.local else {}, [batch])
+        guess = shared.network.train(teacher["params"], batch.u["weak"])[0].softmax(-1)
+        confidence, label = guess.max(-1)
+        (said,) = notes.pseudo
+        assert said.label.tolist() == label.tolist()
+        assert said.confidence.tolist() == pytest.approx(confidence.tolist(), rel=1e-12)
+        used = (Categorical(probs=guess).entropy() < 1.34).double()
+        assert said.weight.tolist() == (used / 4).tolist()
+        assert set(notes.models) == ({"global", "local"} if method.local else set())
+        for name, each in notes.models.items():
+            own = shared.network.train((down if name == "global" else memory)["params"], batch.u["weak"])[0]
+            assert each.label.tolist() == own.argmax(-1).tolist()
+        if not method.global_labels:
+            assert not notes.models["global"].weight.any()  # it teaches nobody
+
+
+def test_the_fusion_by_hand():
+    """mu = 0.75 of 4 and 8: 0.75 * 4 + 0.25 * 8 = 5, statistics alike; 1 keeps the local model, 0 takes the received.
+
+    The global model is what came down.
+    """
+    down = {"params": {"w": torch.tensor([8.0])}, "stats": {"n": {"mean": torch.tensor([80.0])}}}
+    memory = {"params": {"w": torch.tensor([4.0])}, "stats": {"n": {"mean": torch.tensor([40.0])}}}
+    for mu, expected in ((0.75, 5.0), (1.0, 4.0), (0.0, 8.0)):
+        carry = FedLoKe(ema=mu).client_updates(task())["train"].begin(down, memory, local())
+        assert carry["local"]["params"]["w"].tolist() == [expected]
+        assert carry["local"]["stats"]["n"]["mean"].tolist() == [10 * expected]
+        assert carry["global"]["params"]["w"].tolist() == [8.0]
+
+
+def test_a_local_model_starts_as_the_first_received():
+    """Two clients meet two different global models: each remembers its own."""
+    work = FedLoKe().client_updates(task())["train"]
+    for seed in (0, 1):
+        down = begin(FedLoKe(), task(), seed)
+        assert same(work.remember(down, torch.Generator()), down)
+    assert FedLoKe(local=False).client_updates(task())["train"].remember(down, torch.Generator()) == {}
+
+
+def test_a_fresh_local_model_is_another_network_and_the_same_for_all():
+    """Algorithm 1, line 2; with mu 1 and without global pseudo-labels it has nothing of the received model."""
+    work = FedLoKe(private="fresh").client_updates(task())["train"]
+    first, second = (work.remember(begin(FedLoKe(), task(), k), torch.Generator().manual_seed(3)) for k in (0, 1))
+    assert same(first, second)
+    assert not any(same({"params": first["params"]}, {"params": begin(FedLoKe(), task(), k)["params"]}) for k in (0, 1))
+
+
+STEPPED = {"batching": Batching(2, "rest"), "views": FIXED, "cohort": 4}
+"""As many steps with unlabeled views as without, in views without chance, and all clients in every round."""
+
+
+def purely_local(spy: Spy, start: dict, shared: Task, view: str) -> list[dict]:
+    """Return each client's parameters after training alone on the labels of its recorded batches, round by round."""
+    params: dict[bytes, dict] = {}
+    who = b""
+    for kind, what in spy.seen:
+        if kind == "begin":
+            who = what[2].x.numpy().tobytes()
+            params.setdefault(who, start["params"])
+        elif kind == "step":
+            leaves = differentiable(params[who])
+            logits, _ = shared.network.train(leaves, what[2].x_views[view])
+            loss = F.cross_entropy(logits, what[2].y)
+            params[who] = autograd_step({"": loss}, {"": leaves}, shared.optimizer.lr)[""]
+    return list(params.values())
+
+
+def test_no_sure_guess_leaves_two_models_that_do_not_meet():
+    """delta = 0 and mu = 1, every view in its own pass: the global model is FedAvg's, supervised on strong views.
+
+    And a client's local model has been trained on its own labels' weak views alone, as autograd does it.
+    """
+    shared = task(optimizer=SGD(0.1), statistics="separate")
+    spy = Spy(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
+    start = begin(spy, shared)
+    ours = play(spy, simulate(spy, shared, **STEPPED), start, range(2))[-1]
+    theirs = play(FedAvg(), simulate(FedAvg(), shared, **STEPPED), start, range(2))[-1]
+    assert furthest(ours.server["params"], theirs.server["params"]) < 1e-12
+    assert furthest(ours.server["params"], start["params"]) > 1e-2
+    alone = purely_local(spy, start, shared, "weak")
+    assert len(alone) == 4
+    for k, params in enumerate(alone):
+        assert furthest(ours.state["client"][str(k)]["params"], params) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({"ema": 1.0, "global_labels": False}, False),
+        ({"ema": 1.0, "delta": 0.0}, False),
+        ({"ema": 1.0}, True),
+        ({"ema": 0.9, "global_labels": False}, True),
+    ],
+    ids=str,
+)
+def test_what_the_local_model_reads_of_the_global(options, reads):
+    """With mu = 1 its guesses alone: without these, another global model leaves the same local one, bit by bit."""
+    method = FedLoKe(**{"delta": None, "ramp_rounds": 0, **options})
+    shared = task(optimizer=SGD(0.1))
+    memory = begin(method, shared, seed=5)
+    one, two = (
+        visit(method, shared, begin(method, shared, seed), memory, batches(ROLES["default"]))[3] for seed in (0, 1)
+    )
+    assert same(one, two) != reads
+
+
+def test_the_first_round_has_no_unsupervised_loss():
+    """lambda = 0 at t = 0: the round is that of a filter which lets nothing through; the next one is not.
+
+    Guesses are counted as unused.
+    """
+    shared = task(rounds=2)
+    runs = []
+    for delta in (None, 0.0):
+        method = FedLoKe(delta=delta, ramp_rounds=4)
+        runs.append(play(method, simulate(method, shared), begin(method, shared), range(2)))
+    (first, second), (quiet, later) = runs
+    assert furthest(first.server, quiet.server) == 0
+    assert furthest(first.state, quiet.state) == 0
+    assert first.report.pseudo["share_used"] == 0
+    assert second.report.pseudo["share_used"] == 1
+    assert furthest(second.server, later.server) > 1e-5
+
+
+@pytest.mark.parametrize(("round", "expected"), [(0, 0), (50, 0.25), (200, 1), (499, 1)])
+def test_the_ramp(round, expected):
+    """min(1, t / 200), times the weight; without a ramp 1 from the first round on."""
+    assert FedLoKe().ramp(round) == expected
+    assert FedLoKe(unlabeled_weight=2.0).ramp(round) == 2 * expected
+    assert FedLoKe(ramp_rounds=0).ramp(round) == 1
+
+
+def test_an_infinite_bound_lets_all_guesses_through():
+    """None, infinity and ln C + a little (the largest entropy there is) are one."""
+    shared = task()
+    plays = []
+    for delta in (None, float("inf"), log(CLASSES) + 1e-6):
+        method = FedLoKe(delta=delta, ramp_rounds=0)
+        plays.append(play(method, simulate(method, shared), begin(method, shared), range(2))[-1])
+        assert plays[-1].report.pseudo["share_used"] == 1
+        assert same(plays[-1].server, plays[0].server)
+
+
+def test_without_local_models_it_is_uda_without_threshold():
+    """No local model, filter or ramp: the gradient of KL to one's own guess is that of the cross-entropy with it.
+
+    So FedAvg + UDA at temperature 1 and threshold 0, on labeled images in the strong view. Clients remember nothing.
+    """
+    shared = task(optimizer=SGD(0.1))
+    ours, theirs = FedLoKe(local=False, delta=None, ramp_rounds=0), FedAvg(UDA(tau=0.0, temperature=1.0))
+    start = begin(ours, shared)
+    one = play(ours, simulate(ours, shared, views=FIXED), start, range(2))[-1]
+    two = play(theirs, simulate(theirs, shared, views=FIXED), start, range(2))[-1]
+    assert furthest(one.server, two.server) < 1e-12
+    assert one.state == {} or not one.state["client"]
+    assert one.report.cost["stored_client"] == 0
+    assert one.report.cost["forward"] == two.report.cost["forward"]
+    assert one.report.cost["backward"] == two.report.cost["backward"]
+
+
+def test_what_a_round_costs():
+    """FedAvg's bytes (down the model, up the model and a weight), one more model at a client, and twice the passes."""
+    shared = task()
+    method, alone = FedLoKe(), FedLoKe(local=False)
+    start = begin(method, shared)
+    cost = play(method, simulate(method, shared), start, range(1))[-1].report.cost
+    assert cost["bytes_down"] == 3 * tree.nbytes(start)
+    assert cost["bytes_up"] == 3 * (tree.nbytes(start) + 8)
+    assert cost["stored_client"] == tree.nbytes(start)
+    half = play(alone, simulate(alone, shared), start, range(1))[-1].report.cost
+    assert (cost["forward"], cost["backward"]) == (2 * half["forward"], 2 * half["backward"])
+
+
+def test_the_mean_by_size_or_uniform():
+    """|labeled| + |unlabeled| rows, or 1 each."""
+    shared, held = task(), dataset()
+    expectations = ((FedLoKe(), [sum(each) for each in SIZES]), (FedLoKe(weights="uniform"), [1] * 4))
+    for method, expected in expectations:
+        simulation = simulate(method, shared, held, cohort=4)
+        simulation.open(0)
+        assert simulation.ask("train", begin(FedLoKe(), shared))["weight"].tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["fedloke", "fml"])
+@pytest.mark.parametrize("norm", ["group", "none"])
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_networks_without_statistics_go_on_after_a_checkpoint(name, norm, executor):
+    """Empty statistics leave no trace on disk: a run whose trees were written and read plays on bit by bit.
+
+    With clients that are met in the second round for the first time among those who come back.
+    """
+    method, shared = registry.make(name), task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.1, momentum=0.9))
+    read = lambda part: tree.unflatten({name: leaf.clone() for name, leaf in tree.flatten(part).items()})  # noqa: E731
+    whole = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(3))
+    simulation = simulate(method, shared, executor=executor)
+    for client, memory in whole[0].state["client"].items():
+        simulation.memories.put(client, read(memory))
+    again = play(method, simulation, read(whole[0].server), range(1, 3))
+    assert len({tuple(one.report.cohort) for one in whole}) > 1
+    for one, two in zip(whole[1:], again, strict=True):
+        assert same(one.server, two.server)
+        assert same(one.state, two.state)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"ema": 1.5}, "ema is 1.5"), ({"ema": -0.1}, "ema is"), ({"ramp_rounds": -1}, "ramp_rounds is -1")],
+)
+def test_impossible_options_are_refused(wrong, words):
+    """In a sentence that names the option."""
+    with pytest.raises(UserError, match=words):
+        replace(FedLoKe(), **wrong)

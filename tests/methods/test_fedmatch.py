@@ -1,0 +1,560 @@
+"""FedMatch: penalties, votes, neighbors, bytes by hand, its losses against autograd, and where it is another method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
+from spies import Spy
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Local, Task
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.fedmatch import Disjoint, FedMatch, composed, kernels, nearest, noise, vote
+from halfmoon.models import Network, SmallCNN
+from halfmoon.models.passes import Run
+from halfmoon.objectives import FixMatch
+
+BARE = SmallCNN(1, CLASSES, 4, "none")
+"""Without normalization or bias, as FedMatch's authors have it: everything is a kernel."""
+
+RATE = 0.01
+ALONE: dict[str, Any] = {
+    "consistency_weight": 0.0,
+    "unlabeled_weight": 0.0,
+    "l2_weight": 0.0,
+    "l1_weight": 0.0,
+    "l1_threshold": 0.0,
+}
+"""Options under which nothing moves psi."""
+
+
+@dataclass(frozen=True)
+class Line(Network):
+    """Logits w_c * x for x the mean of an image: one weight a class, and no bias."""
+
+    channels: int = 1
+    classes: int = 2
+
+    def init(self, generator: torch.Generator) -> Tree:
+        return {"params": {"head": {"weight": torch.ones(self.classes, 1)}}, "stats": {}}
+
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        return run.linear("head", x.mean((-3, -2, -1))[:, None])
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        pass
+
+
+def line(*weights: float) -> Tree:
+    """Return a kernel of `Line`."""
+    return {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}
+
+
+def images(*values: float) -> Tensor:
+    """Return images of one pixel (n, 1, 1, 1), as a network sees them."""
+    return torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1, 1)
+
+
+def client(labeled: int = 1, unlabeled: int = 1, side: int = 1) -> Local:
+    """Return a client of so many rows."""
+    x, u = (torch.zeros(n, 1, side, side, dtype=torch.uint8) for n in (labeled, unlabeled))
+    counts = torch.tensor(labeled), torch.tensor(unlabeled)
+    return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts)
+
+
+def batch_of(u: Tensor, strong: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
+    """Return a batch; without x there are no labels."""
+    x = u[:0] if x is None else x
+    y = torch.zeros(len(x), dtype=torch.int64) if y is None else y
+    return Batch(x, y, torch.arange(len(x)), {"plain": u, "weak": u, "strong": strong}, torch.arange(len(u)))
+
+
+def work_of(method: FedMatch, network: Network = Line(), helpers: int = 0, **shared: Any) -> Disjoint:
+    """Return the client's work with so many helpers, under plain SGD."""
+    return Disjoint(
+        task(network, optimizer=SGD(RATE), **shared), (method.view, "strong"), replace(method, helpers=helpers), helpers
+    )
+
+
+def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: list[float] | None = None) -> Tree:
+    """Return what comes down."""
+    down = {"sigma": sigma, "psi": psi, "stats": {}}
+    if helpers:
+        down |= {"helpers": tree.stack(helpers), "there": torch.tensor(there or [1.0] * len(helpers))}
+    return down
+
+
+def visit(work: Disjoint, down: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
+    """Return the carry and the notes after one step."""
+    data = client(len(batch.x), batch.u_rows.numel(), batch.u["strong"].shape[-1])
+    memory = work.remember(down, torch.Generator()) if memory is None else memory
+    return work.step(down, work.begin(down, memory, data), batch)
+
+
+def test_the_penalties_by_hand():
+    """sigma (1, 2), psi (0.5, -1), l2_weight 10, l1_weight 0.1, nobody sure: the loss is
+
+    10 (0.5^2 + 3^2) + 0.1 (0.5 + 1) = 92.5 + 0.15. Its gradient in psi is 20 (psi - sigma) + 0.1 sign(psi), so
+    (-10 + 0.1, -60 - 0.1): at a rate of 0.01 psi becomes (0.5 + 0.099, -1 + 0.601). sigma stays.
+    """
+    work = work_of(FedMatch(tau=1.01, l1_weight=0.1, l2_weight=10.0))
+    carry, notes = visit(work, down_of(line(1, 2), line(0.5, -1)), batch_of(images(1, 2), images(2, 1)))
+    assert float(notes.loss) == pytest.approx(92.65)
+    assert float(notes.samples["penalty"].total) == pytest.approx(92.65)
+    assert carry["psi"]["head"]["weight"].flatten().tolist() == pytest.approx([0.599, -0.399])
+    assert carry["sigma"]["head"]["weight"].flatten().tolist() == [1, 2]
+    assert notes.pseudo[0].weight.tolist() == [0, 0]
+
+
+def test_votes_by_hand():
+    """Image 0: 2 against 1, the majority wins. Image 1: all differ, the first class or the own one. Image 2: agreement.
+
+    With the second helper away image 0 is a tie between 1 and 0.
+    """
+    own, others = torch.tensor([1, 2, 3]), torch.tensor([[0, 1, 3], [0, 3, 0]])
+    both, one, none = torch.ones(2), torch.tensor([1.0, 0.0]), torch.zeros(2)
+    assert vote(own, others, both, 4, "first").tolist() == [0, 1, 3]
+    assert vote(own, others, both, 4, "own").tolist() == [0, 2, 3]
+    assert vote(own, others, one, 4, "first").tolist() == [0, 1, 3]
+    assert vote(own, others, one, 4, "own").tolist() == [1, 2, 3]
+    for ties in ("first", "own"):
+        assert vote(own, others, none, 4, ties).tolist() == own.tolist()
+
+
+def test_neighbors_by_hand():
+    """Clients on a line at 0, 1, 3 and 7: 1 is nearest to 0 (1), then 3 (2); of a tie the lower number."""
+    known = {4: torch.tensor([0.0]), 9: torch.tensor([1.0]), 2: torch.tensor([3.0]), 11: torch.tensor([7.0])}
+    assert nearest(known, 9, 2) == [4, 2]
+    assert nearest(known, 11, 2) == [2, 9]
+    assert nearest(known, 4, 5) == [9, 2, 11]
+    assert nearest({**known, 1: torch.tensor([2.0])}, 1, 2) == [2, 9]
+    assert nearest(known, 5, 2) == []
+    assert nearest({5: torch.tensor([0.0])}, 5, 2) == []
+
+
+def test_the_noise_is_one_fixed_image():
+    """Always the same; of a normal distribution of mean and deviation 125, cut at 0 and 255.
+
+    Its mean is 125 + 125 (phi(-1) - phi(1.04)) / (Phi(1.04) - Phi(-1)) = 125 + 125 * 0.00967 / 0.6922 = 126.7.
+    """
+    image = noise(torch.zeros(5, 3, 32, 32, dtype=torch.uint8))
+    assert image.shape == (1, 3, 32, 32)
+    assert torch.equal(image, noise(torch.zeros(0, 3, 32, 32, dtype=torch.uint8)))
+    assert float(image.double().mean()) == pytest.approx(126.7, abs=4 * 70 / 3072**0.5)
+    inside = ((image >= 63) & (image < 192)).double().mean()  # one half deviation: (0.7038 - 0.3098) / 0.6922 = 0.569
+    assert float(inside) == pytest.approx(0.569, abs=4 * (0.25 / 3072) ** 0.5)
+
+
+def written(
+    network: Network, sigma: Tree, psi: Tree, received: Tree, helpers: list[Tree], batch: Batch, o: FedMatch
+) -> tuple[Tensor, int]:
+    """Return L_u as the paper writes it, image by image, and how many images the client is sure of."""
+    say = lambda kernel, base, x: network.predict(composed(base, kernel), {}, x).log_softmax(-1)  # noqa: E731
+    view, strong = batch.u[o.view], batch.u["strong"]
+    own, loud = say(psi, sigma, view), say(psi, sigma, strong)
+    others = [say(each, received, view).detach() for each in helpers]
+    total, sure = torch.zeros((), dtype=torch.float64), 0
+    for i in range(len(view)):
+        if float(own[i].detach().exp().max()) < o.tau:
+            continue
+        sure += 1
+        votes = [int(own[i].argmax()), *(int(each[i].argmax()) for each in others)]
+        label = min(range(CLASSES), key=lambda c: (-votes.count(c), c))
+        for each in others:
+            apart = sum(each[i, c].exp() * (each[i, c] - own[i, c]) for c in range(CLASSES))
+            total = total + o.consistency_weight * apart / len(others)
+        total = total - o.unlabeled_weight * loud[i, label]
+    total = total / sure if sure else total
+    flat = [torch.cat([leaf.flatten() for leaf in tree.leaves(part)]) for part in (psi, sigma)]
+    return total + o.l2_weight * ((flat[0] - flat[1]) ** 2).sum() + o.l1_weight * flat[0].abs().sum(), sure
+
+
+def learnable(params: Tree) -> Tree:
+    """Return a copy that autograd watches."""
+    return tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
+
+
+def descended(params: Tree, loss: Tensor) -> Tree:
+    """Return params after a step of plain SGD on the loss, by torch.autograd."""
+    names = tree.flatten(params)
+    gradients = torch.autograd.grad(loss, list(names.values()))
+    moved = {name: leaf.detach() - RATE * g for (name, leaf), g in zip(names.items(), gradients, strict=True)}
+    return tree.unflatten(moved)
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("statistics", "labeling"), [("joint", "batch"), ("separate", "batch"), ("separate", "running")]
+)
+def test_both_steps_are_autograds(helpers, statistics, labeling):
+    """sigma descends L_s alone, then psi L_u alone, at the new sigma: both as autograd on the formulas finds them.
+
+    Strong weights on the terms over images, so that a gradient that is missing, or passes where it is stopped, shows.
+    """
+    method = FedMatch(
+        tau=0.4, labeled_weight=0.5, consistency_weight=3.0, unlabeled_weight=2.0, l2_weight=0.5, l1_weight=0.01
+    )
+    work = work_of(method, BARE, helpers, statistics=statistics, labeling=labeling)
+    g = torch.Generator().manual_seed(0)
+    draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+    server = begin(method, work.task)
+    near = lambda leaf: leaf + 0.2 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype)  # noqa: E731
+    other = [tree.map(near, server["psi"]) for _ in "ab"]
+    batch = batch_of(draw(7), draw(7), draw(5), torch.arange(5) % CLASSES)
+    down = down_of(server["sigma"], server["psi"], other[:helpers])
+    carry, notes = visit(work, down, batch)
+
+    sigma = learnable(server["sigma"])
+    logits = BARE.predict(composed(sigma, server["psi"]), {}, batch.x)
+    labeled = method.labeled_weight * F.cross_entropy(logits, batch.y)
+    sigma = descended(sigma, labeled)
+    assert furthest(carry["sigma"], sigma) < 1e-12
+    assert furthest(carry["sigma"], server["sigma"]) > 1e-3
+    psi = learnable(server["psi"])
+    loss, sure = written(BARE, sigma, psi, server["sigma"], other[:helpers], batch, method)
+    assert 0 < sure < 7
+    assert int(notes.pseudo[0].weight.sum()) == sure
+    assert furthest(carry["psi"], descended(psi, loss)) < 1e-12
+    assert float(notes.loss) == pytest.approx(float((labeled + loss).detach()), rel=1e-12)
+    if helpers:  # the terms over images are what moves psi here, not the penalties alone
+        still = visit(work_of(replace(method, consistency_weight=0.0), BARE, helpers), down, batch)[0]
+        assert furthest(carry["psi"], still["psi"]) > 1e-3
+
+
+def test_each_part_learns_from_its_own_images():
+    """Other unlabeled images leave sigma's step as it is, in every bit; labeled ones reach psi through sigma only."""
+    method = FedMatch(tau=0.3, unlabeled_weight=1.0, l2_weight=0.0)
+    work = work_of(method, BARE)
+    g = torch.Generator().manual_seed(0)
+    draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+    server, x, u, strong, y = begin(method, work.task), draw(4), draw(6), draw(6), torch.arange(4)
+    down = down_of(server["sigma"], server["psi"])
+    one, two = (visit(work, down, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
+    assert same(one["sigma"], two["sigma"])
+    assert not same(one["psi"], two["psi"])
+    frozen = work_of(replace(method, labeled_weight=0.0), BARE)
+    one, two = (visit(frozen, down, batch_of(u, strong, seen, y))[0] for seen in (x, draw(4)))
+    assert same(one["psi"], two["psi"])
+    assert same(one["sigma"], server["sigma"])
+    assert not same(one["psi"], server["psi"])
+
+
+def test_helpers_that_are_not_there_say_nothing():
+    """With one of two places empty: the term and the votes of one helper; with both: those of a client alone."""
+    method = FedMatch(tau=0.3, consistency_weight=2.0, unlabeled_weight=2.0, ties="own")
+    server = begin(method, task(BARE))
+    g = torch.Generator().manual_seed(1)
+    draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+    friend = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), server["psi"])
+    batch, parts = batch_of(draw(6), draw(6)), (server["sigma"], server["psi"])
+    nobody = tree.zeros_like(friend)
+    pairs = (
+        (down_of(*parts, [friend, nobody], [1.0, 0.0]), down_of(*parts, [friend])),
+        (down_of(*parts, [nobody, nobody], [0.0, 0.0]), down_of(*parts)),
+    )
+    for count, (given, equal) in zip((1, 0), pairs, strict=True):
+        (one, _), (two, _) = (
+            visit(work_of(method, BARE, 2), given, batch),
+            visit(work_of(method, BARE, count), equal, batch),
+        )
+        assert furthest(one["psi"], two["psi"]) < 1e-14
+    assert furthest(*(visit(work_of(method, BARE, 2), given, batch)[0]["psi"] for given, _ in pairs)) > 1e-3
+
+
+def test_who_is_sure_of_nothing_learns_from_labels_alone():
+    """Nobody above tau and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
+    work = work_of(FedMatch(tau=1.01, l2_weight=0.0, l1_weight=0.0))
+    down = down_of(line(1, 2), line(0.2, 0.4))
+    carry, notes = visit(work, down, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0])))
+    assert same(carry["psi"], down["psi"])
+    assert not same(carry["sigma"], down["sigma"])
+    assert bool(notes.loss.isfinite())
+
+
+def test_the_mean_over_all_images_or_over_those_used():
+    """Logits (x, 0): at x = 2 the client is sure (0.88), at 0.5 and 0.1 it is not. CE(0 | strong 0) = log 2.
+
+    Over the used one the mean is log 2 = 0.693, over all three log 2 / 3 = 0.231.
+    """
+    quiet: dict[str, Any] = {"tau": 0.8, "unlabeled_weight": 1.0, "l2_weight": 0.0, "l1_weight": 0.0}
+    batch = batch_of(images(2, 0.5, 0.1), images(0, 0, 0))
+    means: tuple[tuple[Any, float], ...] = (("used", 0.693147), ("all", 0.231049))
+    for mean, expected in means:
+        _, notes = visit(work_of(FedMatch(**quiet, mean=mean)), down_of(line(1, 0), line(0, 0)), batch)
+        assert float(notes.loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_debiasing_turns_the_clients_own_vote():
+    """Rows at x = 2 (0.881, 0.119), three times, and at -1 (0.269, 0.731): the mean prediction is (0.728, 0.272).
+
+    Divided by it, an image at x = 0.5, (0.622, 0.378), becomes (0.855, 1.390) / 2.245 = (0.381, 0.619): class 1.
+    """
+    plain, debiased = (work_of(FedMatch(debias=debias, tau=0.6)) for debias in (False, True))
+    assert plain.sweep == ()
+    assert debiased.sweep == ("plain",)
+    down, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
+    for work, label, sure in ((plain, 0, 0.622459), (debiased, 1, 0.6190)):
+        carry = work.begin(down, work.remember(down, torch.Generator()), data)
+        _, notes = work.step(down, carry, batch_of(images(0.5), images(0.5)))
+        assert notes.pseudo[0].label.tolist() == [label]
+        assert notes.pseudo[0].confidence.tolist() == pytest.approx([sure], rel=1e-3)
+        assert notes.pseudo[0].weight.tolist() == [1.0]
+
+
+def finished(work: Disjoint, down: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1) -> tuple[Tree, Tree]:
+    """Return upload and memory of a visit that ends with these parts."""
+    data = client(labeled)
+    carry = work.begin(down, memory, data)
+    return work.finish(down, {**carry, "sigma": sigma, "psi": psi}, data)
+
+
+def test_bytes_by_hand():
+    """Ten classes, so ten values of 8 bytes a part, each 12 with its index; delta 0.1. An embedding is 80 bytes.
+
+    First meeting: both parts whole, 160. sigma moves in two entries, psi in none: up 24 + 0 + 80. The server then
+    changes six entries of sigma (72 of 80 bytes), seven of psi (84: whole, 80); three psi entries of it by 0.09: these
+    stay as the client had them. Seven changed entries of the client's psi are more than the whole: 80.
+    """
+    work = work_of(FedMatch(delta_threshold=0.1, l1_threshold=0.05), Line(classes=10))
+    zero, ones = [0.0] * 10, [1.0] * 10
+    down = down_of(line(*ones), line(*ones))
+    memory = work.remember(down, torch.Generator())
+    up, memory = finished(work, down, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
+    assert work.traffic(down, up) == (160, 24 + 0 + 80)
+    assert up["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
+    assert same({"sigma": up["sigma"], "psi": up["psi"]}, {name: memory[name] for name in ("sigma", "psi")})
+
+    sigma = line(2.0, 0.5, *[3.0] * 6, 1.0, 1.0)
+    down = down_of(sigma, line(*[2.0] * 7, 1.09, 0.91, 1.09))
+    up, after = finished(work, down, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
+    assert work.traffic(down, up) == (72 + 80, 0 + 80 + 80)
+    assert up["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3  # 0.04 is cut; the last did not move
+    assert same({"sigma": up["sigma"], "psi": up["psi"]}, {name: after[name] for name in ("sigma", "psi")})
+
+
+def test_only_who_has_labels_sends_sigma():
+    """A client without labels sends psi alone, with thresholds or without; without them, whole trees and no memory."""
+    down = down_of(line(1, 2), line(3, 4))
+    for threshold, labeled, back in ((None, 1, 16 + 16), (None, 0, 16), (0.0, 1, 16 + 12), (0.0, 0, 12)):
+        work = work_of(FedMatch(delta_threshold=threshold))
+        memory = work.remember(down, torch.Generator())
+        assert bool(memory) == (threshold is not None)
+        up, kept = finished(work, down, memory, line(0, 0), line(3, 5), labeled)
+        assert work.traffic(down, up) == (32, back + 16)
+        assert bool(kept) == (threshold is not None)
+
+
+def test_helpers_travel_as_what_differs_from_ones_own():
+    """Of ten entries one helper differs in two, another in eight, a third is not there: 24 + 80 + 0 bytes more."""
+    own = [1.0] * 10
+    helpers = [line(5, 5, *own[2:]), line(*[5.0] * 8, 1.05, 1.0), line(*[0.0] * 10)]
+    down = down_of(line(*own), line(*own), helpers, [1.0, 1.0, 0.0])
+    for threshold, more in ((0.1, 24 + 80), (None, 80 + 80)):
+        work = work_of(FedMatch(delta_threshold=threshold), Line(classes=10), 3)
+        up, _ = finished(work, down, work.remember(down, torch.Generator()), line(*own), line(*own))
+        assert work.traffic(down, up)[0] == 160 + more
+
+
+def test_a_helper_is_its_psi_on_the_receivers_sigma():
+    """sigma (1, 0), a helper's psi (0, 1.5): it says logits (x, 1.5 x), whatever its own sigma was; at x = 1 class 1.
+
+    The client (class 0) is outvoted by two of that kind, though sigma's step has just come to where they say class 0.
+    """
+    work = work_of(FedMatch(tau=0.5, labeled_weight=500.0, delta_threshold=None), helpers=2)
+    down = down_of(line(1, 0), line(1, 0), [line(0, 1.5), line(0, 1.5)])
+    batch = batch_of(images(1), images(1), images(1), torch.tensor([0]))
+    carry, notes = visit(work, down, batch)
+    assert notes.pseudo[0].label.tolist() == [1]
+    first, second = carry["sigma"]["head"]["weight"].flatten().tolist()
+    assert first > second + 1.5
+
+
+@pytest.mark.parametrize("threshold", [None, 5e-5])
+def test_a_weight_that_is_no_number_is_not_left_out(threshold):
+    """Not below any threshold, it goes up, where the driver sees it and stops."""
+    work = work_of(FedMatch(delta_threshold=threshold))
+    down, nan = down_of(line(1, 2), line(3, 4)), float("nan")
+    up, _ = finished(work, down, work.remember(down, torch.Generator()), line(nan, 0), line(3, nan))
+    for name, place in (("sigma", 0), ("psi", 1)):
+        assert up[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0])
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
+    """No helpers, no weight on what moves psi: sigma is trained as FedAvg trains theta, at labeled_weight * rate."""
+    network, held = SmallCNN(1, CLASSES, 4, norm), dataset(((6, 8),) * 4)
+    method = FedMatch(helpers=0, labeled_weight=4.0, delta_threshold=threshold, **ALONE)
+    slow, fast = (task(network, optimizer=SGD(rate)) for rate in (RATE, 4 * RATE))
+    server = begin(method, slow)
+    options: dict[str, Any] = {"batching": Batching(3, "rest", epochs=2)}
+    ours = play(method, simulate(method, slow, held, **options), server, range(3))
+    theirs = play(FedAvg(), simulate(FedAvg(), fast, held, **options), method.solution(slow, server), range(3))
+    for one, two in zip(ours, theirs, strict=True):
+        assert furthest(method.solution(slow, one.server)["params"], two.server["params"]) < 1e-12
+        assert furthest(one.server["psi"], server["psi"]) < 1e-15  # a mean of equal numbers
+        assert one.report.cost["labeled_images"] == two.report.cost["labeled_images"]
+    assert furthest(ours[-1].server["sigma"], server["sigma"]) > 1e-2
+
+
+def test_semifls_version_without_labels_is_fixmatch():
+    """SemiFL's version starts as the network does; where nobody has labels, psi moves as FixMatch moves theta."""
+    held, shared = dataset(((0, 8),) * 4), task(BARE, optimizer=SGD(0.1))
+    method = registry.make("fedmatch-semifl", {"tau": 0.3})
+    other = FedAvg(FixMatch(tau=0.3, mean="used"))
+    server, plain = begin(method, shared), begin(other, shared)
+    assert furthest(method.solution(shared, server), plain) < 1e-15
+    ours = play(method, simulate(method, shared, held), server, range(2))
+    theirs = play(other, simulate(other, shared, held), plain, range(2))
+    for one, two in zip(ours, theirs, strict=True):
+        assert furthest(method.solution(shared, one.server)["params"], two.server["params"]) < 1e-12
+        assert same(one.server["sigma"], server["sigma"])
+    assert furthest(ours[-1].server["psi"], server["psi"]) > 1e-2
+
+
+def test_the_server_teaches_sigma_and_clients_psi():
+    """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
+    method, held = FedMatch(tau=0.3, labeled_weight=2.0), dataset(place="server")
+    shared = task(BARE, optimizer=SGD(RATE))
+    simulation = simulate(method, shared, held, serving=Batching(4))
+    spy = Spy(method)
+    simulation.client_updates = spy.client_updates(shared)
+    server = begin(method, shared)
+    simulation.method = spy
+    (played,) = play(spy, simulation, server, range(1))
+    steps = [what for what in spy.of("step") if "helpers" not in what[0] and len(what[2].x)]
+    sigma = server["sigma"]
+    for _, _, batch in steps:
+        sigma = learnable(sigma)
+        logits = BARE.predict(composed(sigma, server["psi"]), {}, batch.x)
+        sigma = descended(sigma, 2.0 * F.cross_entropy(logits, batch.y))
+    assert len(steps) == round(18 / 4)
+    assert furthest(played.server["sigma"], sigma) < 1e-12
+    assert furthest(played.server["psi"], server["psi"]) > 1e-3
+    up = played.report.cost["bytes_up"]
+    assert up <= 3 * (tree.nbytes(server["psi"]) + CLASSES * 8)
+
+
+def test_sigma_is_averaged_over_those_with_labels():
+    """Labels at some clients: those without send back the sigma that they received, and it does not count."""
+    method, shared = FedMatch(delta_threshold=0.0), task(BARE, optimizer=SGD(RATE))
+    held = dataset(place="some")
+    server = begin(method, shared)
+    simulation = simulate(method, shared, held)
+    simulation.open(0)
+    up = simulation.ask("train", {**server, "stats": {}})
+    has = [held.own(k).labeled > 0 for k in simulation.answered.tolist()]
+    assert 0 < sum(has) < len(has)
+    assert up["labels"].tolist() == [float(each) for each in has]
+    (played,) = play(method, simulate(method, shared, held), server, range(1))
+    for path, leaf in tree.flatten(up["sigma"]).items():
+        expected = torch.stack([each for each, mine in zip(leaf, has, strict=True) if mine]).mean(0)
+        torch.testing.assert_close(tree.flatten(played.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
+        for each, mine in zip(leaf, has, strict=True):
+            assert torch.equal(each, tree.flatten(server["sigma"])[path]) == (not mine)
+    for path, leaf in tree.flatten(up["psi"]).items():
+        torch.testing.assert_close(tree.flatten(played.server["psi"])[path], leaf.mean(0), rtol=1e-12, atol=1e-14)
+
+
+def test_helpers_come_every_interval_rounds_to_those_who_are_known():
+    """With interval 2: none in rounds 0 and 2; in 1 and 3, the psi that the nearest others sent last, found afresh."""
+    method = FedMatch(interval=2, tau=0.3, delta_threshold=None, l1_threshold=0.0)  # what is sent is what was trained
+    shared = task(BARE, optimizer=SGD(RATE))
+    spy, server = Spy(method), begin(method, shared)
+    held = dataset()
+    simulation = simulate(spy, shared, held)
+    known: dict[int, tuple[Tensor, Tree]] = {}
+    met: list[int] = []
+    for number in range(4):
+        spy.seen.clear()
+        before = dict(known)
+        (played,) = play(spy, simulation, server, range(number, number + 1))
+        server = played.server
+        for place, k in enumerate(played.report.cohort):
+            down = spy.of("begin")[place][0]
+            if number % 2 == 0:
+                assert "helpers" not in down
+                continue
+            nearest_two: list[int] = []
+            if k in before:
+                away = {j: float((before[j][0] - before[k][0]).norm()) for j in before if j != k}
+                nearest_two = sorted(away, key=away.__getitem__)[:2]
+            met.append(len(nearest_two))
+            assert down["there"].tolist() == [1.0] * len(nearest_two) + [0.0] * (2 - len(nearest_two))
+            for position, j in enumerate(nearest_two):
+                assert same(tree.index(down["helpers"], position), before[j][1])
+        for place, k in enumerate(played.report.cohort):
+            vector = simulation.state_store.get(f"embedding-{k}")
+            assert vector is not None
+            known[k] = (vector["vector"], spy.of("finish")[place][1]["psi"])
+            theta, image = composed(spy.of("finish")[place][1]["sigma"], known[k][1]), noise(held.train.images)
+            said = BARE.predict(theta, {}, shared.normalize(image))[0].softmax(-1)
+            torch.testing.assert_close(vector["vector"], said, rtol=1e-12, atol=1e-14)
+    assert 0 in met
+    assert 2 in met
+
+
+def test_the_embedding_is_the_prediction_on_noise():
+    """Of sigma + psi as they were sent, on the one image, in probabilities."""
+    work = work_of(FedMatch(delta_threshold=None, l1_threshold=0.0), BARE)
+    server = begin(FedMatch(), work.task)
+    down, data = down_of(server["sigma"], server["psi"]), client(2, 3, 8)
+    up, _ = work.finish(down, work.begin(down, {}, data), data)
+    seen = (noise(data.u).double() / 255 - 0.5) / 0.5
+    theta = composed(server["sigma"], server["psi"])
+    torch.testing.assert_close(up["embedding"], BARE.predict(theta, {}, seen)[0].softmax(-1), rtol=1e-12, atol=1e-14)
+
+
+def test_the_start_and_what_is_evaluated():
+    """psi is 0.2 of every kernel, nothing else has one; entries of psi of at most l1_threshold do not count."""
+    method, shared = FedMatch(l1_threshold=0.3), task()
+    server = begin(method, shared)
+    model = begin(FedAvg(), shared)
+    assert set(tree.flatten(server["psi"])) == {
+        name for name in tree.flatten(model["params"]) if name.endswith("conv/weight") or name == "head/weight"
+    }
+    assert same(server["sigma"], model["params"])
+    assert furthest(server["psi"], tree.map(lambda leaf: 0.2 * leaf, kernels(model["params"]))) == 0
+    parts = {"sigma": line(1, 2), "psi": line(0.3, -0.31), "stats": {}}
+    assert method.solution(shared, parts)["params"]["head"]["weight"].flatten().tolist() == [1.0, 1.69]
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_without_normalization_rounds_go_on_after_a_checkpoint(executor):
+    """Empty statistics leave no trace in a file: a server's tree that was flattened plays the same round."""
+    method, shared = FedMatch(interval=1, tau=0.3, debias=True), task(BARE, optimizer=SGD(RATE))
+    simulation = simulate(method, shared, executor=executor)
+    first, _ = play(method, simulation, begin(method, shared), range(2))
+    straight = simulate(method, shared, executor=executor)
+    play(method, straight, begin(method, shared), range(1))
+    flat = tree.unflatten(tree.flatten(first.server))
+    assert "stats" not in flat
+    (again,) = play(method, straight, flat, range(1, 2))
+    (second,) = play(method, replay(method, shared, executor), first.server, range(1, 2))
+    assert same(again.server, second.server)
+
+
+def replay(method: FedMatch, shared: Task, executor: str) -> Any:
+    """Return a federation that has played its first round."""
+    simulation = simulate(method, shared, executor=executor)
+    play(method, simulation, begin(method, shared), range(1))
+    return simulation
+
+
+def test_options_that_cannot_be():
+    """A number of helpers below 0, an interval below 1."""
+    with pytest.raises(UserError, match="interval is 0"):
+        FedMatch(interval=0)
+    with pytest.raises(UserError, match="helpers is -1"):
+        FedMatch(helpers=-1)

@@ -1,0 +1,241 @@
+"""FedRGD: averages of groups by hand, the groups, the server's copies, and where it is FedAvg."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
+from spies import Spy
+from torch import Tensor
+
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.fedrgd import FedRGD, grouped, mean
+from halfmoon.models import SmallCNN
+from halfmoon.objectives import FixMatch
+
+GROUPED = SmallCNN(1, CLASSES, 4, "group")
+"""With group normalization, as FedRGD has it."""
+
+SURE = FixMatch(tau=0.3)
+
+
+def number(value: float) -> Tree:
+    """Return a model of one weight."""
+    return {"params": {"w": torch.tensor([value], dtype=torch.float64)}, "stats": {}}
+
+
+class Answers:
+    """A federation whose clients send what they are told to, and whose server's copies come back as listed."""
+
+    def __init__(self, uploads: dict[int, float], copies: list[float], asked: list[int] | None = None) -> None:
+        self.uploads, self.copies, self.labeled = uploads, copies, len(copies)
+        self.cohort = torch.tensor(sorted(asked or uploads))
+        self.answered = torch.tensor(sorted(uploads))
+        self.given: list[tuple[Tree, Tree | None]] = []
+
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        self.given.append((down, each))
+        up = tree.stack([number(self.uploads[k]) for k in self.answered.tolist()])
+        return {**up, "weight": torch.arange(1.0, 1 + len(self.answered))}
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        self.given.append((down, None))
+        return {**number(self.copies.pop(0)), "weight": torch.tensor(7.0)}
+
+
+def split(cohort: list[int], round: int) -> list[list[int]]:
+    """Return the members of two groups."""
+    group = grouped(cohort, round, 2)
+    return [[k for k in cohort if group[k] == s] for s in (0, 1)]
+
+
+def test_the_mean_of_group_means_by_hand():
+    """Three clients: a pair that sends 1 and 3 and a single one that sends 6. Means 2 and 6, and of these 4.
+
+    The plain mean would be 10 / 3, and one by rows yet another: groups and members count alike.
+    """
+    pair, single = sorted(split([0, 1, 2], 0), key=len, reverse=True)
+    federation: Any = Answers({pair[0]: 1.0, pair[1]: 3.0, single[0]: 6.0}, [])
+    new = FedRGD().round(task(), number(0.0), federation)
+    assert new["params"]["w"].tolist() == pytest.approx([4.0])
+    assert set(new) == {"params", "stats"}
+
+
+def test_server_copies_join_their_groups_by_hand():
+    """The same three clients, and copies of the server's model that come back as 6 and 10.
+
+    Group 0 gets the first. Pair and copy: (1 + 3 + c) / 3; single and copy: (6 + c) / 2; then their mean.
+    """
+    groups = split([0, 1, 2], 0)
+    values = {groups[s][0]: 6.0 for s in (0, 1) if len(groups[s]) == 1}
+    pair = max(groups, key=len)
+    values |= {pair[0]: 1.0, pair[1]: 3.0}
+    federation: Any = Answers(values, [6.0, 10.0])
+    new = FedRGD().round(task(), number(5.0), federation)
+    means = [
+        (sum(values[k] for k in members) + copy) / (len(members) + 1)
+        for members, copy in zip(groups, (6, 10), strict=True)
+    ]
+    assert new["params"]["w"].tolist() == pytest.approx([sum(means) / 2])
+    downlinks = [float(down["params"]["w"]) for down, _ in federation.given]
+    assert downlinks == [5.0, 5.0, 5.0]  # clients and both copies start from the server's model
+
+
+def test_groups_are_given_back_by_hand():
+    """With `return_group` the groups' means are kept, and a client starts from the one of the group it falls into next.
+
+    A group of which nobody answers keeps its model, and does not count in the mean over groups.
+    """
+    method, shared = FedRGD(return_group=True), task(rounds=5)
+    server = method.start(shared, number(0.0))
+    groups = split([0, 1, 2, 3], 0)
+    values = dict(zip(groups[0] + groups[1], (1.0, 3.0, 6.0, 8.0), strict=True))
+    federation: Any = Answers(values, [])
+    server = method.round(shared.at(0), server, federation)
+    assert server["groups"]["params"]["w"].flatten().tolist() == [2.0, 7.0]
+    assert server["params"]["w"].tolist() == [4.5]
+    assert method.solution(shared, server)["params"]["w"].tolist() == [4.5]
+
+    later = split([0, 1, 2, 3], 1)
+    federation = Answers({later[1][0]: 9.0, later[1][1]: 11.0}, [], [0, 1, 2, 3])
+    new = method.round(shared.at(1), server, federation)
+    ((down, each),) = federation.given
+    assert down == {}
+    assert each is not None
+    expected = [2.0 if k in later[0] else 7.0 for k in range(4)]
+    assert each["params"]["w"].flatten().tolist() == expected
+    assert new["groups"]["params"]["w"].flatten().tolist() == [2.0, 10.0]
+    assert new["params"]["w"].tolist() == [10.0]
+
+    federation = Answers(values, [6.0, 8.0])  # where the server has labels, its copies start from the mean over groups
+    method.round(shared.at(2), new, federation)
+    assert [float(down["params"]["w"]) for down, _ in federation.given[1:]] == [10.0, 10.0]
+
+
+def test_groups_are_equal_random_and_reproducible():
+    """Sizes differ by one at most; a pair of ten clients falls into one group of two as often as chance has it.
+
+    Of 9 others, 4 are in one's group: 4 / 9 = 0.444 of 2000 rounds, with a standard deviation of 0.011.
+    """
+    together = 0
+    for round in range(2000):
+        group = grouped(range(10), round, 2)
+        assert sorted(group) == list(range(10))
+        assert sum(group.values()) == 5
+        together += group[3] == group[8]
+    assert together / 2000 == pytest.approx(4 / 9, abs=4 * 0.0111)
+    assert grouped(range(10), 7, 2) == grouped(range(10), 7, 2)
+    assert sorted(grouped(range(7), 1, 3).values()) == [0, 0, 0, 1, 1, 2, 2]
+    assert sorted(grouped([5], 1, 3).values()) == [0]
+    assert mean([]) == {}
+
+
+@pytest.mark.parametrize(("norm", "decay"), [("group", None), ("batch", None), ("batch", 0.9)])
+def test_with_equal_groups_it_is_fedavg(norm, decay):
+    """Four equal clients in two groups, labels at clients, one model for all: FedAvg with FixMatch, to rounding.
+
+    So is its averaged teacher, where it has one.
+    """
+    held, shared = dataset(((4, 8),) * 4), task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5))
+    objective = replace(SURE, decay=decay)
+    ours, theirs = FedRGD(objective, keep_optimizer=True), FedAvg(objective, keep_optimizer=True)
+    server = begin(ours, shared)
+    one = play(ours, simulate(ours, shared, held, cohort=4), server, range(3))
+    two = play(theirs, simulate(theirs, shared, held, cohort=4), server, range(3))
+    for a, b in zip(one, two, strict=True):
+        assert furthest(a.server, b.server) < 1e-12
+        assert furthest(a.state["client"], b.state["client"]) < 1e-12
+        assert a.report.cost == b.report.cost
+        assert furthest(ours.solution(shared, a.server), theirs.solution(shared, b.server)) < 1e-12
+    assert furthest(one[-1].server, server) > 1e-2
+    other = FedRGD(objective, keep_optimizer=True, groups=3)  # of two, one and one
+    (first, *_) = play(other, simulate(other, shared, held, cohort=4), server, range(1))
+    assert furthest(first.server, one[0].server) > 1e-4
+
+
+def test_return_group_changes_who_starts_where():
+    """The first round is that of one model for all; from the second on clients start from two different models."""
+    shared = task(GROUPED, optimizer=SGD(0.05))
+    runs, starts = [], []
+    for back in (False, True):
+        method = FedRGD(SURE, return_group=back)
+        spy = Spy(method)
+        runs.append(play(spy, simulate(spy, shared), begin(method, shared), range(2)))
+        starts.append({float(down["params"]["head"]["bias"][0]) for down, _, _ in spy.of("begin")[3:]})
+    assert furthest(runs[1][0].server["params"], runs[0][0].server["params"]) < 1e-15
+    assert [len(each) for each in starts] == [1, 2]
+    groups = runs[1][0].server["groups"]["params"]["head"]["bias"][:, 0]
+    assert starts[1] == set(groups.tolist())
+    assert furthest(runs[1][1].server["params"], runs[0][1].server["params"]) > 1e-6
+
+
+def test_groups_survive_a_checkpoint_in_both_executors():
+    """With `return_group`, a teacher and nothing tracked: loop = vmap, and a flattened tree plays the same round."""
+    method, shared = FedRGD(replace(SURE, decay=0.9), return_group=True), task(GROUPED, optimizer=SGD(0.05))
+    held, rounds = dataset(place="server"), []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, held, executor=executor)
+        first, second = play(method, simulation, begin(method, shared), range(2))
+        flat = tree.unflatten(tree.flatten(first.server))
+        assert "stats" not in flat
+        (again,) = play(method, simulate(method, shared, held, executor=executor), flat, range(1, 2))
+        assert same(again.server, second.server)
+        assert set(method.solution(shared, flat)) == {"params", "stats"}
+        rounds.append(second.server)
+    assert furthest(*rounds) < 1e-12
+
+
+def test_the_servers_copies_are_plain_training():
+    """Labels at the server, clients that are sure of nothing: their models stay, and each copy is SGD on the labels.
+
+    So w = (1/2) sum_s (w_s + |s| w_0) / (|s| + 1) with w_s by torch.autograd, |s| = 2 and 1.
+    """
+    method, held = FedRGD(FixMatch(tau=1.01)), dataset(place="server")
+    shared = task(GROUPED, optimizer=SGD(0.05))
+    spy, server = Spy(method), begin(method, shared)
+    (played,) = play(spy, simulate(spy, shared, held, serving=Batching(6)), server, range(1))
+    steps = [batch for _, _, batch in spy.of("step") if len(batch.x)]
+    assert len(steps) == 2 * 3
+    copies = []
+    for mine in (steps[:3], steps[3:]):
+        flat = tree.flatten(server["params"])
+        for batch in mine:
+            flat = {name: leaf.clone().requires_grad_() for name, leaf in flat.items()}
+            loss = F.cross_entropy(GROUPED.predict(tree.unflatten(flat), {}, batch.x), batch.y)
+            gradients = torch.autograd.grad(loss, list(flat.values()))
+            flat = {name: leaf.detach() - 0.05 * g for (name, leaf), g in zip(flat.items(), gradients, strict=True)}
+        copies.append(flat)
+    sizes = [len(members) for members in split(played.report.cohort, 0)]
+    assert sorted(sizes) == [1, 2]
+    for name, leaf in tree.flatten(server["params"]).items():
+        expected = sum((copy[name] + size * leaf) / (size + 1) for copy, size in zip(copies, sizes, strict=True)) / 2
+        torch.testing.assert_close(tree.flatten(played.server["params"])[name], expected, rtol=1e-10, atol=1e-12)
+    assert not same(tree.unflatten(copies[0]), tree.unflatten(copies[1]))  # each with minibatches of its own
+    assert played.report.pseudo is not None
+    assert played.report.pseudo["share_used"] == 0
+
+
+def test_the_row_with_feddpl_debiases():
+    """The catalog's row is FixMatch with the round's mean prediction divided out, still labeled at every step."""
+    method = registry.make("fedrgd-feddpl")
+    assert method == FedRGD(FixMatch(debias=True))
+    work = method.client_updates(task())["train"]
+    assert work.sweep == ("weak",)
+    assert work.views == ("weak", "strong")
+    assert registry.make("fedrgd", {"groups": 3, "tau": 0.8}) == FedRGD(FixMatch(tau=0.8), groups=3)
+
+
+def test_no_group_is_refused():
+    """At least one."""
+    with pytest.raises(UserError, match="groups is 0"):
+        FedRGD(groups=0)

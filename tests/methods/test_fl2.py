@@ -1,0 +1,122 @@
+"""(FL)^2: a step against ASAM on a torch module, thresholds and weights by hand, and its switches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
+from torch import Tensor
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.methods.fl2 import FL2, ascent
+from halfmoon.methods.semifl import SemiFL
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_step_up_by_hand():
+    """Weight -3 with eta 1 has T = 4, bias 5 has 1. g = (1, 3): T g = (4, 3), of length 5; rho 10: 10 (16, 3) / 5."""
+    params = {"a": {"weight": torch.tensor(-3.0), "bias": torch.tensor(5.0)}}
+    gradient = {"a": {"weight": torch.tensor(1.0), "bias": torch.tensor(3.0)}}
+    step = ascent(params, gradient, 10.0, 1.0)["a"]
+    assert (float(step["weight"]), float(step["bias"])) == pytest.approx((32.0, 6.0))
+    assert not ascent(params, tree.zeros_like(gradient), 10.0, 1.0)["a"]["weight"].any()
+
+
+def test_a_step_as_asam_does_it():
+    """On a module: climb in place, take the KL's gradient there, go back, add that of the CE, and step.
+
+    Six rows: two with confidence 0.96 and 0.99, which alone count for the climb and for the KL.
+    """
+    options, shared = FL2(rho=0.5, eta=0.05, sharpness_weight=0.7), task(optimizer=SGD(0.3))
+    down = begin(options, shared)
+    confidence = torch.tensor([0.5, 0.96, 0.7, 0.99, 0.6, 0.4]).double()
+    label, strong = torch.tensor([0, 1, 2, 3, 0, 1]), images(6, 3)
+    rows = torch.tensor([5, 1, 3, 0])
+    carry = {
+        "params": down["params"], "optimizer": {}, "status": confidence.mean(), "label": label,
+        "confidence": confidence, "weight": torch.ones(6).double(),
+    }  # fmt: skip
+    none = images(0, 0)
+    batch = Batch(none, label[:0], label[:0], {"strong": strong[rows]}, rows)
+    work = options.client_updates(shared)["train"]
+    new, notes = work.step(down, carry, batch)
+
+    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    leaves = list(model.named_parameters())
+    y, hard = label[rows], (confidence[rows] >= 0.95).double()
+    z = model(strong[rows])
+    ce = F.cross_entropy(z, y, reduction="none")
+    climb = torch.autograd.grad((ce * hard).mean(), [p for _, p in leaves], retain_graph=True)
+    teach = torch.autograd.grad(ce.mean(), [p for _, p in leaves])
+    scale = [p.detach().abs() + 0.05 if name.endswith("weight") else torch.ones_like(p) for name, p in leaves]
+    length = sum((t * g).square().sum() for t, g in zip(scale, climb, strict=True)).sqrt()
+    before = [p.detach().clone() for _, p in leaves]
+    with torch.no_grad():
+        for (_, p), t, g in zip(leaves, scale, climb, strict=True):
+            p.add_(0.5 * t * t * g / length)
+    kl = F.kl_div(model(strong[rows]).log_softmax(-1), z.detach().softmax(-1), reduction="none").sum(-1)
+    flat = torch.autograd.grad((kl * hard).mean(), [p for _, p in leaves])
+    theirs = [p - 0.3 * (g + 0.7 * h) for p, g, h in zip(before, teach, flat, strict=True)]
+    for (name, _), p, leaf in zip(leaves, theirs, tree.leaves(new["params"]), strict=True):
+        torch.testing.assert_close(leaf, p, rtol=1e-9, atol=1e-11, msg=name)
+    assert float(notes.loss) == pytest.approx(float((ce.mean() + 0.7 * (kl * hard).mean()).detach()), rel=1e-9)
+    assert float((kl * hard).mean().detach()) > 1e-4
+    plain = FL2(sharpness=False).client_updates(shared)["train"].step(down, carry, batch)[0]
+    for p, g, leaf in zip(before, teach, tree.leaves(plain["params"]), strict=True):
+        torch.testing.assert_close(leaf, p - 0.3 * g, rtol=1e-9, atol=1e-11)
+
+
+def test_status_and_thresholds():
+    """t is the mean confidence of the weak views under the received statistics; a client weighs 1 - t, or 1."""
+    shared = task()
+    down = begin(FL2(), shared)
+    u = torch.zeros(5, 1, 8, 8, dtype=torch.uint8)
+    data = Local(u[:0], torch.zeros(0).long(), u, torch.tensor(0), torch.tensor(5), {"weak": images(5, 1)})
+    p = NETWORK.predict(down["params"], down["stats"], data.views["weak"]).softmax(-1)
+    t, q = p.max(-1).values.mean(), p.mean(0)
+    for options, weight in ((FL2(), float(1 - t)), (FL2(status_aware=False), 1.0)):
+        work = options.client_updates(shared)["train"]
+        carry = work.begin(down, work.remember(down, torch.Generator()), data)
+        wanted = p.max(-1).values >= t * q[p.argmax(-1)] / q.max()
+        assert work.keep(carry, data).tolist() == wanted.tolist()
+        assert wanted.any()
+        up, _ = work.finish(down, carry, data)
+        assert float(up["weight"]) == pytest.approx(weight, rel=1e-12)
+    work = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
+    carry = work.begin(down, work.remember(down, torch.Generator()), data)
+    assert not work.keep(carry, data).any()
+    assert float(work.finish(down, carry, data)[0]["weight"]) == 0
+
+
+def test_without_its_parts_it_is_semifl_without_a_mix():
+    """Two rounds, labels at the server: the same bits but for rounding, statistics and momentum included."""
+    shared, runs = task(rounds=2), []
+    for method in (
+        FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, tau=0.39),
+        SemiFL(mix_weight=0.0, tau=0.39),
+    ):
+        simulation = simulate(method, shared, dataset(place="server"))
+        runs.append(play(method, simulation, begin(method, shared), range(2))[-1])
+    assert furthest(runs[0].server, runs[1].server) < 1e-9
+    assert runs[0].report.cost == runs[1].report.cost
+
+
+def test_each_switch_changes_the_run():
+    """With labels at the server; the server's own training before the first round too."""
+    shared = task(rounds=1)
+    options = {"tau": 0.3, "warmup": 1}
+    every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]
+    servers = []
+    for method in (FL2(**options), *every, FL2(tau=0.3, warmup=2)):
+        simulation = simulate(method, shared, dataset(place="server"))
+        servers.append(play(method, simulation, begin(method, shared), range(1))[-1].server)
+    assert not any(same(one, other) for k, one in enumerate(servers) for other in servers[:k])
+    with pytest.raises(Exception, match="warmup is -1"):
+        FL2(warmup=-1)

@@ -1,0 +1,287 @@
+"""FML: a step by hand, autograd on the formulas, and the two supervised runs that remain without distillation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mutual_scenes import PIXEL, autograd_step, batches, differentiable, local, looked, model, pixels, tracked
+from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
+from spies import Spy
+from torch import Tensor
+from torch.distributions import Categorical
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Task
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.engine.client_update import first_memory
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.fml import FML
+from halfmoon.models import SmallCNN
+
+
+def test_one_step_by_hand():
+    """Two weights, SGD with rate 1, a = b = 1/2, unlabeled weight 1/2: the meme (0, 0) and the private (ln 3, 0).
+
+    One labeled image, pixel 1 of class 0, and one unlabeled one, pixel 2. The private model says (3/4, 1/4) and
+    (9/10, 1/10), the meme (1/2, 1/2) of both. Derivatives in the first weight; the second's are their negatives.
+    Meme: 1/2 (1/2 - 1) + 1/2 (1/2 - 3/4) + 1/2 (1/2 - 9/10) 2 = -0.25 - 0.125 - 0.4 = -0.775.
+    Private: 1/2 (3/4 - 1) + 1/2 (3/4 - 1/2) + 1/2 (9/10 - 1/2) 2 = -0.125 + 0.125 + 0.4 = 0.4.
+    """
+    work = FML().client_updates(task(PIXEL, optimizer=SGD(1.0)))["train"]
+    carry = work.begin(model(0, 0), model(log(3), 0), local())
+    batch = Batch(pixels(1), torch.tensor([0]), torch.tensor([0]), {"weak": pixels(2)}, torch.tensor([0]))
+    carry, notes = work.step({}, carry, batch)
+    up, memory = work.finish({}, carry, local())
+    assert up["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
+    assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) - 0.4, 0.4], rel=1e-12)
+    kl = lambda p, q: p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))  # noqa: E731
+    meme = (log(2) + kl(0.75, 0.5) + kl(0.9, 0.5)) / 2
+    private = (-log(0.75) + kl(0.5, 0.75) + kl(0.5, 0.9)) / 2
+    assert float(notes.loss) == pytest.approx(meme + private, rel=1e-12)
+    (said,) = notes.pseudo
+    assert (said.label.tolist(), said.weight.tolist()) == ([0], [1])
+    assert said.confidence.tolist() == pytest.approx([0.9], rel=1e-12)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """L_i and L_v of Shen et al., and the same divergence on unlabeled images."""
+
+    method: FML
+    task: Task
+
+    def loss(self, said: dict, own: str, other: str, share: float, y: Tensor) -> Tensor:
+        """Return share * CE + (1 - share) * KL(other || own) + weight * mean of mask * KL(other || own)."""
+        labels, unlabeled = said[own]
+        taught, guess = (each.detach().softmax(-1) for each in said[other])
+        total = share * F.cross_entropy(labels, y)
+        total = total + (1 - share) * F.kl_div(labels.log_softmax(-1), taught, reduction="batchmean")
+        each = F.kl_div(unlabeled.log_softmax(-1), guess, reduction="none").sum(-1)
+        if self.method.delta is not None:
+            each = each * (Categorical(probs=guess).entropy() < self.method.delta)
+        return total + self.method.unlabeled_weight * each.mean()
+
+    def step(self, models: dict, batch: Batch) -> tuple[dict, float]:
+        """Return both models after one backward pass through the sum of their losses, and that sum."""
+        leaves = {name: differentiable(one["params"]) for name, one in models.items()}
+        passes = {name: looked(self.task, leaves[name], batch.x, batch.u[self.method.view]) for name in models}
+        said = {name: logits for name, (logits, _) in passes.items()}
+        losses = {
+            "meme": self.loss(said, "meme", "private", self.method.meme_share, batch.y),
+            "private": self.loss(said, "private", "meme", self.method.private_share, batch.y),
+        }
+        moved = autograd_step(losses, leaves, self.task.optimizer.lr)
+        new = {
+            name: {"params": moved[name], "stats": tracked(one["stats"], passes[name][1])}
+            for name, one in models.items()
+        }
+        return new, sum(loss.item() for loss in losses.values())
+
+
+@pytest.mark.parametrize("statistics", ["joint", "separate"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"private_share": 0.2, "meme_share": 0.7, "unlabeled_weight": 3.0},
+        {"view": "strong"},
+        {"delta": 1.1},
+    ],
+    ids=str,
+)
+def test_steps_are_autograds_on_the_formula(options: dict[str, Any], statistics):
+    """Three steps of both models: parameters, running statistics and losses agree.
+
+    The oracle adds both losses and differentiates once: a target that is not detached would show.
+    """
+    method, shared = FML(**options), task(optimizer=SGD(0.2), statistics=statistics)
+    down, memory = (
+        {**one, "params": {**one["params"], "head": tree.map(lambda leaf: 3 * leaf, one["params"]["head"])}}
+        for one in (begin(method, shared), begin(method, shared, seed=5))
+    )
+    work, oracle = method.client_updates(shared)["train"], Formula(method, shared)
+    carry, models, shares = work.begin(down, memory, local()), {"meme": down, "private": memory}, []
+    for batch in batches((method.view,)):
+        carry, notes = work.step(down, carry, batch)
+        models, loss = oracle.step(models, batch)
+        assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
+        for name, each in models.items():
+            assert furthest({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
+        shares.append(float(notes.pseudo[0].weight.mean()))
+    assert furthest(carry["meme"]["params"], down["params"]) > 1e-2
+    assert 0 < sum(shares) < 3 if method.delta is not None else sum(shares) == 3
+
+
+ALONE = FML(private_share=1.0, meme_share=1.0, unlabeled_weight=0.0)
+
+
+def test_without_distillation_the_meme_is_fedavgs():
+    """a = b = 1 and no unlabeled loss: the very rounds of supervised FedAvg, bit by bit, at twice its passes.
+
+    Of unequal clients with the weights of their sizes, and of equal ones with uniform weights.
+    """
+    shared = task()
+    for weights, held in (("size", dataset()), ("uniform", dataset(((4, 7),) * 4))):
+        method = replace(ALONE, weights=weights)
+        start = begin(method, shared)
+        ours = play(method, simulate(method, shared, held), start, range(2))[-1]
+        theirs = play(FedAvg(), simulate(FedAvg(), shared, held), start, range(2))[-1]
+        assert same(ours.server, theirs.server)
+        assert ours.report.pseudo is None
+        assert ours.report.cost["forward"] == 2 * theirs.report.cost["forward"]
+        assert ours.report.cost["backward"] == 2 * theirs.report.cost["backward"]
+        assert ours.report.cost["bytes_up"] == theirs.report.cost["bytes_up"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_without_distillation_a_private_model_trains_alone(keep):
+    """Over three rounds each is a module under torch.optim.SGD on its client's batches alone; the momentum lives on.
+
+    Without `keep_optimizer` every visit has a new optimizer.
+    """
+    shared = task(optimizer=SGD(0.1, momentum=0.9))
+    spy = Spy(replace(ALONE, keep_optimizer=keep))
+    ours = play(spy, simulate(spy, shared), begin(spy, shared), range(3))
+    seed = 3  # the scene's
+    fresh = tree.to(shared.network.init(rng.generator(seed, "remember")), dtype=torch.float64)
+    modules: dict[int, TorchSmall] = {}
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+    visitors = iter([client for played in ours for client in played.report.cohort])
+    client, visits = -1, 0
+    for kind, what in spy.seen:
+        if kind == "begin":
+            client, visits = next(visitors), visits + 1
+            new = client not in modules
+            if new:
+                modules[client] = TorchSmall(1, CLASSES, shared.network.width)
+                twin(modules[client], fresh)
+            if new or not keep:
+                optimizers[client] = torch.optim.SGD(modules[client].parameters(), lr=0.1, momentum=0.9)
+        elif kind == "step":
+            optimizers[client].zero_grad()
+            F.cross_entropy(modules[client](what[2].x), what[2].y).backward()
+            optimizers[client].step()
+    assert visits == 9
+    for client, module in modules.items():
+        memory = ours[-1].state["client"][str(client)]
+        assert ("optimizer" in memory) == keep
+        for (name, p), leaf in zip(module.named_parameters(), tree.leaves(memory["params"]), strict=True):
+            torch.testing.assert_close(leaf, p.detach(), rtol=1e-10, atol=1e-12, msg=name)
+        for layer, stats in memory["stats"].items():
+            torch.testing.assert_close(stats["mean"], module.get_buffer(f"{layer}.norm.running_mean"))
+
+
+def test_the_memes_optimizer_is_new_in_every_visit():
+    """The private one is as it was left, the meme's is zero."""
+    shared = task(optimizer=SGD(0.1, momentum=0.9))
+    method = FML()
+    work = method.client_updates(shared)["train"]
+    down = begin(method, shared)
+    memory = first_memory(work, down, 0, 0)
+    for batch in batches(("weak",), 2):
+        carry = work.begin(down, memory, local())
+        assert not any(leaf.any() for leaf in tree.leaves(carry["meme"]["optimizer"]))
+        carry, _ = work.step(down, carry, batch)
+        _, memory = work.finish(down, carry, local())
+        assert same(work.begin(down, memory, local())["private"], memory)
+        assert any(leaf.any() for leaf in tree.leaves(memory["optimizer"]))
+
+
+def test_how_a_private_model_starts():
+    """As a network of its own, in precision and place of the meme; or as its copy.
+
+    With equal shares a copy stays the meme's twin for a whole visit, so neither teaches the other anything: their
+    losses are those of the labels alone. A fresh one is no twin.
+    """
+    shared = task()
+    down = begin(FML(), shared)
+    work = FML().client_updates(shared)["train"]
+    memory = first_memory(work, down, 7, 0)
+    drawn = tree.to(shared.network.init(rng.generator(7, "remember")), dtype=torch.float64)
+    assert same({"params": memory["params"], "stats": memory["stats"]}, drawn)
+    assert not same(memory["params"], down["params"])
+    for private in ("copy", "fresh"):
+        method = FML(private=private)
+        work = method.client_updates(shared)["train"]
+        carry = work.begin(down, first_memory(work, down, 7, 0), local())
+        for batch in batches(("weak",)):
+            before = carry
+            carry, notes = work.step(down, carry, batch)
+            losses = []
+            for name in ("meme", "private"):
+                (labels, _), _ = looked(shared, before[name]["params"], batch.x, batch.u["weak"])
+                losses.append(F.cross_entropy(labels, batch.y).item() / 2)
+            assert (float(notes.loss) == pytest.approx(sum(losses), rel=1e-12)) == (private == "copy")
+        assert same(carry["meme"], carry["private"]) == (private == "copy")
+
+
+def test_a_filter_that_lets_nothing_through():
+    """delta = 0: the unlabeled loss is gone, but its images share the labeled ones' statistics; apart, they do not.
+
+    So in separate passes the parameters are those of unlabeled weight 0, where as many steps are taken.
+    """
+    shared = task(optimizer=SGD(0.1), statistics="separate")
+    down, memory = begin(FML(), shared), begin(FML(), shared, seed=5)
+    ends = []
+    for method in (FML(delta=0.0), FML(unlabeled_weight=0.0), FML()):
+        work = method.client_updates(shared)["train"]
+        carry = work.begin(down, memory, local())
+        for batch in batches(("weak",)):
+            carry, _ = work.step(down, carry, batch)
+        ends.append({"meme": carry["meme"]["params"], "private": carry["private"]["params"]})
+    assert furthest(ends[0], ends[1]) < 1e-12
+    assert furthest(ends[2], ends[1]) > 1e-4
+
+
+@pytest.mark.parametrize("place", ["clients", "some"])
+def test_the_weights(place):
+    """1 each, or the sizes; where labels alone teach, a client without any weighs nothing."""
+    shared = task()
+    with_labels = [k for k in range(4) if place == "clients" or k % 2 == 0]
+    size = [sum(SIZES[k]) if k in with_labels else SIZES[k][1] for k in range(4)]
+    for method, expected in (
+        (FML(), [1] * 4),
+        (FML(weights="size"), size),
+        (FML(unlabeled_weight=0.0), [int(k in with_labels) for k in range(4)]),
+        (FML(unlabeled_weight=0.0, weights="size"), [size[k] * (k in with_labels) for k in range(4)]),
+    ):
+        simulation = simulate(method, shared, dataset(place=place), cohort=4)
+        simulation.open(0)
+        assert simulation.ask("train", begin(method, shared))["weight"].tolist() == expected
+
+
+def test_a_known_clients_first_memory_is_not_drawn_again():
+    """A round whose clients are all known draws one network, to learn that there is a memory at all."""
+    drawn = []
+
+    @dataclass(frozen=True)
+    class Counted(SmallCNN):
+        """Count what is drawn."""
+
+        def init(self, generator: torch.Generator) -> tree.Tree:
+            drawn.append(generator)
+            return super().init(generator)
+
+    method, shared = FML(), task(Counted(1, CLASSES, 4))
+    simulation, counts = simulate(method, shared, cohort=4), []
+    server = begin(method, shared)
+    for number in range(3):
+        drawn.clear()
+        server = play(method, simulation, server, range(number, number + 1))[-1].server
+        counts.append(len(drawn))
+    assert counts == [5, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["private_share", "meme_share"])
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_impossible_shares_are_refused(name, share):
+    """In a sentence that names the option."""
+    with pytest.raises(UserError, match=f"{name} is {share}"):
+        replace(FML(), **{name: share})

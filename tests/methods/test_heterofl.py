@@ -1,0 +1,323 @@
+"""HeteroFL: the cut, the scaler, the mask and the average by hand; and FedAvg where all clients are wide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import Told
+from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
+from test_batchnorm_stats import counted
+from torch import Tensor, nn
+from torch_models import module_of
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.heterofl import HeteroFL, cut, fixed, parsed
+from halfmoon.models import SmallCNN, WideResNet
+from halfmoon.models.network import Network
+from halfmoon.models.passes import Run
+
+WIDE = SmallCNN(1, CLASSES, 4)
+
+
+@dataclass(frozen=True)
+class Pair(Network):
+    """Two hidden channels: one 1x1 convolution without bias, and a head; nothing to normalize."""
+
+    channels: int = 1
+    classes: int = 2
+    norm: str = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def init(self, generator: torch.Generator) -> Tree:
+        conv = {"weight": torch.ones(2, self.channels, 1, 1)}
+        head = {"weight": torch.ones(self.classes, 2), "bias": torch.ones(self.classes)}
+        return {"params": {"layer": {"conv": conv}, "head": head}, "stats": {}}
+
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        return run.linear("head", run.conv("layer", x).mean((-2, -1)))
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        pass
+
+
+def pair(conv: list[float], head: list[list[float]], bias: list[float]) -> Tree:
+    """Return parameters of `Pair` or of its leading part."""
+    d = torch.float64
+    weight = torch.tensor(conv, dtype=d).reshape(-1, 1, 1, 1)
+    return {
+        "layer": {"conv": {"weight": weight}},
+        "head": {"weight": torch.tensor(head, dtype=d), "bias": torch.tensor(bias, dtype=d)},
+    }
+
+
+def up(params: Tree, present: list[float], weight: float = 1.0) -> Tree:
+    """Return what a client sends."""
+    return {"params": params, "present": torch.tensor(present), "weight": torch.tensor(weight)}
+
+
+def shapes(params: Tree) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by name."""
+    return {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
+
+
+def test_a_client_of_half_width_gets_the_leading_half():
+    """Hidden channels 4, 8, 8 become 2, 4, 4; the image's one channel and the four classes stay."""
+    params = begin(HeteroFL(), task(WIDE))["params"]
+    half = cut(params, 0.5, fixed(WIDE))
+    assert shapes(half) == {
+        "conv1/conv/weight": (2, 1, 3, 3), "conv1/conv/bias": (2,), "conv1/norm/weight": (2,), "conv1/norm/bias": (2,),
+        "conv2/conv/weight": (4, 2, 3, 3), "conv2/conv/bias": (4,), "conv2/norm/weight": (4,), "conv2/norm/bias": (4,),
+        "conv3/conv/weight": (4, 4, 3, 3), "conv3/conv/bias": (4,), "conv3/norm/weight": (4,), "conv3/norm/bias": (4,),
+        "head/weight": (4, 4), "head/bias": (4,),
+    }  # fmt: skip
+    assert torch.equal(half["conv2"]["conv"]["weight"], params["conv2"]["conv"]["weight"][:4, :2])
+    assert torch.equal(half["head"]["weight"], params["head"]["weight"][:, :4])
+    assert same(cut(params, 1.0, fixed(WIDE)), params)
+
+
+def test_sizes_are_rounded_up_and_no_name_is_needed():
+    """A rate of 0.3 leaves ceil(1.2) = 2 and ceil(2.4) = 3 channels; 0.28 of 25 is 7, though as floats it is more.
+
+    Whole dimensions are found though hidden ones are as large: 4 channels, 4 classes, 4 hidden ones.
+    """
+    network = SmallCNN(4, 4, 4)
+    sizes = shapes(cut(network.init(torch.Generator())["params"], 0.3, fixed(network)))
+    assert sizes["conv1/conv/weight"] == (2, 4, 3, 3)
+    assert sizes["conv2/conv/weight"] == (3, 2, 3, 3)
+    assert sizes["head/weight"] == (4, 3)
+    odd = SmallCNN(1, 2, 25)
+    assert shapes(cut(odd.init(torch.Generator())["params"], 0.28, fixed(odd)))["conv1/conv/bias"] == (7,)
+
+
+def test_a_wide_resnet_is_cut_through_its_shortcuts():
+    """Every sum still fits: half of WRN-10-2 runs, with a stem of 8 and blocks of 16, 32 and 64."""
+    network = WideResNet(3, 10, 2, depth=10)
+    half = cut(network.init(torch.Generator())["params"], 0.5, fixed(network))
+    sizes = shapes(half)
+    assert sizes["stem/conv/weight"] == (8, 3, 3, 3)
+    assert sizes["block1shortcut/conv/weight"] == (16, 8, 1, 1)
+    assert sizes["block3b/conv/weight"] == (64, 64, 3, 3)
+    assert sizes["head/weight"] == (10, 64)
+    assert network.train(half, torch.randn(2, 3, 8, 8))[0].shape == (2, 10)
+
+
+def test_the_average_by_hand():
+    """Two whole clients, one of half width; the third whole one has no image and weighs nothing.
+
+    conv: channel 0 is held by three: (1 + 3 + 8) / 3 = 4; channel 1 by two: (2 + 4) / 2 = 3. The head's row of class 0
+    belongs to the first and the narrow client: (10 + 40) / 2 = 25 in column 0, 20 in column 1, bias (1 + 3) / 2 = 2.
+    Class 1 is the second client's alone: 30, 40, bias 5. Unmasked, row 0 is (10 + 50 + 40) / 3 = 33.3, (20 + 60) / 2.
+    """
+    whole = [
+        up(pair([1, 2], [[10, 20], [-9, -9]], [1, -9]), [1, 0]),
+        up(pair([3, 4], [[50, 60], [30, 40]], [-9, 5]), [0, 1]),
+        up(pair([99, 99], [[99, 99]] * 2, [99, 99]), [0, 0], 0),
+    ]
+    narrow = [up(pair([8], [[40], [-9]], [3, -9]), [1, 0])]
+
+    def told() -> Told:
+        answers = {"train-1": lambda down, who: whole, "train-0.5": lambda down, who: narrow}
+        return Told(answers, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
+
+    server = {"params": pair([0, 0], [[0, 0], [0, 0]], [0, 0]), "stats": {}}
+    fed = told()
+    new = HeteroFL("1-0.5").round(task(Pair()), server, fed)["params"]
+    assert fed.asked == [("train-1", [0, 2, 4]), ("train-0.5", [3])]
+    assert shapes(fed.downlinks[1]["params"]) == {
+        "layer/conv/weight": (1, 1, 1, 1),
+        "head/weight": (2, 1),
+        "head/bias": (2,),
+    }
+    assert new["layer"]["conv"]["weight"].flatten().tolist() == [4, 3]
+    assert new["head"]["weight"].tolist() == [[25, 20], [30, 40]]
+    assert new["head"]["bias"].tolist() == [2, 5]
+    free = HeteroFL("1-0.5", masked=False).round(task(Pair()), server, told())["params"]
+    assert free["layer"]["conv"]["weight"].flatten().tolist() == [4, 3]
+    assert free["head"]["weight"][0].tolist() == pytest.approx([100 / 3, 40])
+
+
+def test_what_nobody_holds_stays():
+    """A round of a narrow client alone, without class 1: channel 1, its column, and class 1's row keep their values."""
+    old = pair([1, 2], [[3, 4], [5, 6]], [7, 8])
+    answers = {"train-0.5": lambda down, who: [up(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
+    fed = Told(answers, cohort=torch.tensor([1]))
+    new = HeteroFL("1-0.5").round(task(Pair()), {"params": old, "stats": {}}, fed)["params"]
+    assert same(new, pair([10, 2], [[20, 4], [5, 6]], [40, 8]))
+    nobody = {"train-0.5": lambda down, who: [up(pair([10], [[20], [30]], [40, 50]), [0, 0], 0)]}
+    fed = Told(nobody, cohort=torch.tensor([1]))
+    assert same(HeteroFL("1-0.5").round(task(Pair()), {"params": old, "stats": {}}, fed)["params"], old)
+
+
+def test_the_servers_momentum_by_hand():
+    """Channel 0 goes from 1 to the clients' .7: v = .3, W = .7; then to .2: v = .5 * .3 + .5 = .65, W = .05."""
+    uploads = iter([0.7, 0.2])
+    answers = {"train-1": lambda down, who: [up(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
+    method, fed = HeteroFL(server_momentum=0.5), Told(answers, cohort=torch.tensor([0]))
+    server = method.start(task(Pair()), {"params": pair([1, 0], [[0, 0]] * 2, [0, 0]), "stats": {}})
+    for expected in (0.7, 0.05):
+        server = method.round(task(Pair()), server, fed)
+        assert float(server["params"]["layer"]["conv"]["weight"][0]) == pytest.approx(expected)
+    assert "momentum" not in HeteroFL().start(task(Pair()), {"params": server["params"], "stats": {}})
+
+
+def test_the_mask_by_hand():
+    """Logits (log 2, 0, log 100) with class 2 unseen: its logit becomes 0, so p = (2, 1, 1) / 4.
+
+    CE of class 0 is log 2; unmasked it is log(103 / 2). Class 2's row gets no gradient.
+    """
+    network = Pair(1, 3)
+    params = pair([1, 1], [[log(2), 0], [0, 0], [log(100), 0]], [0, 0, 0])
+    image = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    y = torch.tensor([0])
+    batch = Batch(image, y, y, {}, y[:0])
+    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    data = Local(nothing, torch.tensor([0, 1, 1]), nothing, torch.tensor(3), torch.tensor(0))
+    for masked, loss in ((True, log(2)), (False, log(103 / 2))):
+        work = HeteroFL(masked=masked).client_updates(task(network, optimizer=SGD(1.0)))["train-1"]
+        carry = work.begin({"params": params}, {}, data)
+        assert carry["present"].tolist() == [True, True, False]
+        after, notes = work.step({}, carry, batch)
+        assert float(notes.loss) == pytest.approx(loss)
+        moved = after["params"]["head"]["weight"] - params["head"]["weight"]
+        assert bool(moved[2].any()) == (not masked)
+    empty = Local(nothing, torch.zeros(4, dtype=torch.int64), nothing, torch.tensor(0), torch.tensor(0))
+    carry = work.begin({"params": params}, {}, empty)
+    assert not carry["present"].any()  # the labels of a client without rows are padding
+    sent, memory = work.finish({}, carry, empty)
+    assert (float(sent["weight"]), memory) == (0, {})
+
+
+class Scaler(nn.Module):
+    """Divide by the rate, as the authors' code does after a convolution."""
+
+    def __init__(self, inner: nn.Module, rate: float) -> None:
+        super().__init__()
+        self.inner, self.rate = inner, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) / self.rate
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("network", "rate"), [(WIDE, 0.5), (WIDE, 0.3), (WideResNet(1, CLASSES, 1, depth=10), 0.5)])
+def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
+    """A narrow torch module with a scaler behind each convolution, logits filled with 0, torch.optim's SGD."""
+    shared = task(network, optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01))
+    method = HeteroFL(f"1-{rate}", masked=masked)
+    down = {"params": cut(begin(method, shared)["params"], rate, fixed(network))}
+    work = method.client_updates(shared)[f"train-{rate}"]
+
+    oracle = module_of(network).double()
+    for name, leaf in tree.flatten(down["params"]).items():
+        *where, last = name.split("/")
+        module = oracle.get_submodule(".".join(where))
+        setattr(module, last, nn.Parameter(leaf.clone()))
+    for module in list(oracle.modules()):
+        if isinstance(module, nn.BatchNorm2d):  # of the width that its parameters have
+            module.running_mean = module.running_var = None
+    leaves = {name.replace(".", "/"): p for name, p in oracle.named_parameters()}
+    for module in list(oracle.modules()):
+        if hasattr(module, "conv") and isinstance(module.conv, nn.Conv2d):
+            module.conv = Scaler(module.conv, rate)
+    optimizer = torch.optim.SGD(oracle.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+
+    g = torch.Generator().manual_seed(0)
+    nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
+    data = Local(nothing, torch.tensor([0, 2, 3]), nothing, torch.tensor(3), torch.tensor(0))
+    carry = work.begin(down, {}, data)
+    for _ in range(3):
+        x, y = torch.randn(6, 1, 8, 8, generator=g, dtype=torch.float64), torch.tensor([0, 2, 3, 3, 2, 0])
+        carry, notes = work.step(down, carry, Batch(x, y, y, {}, y[:0]))
+        optimizer.zero_grad()
+        logits = oracle(x)
+        if masked:
+            logits = logits.masked_fill(torch.tensor([False, True, False, False]), 0)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-9)
+    assert furthest(tree.unflatten({k: p.detach() for k, p in leaves.items()}), carry["params"]) < 1e-8
+    assert furthest(carry["params"], down["params"]) > 1e-2
+
+
+@pytest.mark.parametrize("keep_optimizer", [False, True])
+def test_all_wide_and_unmasked_it_is_fedavg_with_static_statistics(keep_optimizer):
+    """Equal clients, rate 1: parameters and memories of FedAvg on all labels; the statistics are counted."""
+    held = dataset(((4, 8),) * 4, all_labels=True)
+    shared = task(optimizer=SGD(0.1, momentum=0.9))
+    ours, theirs = HeteroFL(masked=False, keep_optimizer=keep_optimizer), FedAvg(keep_optimizer=keep_optimizer)
+    one, two = (play(m, simulate(m, shared, held), begin(m, shared), range(3)) for m in (ours, theirs))
+    assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
+    assert furthest(one[-1].state, two[-1].state) < 1e-12
+    assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"]
+    holders = [held.local(k)[0].x for k in range(4)]
+    assert furthest(one[-1].server["stats"], counted(one[-1].server, holders)) < 1e-10
+    masked = play(HeteroFL(), simulate(HeteroFL(), shared, held), begin(ours, shared), range(3))
+    assert furthest(masked[-1].server["params"], two[-1].server["params"]) > 1e-3
+
+
+def test_bytes_by_hand():
+    """Leaf by leaf, 8 bytes a number.
+
+    The whole network: convolutions 9 * (4 + 4 * 8 + 8 * 8) = 900, three numbers a channel 60, head 4 * 8 + 4: 996. At
+    1/2: 9 * (2 + 2 * 4 + 4 * 4) = 234, 30 and 20: 284. At 1/4: 9 * (1 + 2 + 4) = 63, 15 and 12: 90. Clients 0 and 3
+    are whole, 1 is half, 2 a quarter wide. Up come four classes and a weight beside. The census sends four whole
+    networks and takes back 40 moments and a count each.
+    """
+    method, shared = HeteroFL("1-0.5-0.25"), task(WIDE)
+    simulation = simulate(method, shared, dataset(all_labels=True), cohort=4)
+    (played,) = play(method, simulation, begin(method, shared), range(1))
+    trained = 2 * 996 + 284 + 90
+    assert played.report.cost["bytes_down"] == 8 * (trained + 4 * 996)
+    assert played.report.cost["bytes_up"] == 8 * (trained + 4 * 5 + 4 * 41)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_optimizer": True, "server_momentum": 0.5, "sbn": "cohort"}])
+def test_widths_lift(options):
+    """Loop and vmap agree with clients of three widths, two of them in one program, some without an answer."""
+    runs = []
+    for executor in ("loop", "vmap"):
+        method, shared = HeteroFL("1-0.5-0.3", **options), task()
+        held = dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
+        simulation = simulate(method, shared, held, executor=executor, cohort=6, client_dropout=0.3)
+        runs.append(play(method, simulation, begin(method, shared), range(3)))
+    for one, many in zip(*runs, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert furthest(many.state, one.state) < 1e-9
+        assert many.report.cost == one.report.cost
+        assert many.report.cohort == one.report.cohort
+    assert min(len(one.report.cohort) for one in runs[0]) < 6
+    assert furthest(runs[0][-1].server["params"], begin(HeteroFL(), task())["params"]) > 1e-2
+
+
+def test_the_cohort_alone_may_be_counted():
+    """sbn "cohort" counts the rows of the round's clients, "all" those of all clients; the server's are left out."""
+    held = dataset(all_labels=True, place="server")
+    for sbn in ("all", "cohort"):
+        method = HeteroFL(sbn=sbn)
+        (played,) = play(method, simulate(method, task(), held), begin(method, task()), range(1))
+        who = range(4) if sbn == "all" else played.report.cohort
+        expected = counted(played.server, [held.local(k)[0].x for k in who])
+        assert furthest(played.server["stats"], expected) < 1e-10
+
+
+def test_the_widest_is_named_first():
+    """The first work of a method is what others are measured by."""
+    assert list(HeteroFL("0.5-1-0.25-0.5").client_updates(task())) == ["train-1", "train-0.5", "train-0.25", "census"]
+    assert parsed("1-0.5-0.0625") == (1.0, 0.5, 0.0625)
+
+
+@pytest.mark.parametrize("rates", ["", "1,0.5", "wide", "0.5-0.25", "1-0", "1-2", "1--0.5", "1-nan", "1-"])
+def test_impossible_rates_are_refused_in_a_sentence(rates):
+    """Not numbers, out of range, or without a whole client; it says what they were and how they are written."""
+    with pytest.raises(UserError, match="one of them 1") as told:
+        HeteroFL(rates)
+    assert repr(rates) in str(told.value)

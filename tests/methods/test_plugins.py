@@ -1,0 +1,195 @@
+"""Methods, networks and split rules from outside: named, found, checked, and written down with version and hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import halfmoon
+from halfmoon import Config, UserError, load_model
+from halfmoon.cli import main as cli
+from halfmoon.config import schema as settings
+from halfmoon.contract import check
+from halfmoon.core import plugins
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.objectives import FixMatch, Supervised
+from halfmoon.runs import outside
+
+MODULE = '''
+"""Own parts."""
+from dataclasses import dataclass
+import numpy as np
+from torch import nn
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.objectives import FixMatch
+
+@dataclass(frozen=True)
+class Mine:
+    """FedAvg with FixMatch, once more.
+
+    Nothing new."""
+    tau: float = 0.9
+    def requirements(self, norm): return self._whole().requirements(norm)
+    def _whole(self): return FedAvg(FixMatch(tau=self.tau))
+    def client_updates(self, task): return self._whole().client_updates(task)
+    def start(self, task, model): return self._whole().start(task, model)
+    def round(self, task, server, federation): return self._whole().round(task, server, federation)
+    def solution(self, task, server): return self._whole().solution(task, server)
+
+def make(channels, classes, size):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(4 * ((size[0] - 1) // 2) * ((size[1] - 1) // 2), classes))
+
+def rule(labels, classes, scenario):
+    draw = np.random.default_rng(scenario.seed)
+    return draw.integers(0, scenario.clients, len(labels)), draw.random(len(labels)) < 0.2
+
+def strange(labels, classes, scenario):
+    return labels + scenario.clients, labels > 0
+'''
+
+
+@dataclass(frozen=True)
+class Local(FedAvg):
+    """A method of this file."""
+
+    objective: FixMatch = field(default_factory=FixMatch)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder, the present one, with a module of one's own that no other test has seen."""
+    name = f"own_{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return tmp_path / f"{name}.py"
+
+
+SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "2"]
+
+
+def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, capsys) -> None:
+    """The command plays it, its file names module and hash, resume checks them, predict wants the name said."""
+    own = here.stem
+    flags = ["--method", f"{own}:Mine", "--network", f"{own}:make", "--setting", f"{own}:rule", "--option", "tau=0.5"]
+    assert cli.main(["run", *flags, *SMALL, "--run-dir", "r"]) == 0
+    words = Path("r/config.toml").read_text()
+    digest = hashlib.sha256(f"{here.name}\0".encode() + hashlib.sha256(here.read_bytes()).digest()).hexdigest()
+    for part in ("Mine", "make", "rule"):
+        assert f"# {own}:{part} from {own} without a version sha256 {digest}\n" in words
+    assert "tau = 0.5" in words
+    assert str(here.parent) in os.environ["PYTHONPATH"].split(os.pathsep)  # processes started from here find it too
+    assert cli.main(["resume", "r"]) == 0
+    with pytest.raises(UserError, match="which is not loaded because a file or a server names it"):
+        load_model("r")
+    assert load_model("r", network=f"{own}:make").network.classes == 10
+    assert cli.main(["methods", f"{own}:Mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.rpartition("run folder: r\n")[2])[0]["about"] == (
+        "FedAvg with FixMatch, once more"
+    )
+    here.write_text(MODULE + "# changed\n")
+    with pytest.raises(UserError, match=f"was begun with {own} without a version sha256 {digest}, but here is"):
+        halfmoon.resume(Path("r"))
+
+
+def test_a_method_as_an_object(tmp_path: Path) -> None:
+    """Its class and options stand in the run's file, and equal the same method by its name."""
+    config = Config(rounds=1, data_share=0.2, clients=4, cohort=2, run_dir=tmp_path / "own")
+    one = halfmoon.run(config, method=Local(FixMatch(tau=0.5)))
+    assert "test_plugins:Local" in (tmp_path / "own/config.toml").read_text()
+    ours = Config(
+        method="fedavg-fixmatch", options={"tau": 0.5}, rounds=1, data_share=0.2, clients=4, cohort=2,
+        run_dir=tmp_path / "ours",
+    )  # fmt: skip
+    two = halfmoon.run(ours)
+    assert one.summaries[0]["confusion"] == two.summaries[0]["confusion"]
+    assert halfmoon.resume(tmp_path / "own").summaries == one.summaries
+    with pytest.raises(UserError, match=r"differs from Local\(\) in more than its options"):
+        outside.named(config, Local(Supervised()))
+
+
+def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
+    """One sentence each."""
+    own = here.stem
+    for name, why in (
+        (f"{own}:Nope", f"module {own} has no Nope"),
+        ("no_such_module:Mine", "there is no module no_such_module, neither installed nor in"),
+        (f"{own}:FixMatch", "FixMatch has no client_updates"),
+        (f"{own}:rule", "calling it without arguments failed"),
+        ("fedure", "did you mean 'feddure'"),
+    ):
+        with pytest.raises(UserError, match=why):
+            registry.entry(name)
+    (here.parent / "breaks.py").write_text("1 / 0")
+    with pytest.raises(UserError, match=r"importing breaks failed \(ZeroDivisionError"):
+        registry.entry("breaks:Mine")
+    with pytest.raises(UserError, match="gives rows to client 29, but clients are numbered 0 to 19"):
+        halfmoon.run(Config(setting=f"{own}:strange", run_dir=here.parent / "r"))
+
+
+def test_only_named_modules_are_imported(here: Path) -> None:
+    """What a message or a file names is not imported unless it was said here."""
+    own = here.stem
+    with plugins.only([]), pytest.raises(UserError, match=f"where you have it and trust it, give --method {own}:Mine"):
+        registry.entry(f"{own}:Mine")
+    assert own not in sys.modules
+    with plugins.only([f"{own}:Mine"]):
+        assert registry.entry(f"{own}:Mine").title == "Mine"
+
+
+def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with entry points: its method has a name of its own, and the version of its package."""
+    (tmp_path / "brought.py").write_text(MODULE)
+    info = tmp_path / "brought-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.5\n")
+    (info / "top_level.txt").write_text("brought\n")
+    (info / "RECORD").write_text("brought.py,,\n")
+    (info / "entry_points.txt").write_text(
+        "[halfmoon.methods]\ntheirs = brought:Mine\n[halfmoon.networks]\nnet = brought:make\n"
+        "[halfmoon.splits]\nspread = brought:rule\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins._announced.cache_clear()
+    try:
+        assert "theirs" in registry.names()
+        assert registry.entry("theirs").about == "FedAvg with FixMatch, once more"
+        config = Config(method="theirs", network="net", setting="spread")
+        assert [(each.part, each.module, each.version) for each in settings.origins(config)] == [
+            ("theirs", "brought", "1.5"), ("net", "brought", "1.5"), ("spread", "brought", "1.5"),
+        ]  # fmt: skip
+    finally:
+        plugins._announced.cache_clear()
+
+
+@dataclass(frozen=True)
+class Careless(FedAvg):
+    """Draws a random number of its own, and writes into what it is given."""
+
+    def round(self, task, server, federation):
+        import torch
+
+        new = super().round(task, server, federation)
+        new["params"]["head"]["bias"] += torch.rand(())
+        server["params"]["head"]["bias"].add_(1)
+        return new
+
+
+def test_check_method_names_the_promises_that_are_broken(capsys) -> None:
+    """A good method keeps all; one that draws and writes is told so, and the command returns 1."""
+    assert all(each.kept for each in check("fedavg-fixmatch", {"tau": 0.39}))
+    name = outside.register(Careless())
+    broken = {each.promise: each.said for each in check(name) if not each.kept}
+    assert "a run repeats itself" in broken
+    assert "differ" in broken["loop = vmap, 4 + 4 images a step"]
+    assert cli.main(["check-method", name]) == 1
+    assert "BROKEN  a run repeats itself" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""ProtoFSSL: an episode by loops over images, prototypes by hand, and the head that stands for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, simulate, task
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.protofssl import ProtoFSSL, distances, supports
+from halfmoon.models import SmallCNN
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def textbook(options: ProtoFSSL, params: Tree, down: Tree, batch: Batch) -> Tensor:
+    """Return the loss of an episode, image by image: classes 0 and 2 are in it, 1 is the helpers', 3 nobody's."""
+    _, e, _ = NETWORK.embed(params, torch.cat([batch.x, batch.u["weak"]]))
+    helpers = down["helpers"][: int(down["there"].sum())]
+    own = [e[0], helpers[:, 1].mean(0), e[1]]
+    d = lambda f, p: (f - p).square().sum() / len(f)  # noqa: E731
+    said = lambda f, protos: torch.stack([-d(f, p) for p in protos]).log_softmax(0)  # noqa: E731
+    loss = (-said(e[2], own)[2] - said(e[3], own)[0]) / 2
+    for f in e[4:]:
+        guess = sum(said(f, h[:3]).exp() for h in helpers) / len(helpers)
+        target = guess**2 / (guess**2).sum()
+        target = target if options.through_target else target.detach()
+        loss = loss - options.unlabeled_weight * (target * said(f, own)).sum() / (len(e) - 4)
+    return loss
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_an_episode_image_by_image(through: bool):
+    """Loss and gradient, with two of five helpers there; the labels are 0, 2, 2, 0."""
+    options = ProtoFSSL(through_target=through)
+    shared = task()
+    down = begin(options, shared)
+    down["helpers"][:2] = torch.randn(2, CLASSES, 8, generator=torch.Generator().manual_seed(3)).double()
+    down["there"] = torch.tensor([1.0, 1, 0, 0, 0]).double()
+    down["known"] = torch.tensor([1.0, 1, 1, 0]).double()
+    batch = Batch(images(4, 1), torch.tensor([0, 2, 2, 0]), torch.arange(4), {"weak": images(5, 2)}, torch.arange(5))
+    work = options.client_updates(shared)["train"]
+    gradient, loss, (moments, pseudo) = grad_and_value(work._loss, down["params"], down, batch)
+    wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, down, batch), ()), down["params"])
+    assert float(loss) == pytest.approx(float(theirs), rel=1e-10)
+    assert furthest(gradient, wanted) < 1e-10
+    assert len(moments) == 1
+    assert pseudo.weight.tolist() == [1.0] * 5
+    assert not gradient["head"]["weight"].any()
+
+
+def test_supports_and_distances_by_hand():
+    assert supports(torch.tensor([3, 1, 3, 3, 1, 0])).tolist() == [1, 1, 0, 0, 0, 1]
+    found = distances(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [4.0, 6.0]]))
+    assert found.tolist() == [[2.0, 12.5]]
+
+
+def test_prototypes_are_means_of_features():
+    """Of classes 0, 1, 1 under the tracked statistics, without padding rows; class 2 and 3 are not there."""
+    options, shared = ProtoFSSL(), task()
+    down = begin(options, shared)
+    x = torch.randint(0, 256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    data = Local(x, torch.tensor([0, 1, 1, 3]), x[:0], torch.tensor(3), torch.tensor(0))
+    up, memory = options.client_updates(shared)["train"].finish(down, {**down, "optimizer": {}}, data)
+    head = {"weight": torch.eye(8).double()}
+    e = NETWORK.predict({**down["params"], "head": head}, down["stats"], x.double() / 127.5 - 1)
+    torch.testing.assert_close(up["own"][0], e[0])
+    torch.testing.assert_close(up["own"][1], (e[1] + e[2]) / 2)
+    assert up["present"].tolist() == [1, 1, 0, 0]
+    assert (float(up["weight"]), memory) == (1.0, {})
+
+
+def test_the_head_says_the_distances():
+    """Its softmax is that of -d to the mean prototypes; a class that nobody knows is never said."""
+    options, shared = ProtoFSSL(), task()
+    server = begin(options, shared)
+    server["mean"] = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(4)).double()
+    server["known"] = torch.tensor([1.0, 1, 1, 0]).double()
+    model = options.solution(shared, server)
+    x = images(6, 7)
+    same = {**server["params"], "head": {"weight": torch.eye(8).double()}}
+    d = distances(NETWORK.predict(same, server["stats"], x), server["mean"][:3])
+    said = NETWORK.predict(model["params"], model["stats"], x).softmax(-1)
+    torch.testing.assert_close(said[:, :3], (-d).softmax(-1))
+    assert float(said[:, 3].max()) == 0
+
+
+def test_the_server_fills_and_keeps_helpers():
+    """Three clients answer: of four helpers' places the last is empty, and the first round has no helpers."""
+    options, shared = ProtoFSSL(helpers=4), task(rounds=2)
+    simulation = simulate(options, shared, dataset(), batching=Batching(4, 4))
+    first, second = play(options, simulation, begin(options, shared), range(2))
+    assert first.server["there"].tolist() == [1, 1, 1, 0]
+    assert not first.server["helpers"][3].any()
+    assert set(first.server["known"].tolist()) <= {0.0, 1.0}
+    assert first.report.pseudo["share_used"] == 0
+    assert second.report.pseudo["share_used"] == 1
+
+
+class Answers:
+    """A federation of three clients whose uploads are given."""
+
+    def __init__(self, up: Tree) -> None:
+        self.up = up
+
+    def ask(self, work: str, down: Tree) -> Tree:
+        self.down = down
+        return self.up
+
+
+def test_a_round_by_hand():
+    """Class 0 is known to two clients with 1 and 3: the mean 2 fills the third's. Who weighs nothing does not count."""
+    options, shared = ProtoFSSL(helpers=2), task()
+    server = begin(options, shared)
+    own = torch.zeros(4, CLASSES, 8).double()
+    own[0, 0], own[1, 0], own[2, 1], own[3] = 1, 3, 7, 99
+    present = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]]).double()
+    model = {name: tree.stack([server[name]] * 4) for name in ("params", "stats")}
+    federation = Answers({**model, "own": own, "present": present, "weight": torch.tensor([1.0, 1, 1, 0]).double()})
+    new = options.round(shared, server, federation)
+    assert "mean" not in federation.down
+    assert new["mean"][:, 0].tolist() == [2, 7, 0, 0]
+    assert new["known"].tolist() == [1, 1, 0, 0]
+    assert new["helpers"][:, :, 0].tolist() == [[1, 7, 0, 0], [3, 7, 0, 0]]
+    with pytest.raises(Exception, match="head with a bias"):
+        options.start(shared, SmallCNN(1, CLASSES, 4, "none").init(torch.Generator()))
+    with pytest.raises(Exception, match="helpers is 0"):
+        ProtoFSSL(helpers=0)

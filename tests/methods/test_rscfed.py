@@ -1,0 +1,90 @@
+"""RSCFed: weights by hand, a visit against a torch module with its teacher, groups on the server."""
+
+from __future__ import annotations
+
+from math import exp
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
+from torch import Tensor
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.rscfed import RSCFed
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_weights_by_hand():
+    """Two clients of 1 and 3 rows, tensors (0) and (4): their mean is 3, away by 3 and 1; a second tensor adds 0.75 and
+    0.25. With beta 2: 1/4 exp(-2 3.75 / 1) and 3/4 exp(-2 1.25 / 3). With a labeled client: beta 1, and six times v.
+    """
+    second = torch.tensor([[0.0, 0.0], [0.6, 0.8]], dtype=torch.float64)
+    params = {"a": torch.tensor([[0.0], [4.0]]).double(), "b": second}
+    rows = torch.tensor([1.0, 3.0]).double()
+    method = RSCFed(beta=2.0, beta_labeled=1.0)
+    found = method.weigh(params, rows, torch.zeros(2).double())
+    wanted = [0.25 * exp(-2 * 3.75), 0.75 * exp(-2 * 1.25 / 3)]
+    assert float(found[0] / found[1]) == pytest.approx(wanted[0] / wanted[1], rel=1e-12)
+    found = method.weigh(params, rows, torch.tensor([1.0, 0.0]).double())
+    wanted = [6 * 0.25 * exp(-3.75), 0.75 * exp(-1.25 / 3)]
+    assert float(found[0] / found[1]) == pytest.approx(wanted[0] / wanted[1], rel=1e-12)
+    assert RSCFed(beta=1e9).weigh(params, rows, torch.zeros(2).double()).tolist() == [0.0, 1.0]
+    assert float(method.weigh(params, torch.tensor([0.0, 3.0]).double(), torch.zeros(2).double())[0]) == 0
+
+
+def test_a_visit_with_its_teacher():
+    """Three steps on a module and a copy that follows it, both on batch statistics; the teacher comes back."""
+    options, shared = RSCFed(unlabeled_weight=2.0, decay=0.9), task(optimizer=SGD(0.3))
+    work, down = options.client_updates(shared)["train"], begin(options, shared)
+    nobody = Local(*[torch.zeros(0)] * 3, torch.tensor(2), torch.tensor(3))
+    memory = work.remember(down, torch.Generator())
+    memory["teacher"] = tree.map(lambda leaf: leaf * 1.1 + 0.01, memory["teacher"])
+    carry = work.begin(down, memory, nobody)
+    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    teacher = twin(TorchSmall(1, CLASSES, NETWORK.width), {**down, "params": memory["teacher"]}).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for number in range(3):
+        u = {"weak": images(3, number), "weak2": images(3, number + 10)}
+        batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(3))
+        carry, _ = work.step(down, carry, batch)
+        optimizer.zero_grad()
+        z = model(torch.cat([batch.x, u["weak2"]]))
+        with torch.no_grad():
+            q = teacher(u["weak"]).softmax(-1).square()
+        loss = (
+            F.cross_entropy(z[:2], batch.y) + 2 * (z[2:].softmax(-1) - q / q.sum(-1, keepdim=True)).square().sum() / 3
+        )
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                old.mul_(0.9).add_(0.1 * new)
+    for part, theirs in (("params", model), ("teacher", teacher)):
+        for (name, p), leaf in zip(theirs.named_parameters(), tree.leaves(carry[part]), strict=True):
+            torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
+    up, kept = work.finish(down, carry, nobody)
+    assert same(kept["teacher"], carry["teacher"])
+    assert (float(up["weight"]), float(up["labels"])) == (5, 1)
+
+
+def test_one_group_of_all_without_distance_is_fedavg():
+    """beta 0 and factor 1: rows weigh; groups of one are a plain mean of the drawn; a run moves the model."""
+    shared, servers = task(rounds=1), {}
+    for name, options in {
+        "all": {"groups": 1, "size": 9}, "twice": {"groups": 2, "size": 3}, "single": {"groups": 1, "size": 1},
+    }.items():  # fmt: skip
+        method = RSCFed(beta=0.0, beta_labeled=0.0, labeled_factor=1.0, **options)
+        simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
+        servers[name] = play(method, simulation, begin(method, shared), range(1))[-1].server
+    assert furthest(servers["all"], servers["twice"]) < 1e-12
+    assert furthest(servers["all"], servers["single"]) > 1e-3
+    with pytest.raises(Exception, match="groups is 0"):
+        RSCFed(groups=0)

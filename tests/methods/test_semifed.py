@@ -1,0 +1,296 @@
+"""SemiFed: votes and loss by hand, the step against autograd, labels that stay, the models that travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any
+
+import pytest
+import torch
+from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
+from spies import Spy
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.semifed import Growing, SemiFed
+from halfmoon.models import Network, SmallCNN
+from halfmoon.models.passes import Run
+
+BARE = SmallCNN(1, CLASSES, 4, "none")
+
+
+@dataclass(frozen=True)
+class Line(Network):
+    """Logits w_c * x for x the mean of an image: one weight a class."""
+
+    channels: int = 1
+    classes: int = 3
+
+    def init(self, generator: torch.Generator) -> Tree:
+        return {"params": {"head": {"weight": torch.ones(self.classes, 1)}}, "stats": {}}
+
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        return run.linear("head", x.mean((-3, -2, -1))[:, None])
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        pass
+
+
+def model(*weights: float) -> Tree:
+    """Return a model of `Line`."""
+    return {"params": {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}, "stats": {}}
+
+
+def images(*values: float) -> Tensor:
+    """Return images of one pixel (n, 1, 1, 1), as a network sees them."""
+    return torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1, 1)
+
+
+def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> Local:
+    """Return a client whose unlabeled rows look like this, all of one shade of pixel."""
+    x, u = torch.zeros(labeled, 1, 1, 1, dtype=torch.uint8), torch.full(seen.shape, shade, dtype=torch.uint8)
+    counts = torch.tensor(labeled), torch.tensor(len(seen))
+    return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"plain": seen})
+
+
+def work_of(method: SemiFed, labels: bool = False, network: Network = Line(), **shared: Any) -> Growing:
+    """Return the client's work under plain SGD of rate 0.1."""
+    return Growing(task(network, optimizer=SGD(0.1), **shared), (method.view, "strong"), method, labels)
+
+
+def labeled(method: SemiFed, models: list[Tree], data: Local, memory: Tree | None = None, round: int = 0) -> list[int]:
+    """Return the labels after a labeling round with the first model as the server's, the others as peers."""
+    work = work_of(method, True)
+    work = replace(work, task=work.task.at(round))
+    down = {**models[0], "peers": tree.stack(models[1:])} if models[1:] else models[0]
+    memory = work.remember(down, torch.Generator()) if memory is None else memory
+    return work.begin(down, memory, data)["labels"].tolist()
+
+
+FIRM, SOFT, OTHER = model(3, 0, 0), model(1, 0, 0), model(0, 3, 0)
+"""At x = 1: class 0 with e^3 / (e^3 + 2) = 0.909; class 0 with e / (e + 2) = 0.576; class 1 with 0.909."""
+
+
+def test_votes_by_hand():
+    """Four models at x = 1: FIRM, FIRM, SOFT and OTHER. With tau 0.9 two vote for class 0, one for 1, one is unsure.
+
+    Half of the models is enough (2 of 4), more is not. With tau 0.5 three of four agree. If all have to be sure,
+    tau 0.9 accepts nothing, and tau 0.5 does at three quarters. At x = -1 FIRM is split between classes 1 and 2 and
+    OTHER between 0 and 2 (0.488 each): nobody is sure at 0.5.
+    """
+    models, data = [FIRM, FIRM, SOFT, OTHER], client(images(1, -1))
+    cases: tuple[tuple[float, float, Any, int], ...] = (
+        (0.9, 0.5, "agreeing", 0),
+        (0.9, 0.51, "agreeing", -1),
+        (0.5, 0.75, "agreeing", 0),
+        (0.5, 0.76, "agreeing", -1),
+        (0.9, 0.5, "all", -1),
+        (0.5, 0.75, "all", 0),
+        (0.5, 0.76, "all", -1),
+    )
+    for tau, agree, confident, expected in cases:
+        method = SemiFed(tau=tau, agree=agree, confident=confident)
+        assert labeled(method, models, data) == [expected, -1]
+    assert labeled(SemiFed(tau=0.9, agree=1.0), [OTHER], data) == [1, -1]  # the server's model alone
+
+
+def test_the_threshold_moves_in_a_straight_line():
+    """From 0.95 to 0.5 over 10 rounds: 0.75 in round 4. SOFT's 0.576 is enough in round 8 (0.55), not in 7 (0.6)."""
+    method, shared = SemiFed(tau=0.95, tau_last=0.5, agree=1.0), task(rounds=10)
+    assert [method.threshold(shared.at(t)) for t in (0, 4, 9)] == pytest.approx([0.95, 0.75, 0.5])
+    assert SemiFed(tau=0.7).threshold(shared.at(5)) == 0.7
+    work = work_of(method, True, rounds=10)
+    for round, expected in ((7, -1), (8, 0)):
+        now = replace(work, task=work.task.at(round))
+        carry = now.begin(SOFT, now.remember(SOFT, torch.Generator()), client(images(1)))
+        assert carry["labels"].tolist() == [expected]
+
+
+def test_a_label_stays():
+    """What was accepted is kept against all later votes; what was not may still be; other rows begin without labels."""
+    method, data = SemiFed(tau=0.9, agree=1.0), client(images(1, 0), shade=3)
+    work = work_of(method, True)
+    carry = work.begin(OTHER, work.remember(OTHER, torch.Generator()), data)
+    assert carry["labels"].tolist() == [1, -1]
+    _, memory = work.finish(OTHER, carry, data)
+    assert labeled(method, [FIRM], data._replace(views={"plain": images(1, 1)}), memory) == [1, 0]
+    quiet = work_of(method).begin(FIRM, memory, data)
+    assert quiet["labels"].tolist() == [1, -1]
+    for streamed in (client(images(0, 0), shade=4), client(images(0, 0, 0), shade=3)):
+        assert set(labeled(method, [FIRM], streamed, memory)) == {-1}
+
+
+def step(method: SemiFed, at: Tree, batch: Batch, labels: list[int], **shared: Any) -> tuple[Tree, Any]:
+    """Return the carry and the notes after a step at a model, with these labels of the rows."""
+    work = work_of(method, **shared)
+    data = client(torch.zeros(len(labels), 1, 1, 1), len(batch.x))
+    carry = work.begin(at, work.remember(at, torch.Generator()), data)
+    return work.step(at, {**carry, "labels": torch.tensor(labels)}, batch)
+
+
+def test_the_loss_by_hand():
+    """Three classes, logits (x log 2, 0, 0). Labeled: x = 0, class 1: log 3. Accepted: x = 1, class 0: log 2.
+
+    Not accepted: p = (1/2, 1/4, 1/4) at x = 1, and q = (1/3, 1/3, 1/3) at the strong x = 0: KL(p || q) =
+    (1/2) log(3/2) + (1/2) log(3/4) = 0.0589. The loss is (log 3 + log 2) / 2 + 2 * 0.0589 with unlabeled_weight 2.
+    Where no row is accepted, log 3 and a mean of KL over both rows, which look alike. Where both are: (log 3 + 2 log 2)
+    / 3 and no KL.
+    """
+    at, apart = model(log(2), 0, 0), 0.5 * log(3 / 2) + 0.5 * log(3 / 4)
+    u = {"plain": images(1, 1), "strong": images(0, 0)}
+    batch = Batch(images(0), torch.tensor([1]), torch.tensor([0]), u, torch.tensor([2, 0]))
+    for labels, expected in (
+        ([-1, 2, 0], (log(3) + log(2)) / 2 + 2 * apart),
+        ([-1, 2, -1], log(3) + 2 * apart),
+        ([0, 2, 0], (log(3) + 2 * log(2)) / 3),
+    ):
+        _, notes = step(SemiFed(unlabeled_weight=2.0), at, batch, labels)
+        assert float(notes.loss) == pytest.approx(expected)
+        assert notes.pseudo[0].weight.tolist() == [float(labels[2] >= 0), float(labels[0] >= 0)]
+        assert notes.pseudo[0].label.tolist() == [0, 0]
+        assert notes.pseudo[0].confidence.tolist() == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("labeling", ["batch", "running"])
+@pytest.mark.parametrize("count", [0, 5])
+def test_the_step_is_autograds(count, labeling):
+    """On the formula written image by image, with the target of KL held still; with and without labeled images."""
+    method = SemiFed(unlabeled_weight=3.0, view="weak")
+    g = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+    x, y, weak, strong = draw(count), torch.arange(count) % CLASSES, draw(6), draw(6)
+    rows, labels = torch.tensor([4, 0, 2, 1, 5, 3]), [2, -1, -1, 0, 3, -1]
+    at = begin(method, task(BARE))
+    batch = Batch(x, y, torch.arange(count), {"weak": weak, "strong": strong}, rows)
+    carry, notes = step(method, at, batch, labels, network=BARE, labeling=labeling)
+
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), at["params"])
+    say = lambda seen: BARE.predict(params, {}, seen).log_softmax(-1)  # noqa: E731
+    taught = [-say(x[i : i + 1])[0, y[i]] for i in range(count)]
+    apart = []
+    for i, row in enumerate(rows.tolist()):
+        quiet, loud = say(weak[i : i + 1])[0], say(strong[i : i + 1])[0]
+        if labels[row] >= 0:
+            taught.append(-quiet[labels[row]])
+        else:
+            apart.append((quiet.detach().exp() * (quiet.detach() - loud)).sum())
+    assert len(taught) == count + 3
+    loss = sum(taught) / len(taught) + 3.0 * sum(apart) / len(apart)
+    names = tree.flatten(params)
+    gradients = torch.autograd.grad(torch.as_tensor(loss), list(names.values()))
+    moved = {name: leaf.detach() - 0.1 * d for (name, leaf), d in zip(names.items(), gradients, strict=True)}
+    assert furthest(carry["params"], tree.unflatten(moved)) < 1e-12
+    assert furthest(carry["params"], at["params"]) > 1e-3
+    assert float(notes.loss) == pytest.approx(float(torch.as_tensor(loss).detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_without_votes_and_consistency_it_is_fedavg(norm):
+    """No labeling round within the run, no weight on consistency: FedAvg on labels, though it looks at all images."""
+    network = SmallCNN(1, CLASSES, 4, norm)
+    shared, method = task(network, optimizer=SGD(0.1), statistics="separate"), SemiFed(unlabeled_weight=0.0)
+    server, rule = begin(method, shared), Batching(3, "rest")
+    ours = play(method, simulate(method, shared, batching=rule), server, range(3))
+    theirs = play(FedAvg(), simulate(FedAvg(), shared, batching=rule), server, range(3))
+    for one, two in zip(ours, theirs, strict=True):
+        assert furthest(one.server["params"], two.server["params"]) < 1e-12
+    assert furthest(ours[-1].server["params"], server["params"]) > 1e-2
+
+
+def test_the_models_that_travel():
+    """Cohorts of 2 of 4 clients, 3 models kept, votes every second round: those sent last, the server's beside them.
+
+    Its bytes are those of as many models as are sent; in the other rounds of one.
+    """
+    method, shared = SemiFed(interval=2, peers=3, tau=0.3), task(BARE, optimizer=SGD(0.1))
+    spy, server = Spy(method), begin(method, shared)
+    simulation = simulate(spy, shared, cohort=2)
+    last: dict[int, tuple[int, Tree]] = {}
+    numbers, spent = [], 0
+    for number in range(8):
+        spy.seen.clear()
+        (played,) = play(spy, simulation, server, range(number, number + 1))
+        downlinks = [down for down, _, _ in spy.of("begin")]
+        sent = [len(down["peers"]["params"]["head"]["weight"]) if "peers" in down else 0 for down in downlinks]
+        assert len(set(sent)) == 1
+        if number % 2:
+            numbers.append(sent[0])
+            theirs = [tree.index(downlinks[0]["peers"], k)["params"] for k in range(sent[0])]
+            found = [[k for k, (_, params) in last.items() if same(params, each)] for each in theirs]
+            assert all(len(each) == 1 for each in found)
+            assert len({each[0] for each in found}) == sent[0] == min(3, len(last))
+            newest = sorted((when for when, _ in last.values()), reverse=True)[: sent[0]]
+            assert sorted((last[each[0]][0] for each in found), reverse=True) == newest
+        else:
+            assert sent == [0, 0]
+        assert all(same(down["params"], server["params"]) for down in downlinks)
+        one = tree.nbytes(server["params"])
+        assert played.report.cost["bytes_down"] - spent == 2 * (1 + sent[0]) * one
+        spent = played.report.cost["bytes_down"]
+        for k, (_, carry, _) in zip(played.report.cohort, spy.of("finish"), strict=True):
+            last[k] = (number, carry["params"])
+        server = played.server
+    assert max(numbers) == 3
+    models = sorted(key for key in simulation.state_store.keys() if key != "book")  # noqa: SIM118
+    assert models == ["model-0", "model-1", "model-2"]
+
+
+def test_no_peers_leaves_the_vote_to_the_server():
+    """With peers 0 nothing lies on the shelf, and the received model labels alone."""
+    method, shared = SemiFed(interval=1, peers=0, tau=0.3), task(BARE, optimizer=SGD(0.1))
+    spy = Spy(method)
+    simulation = simulate(spy, shared)
+    played = play(spy, simulation, begin(method, shared), range(2))
+    assert simulation.state_store.keys() == []
+    assert all("peers" not in down for down, _, _ in spy.of("begin"))
+    assert played[-1].report.pseudo is not None
+    assert played[-1].report.pseudo["share_used"] > 0
+
+
+def test_clients_of_one_size_are_lifted_together():
+    """Equal clients, some met before and some not: loop and vmap agree, with labels given and used."""
+    method, shared = SemiFed(interval=1, tau=0.3, agree=0.6), task(BARE, optimizer=SGD(0.1))
+    held, runs = dataset(((4, 8),) * 4), []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, held, executor=executor, cohort=2)
+        runs.append(play(method, simulation, begin(method, shared), range(4)))
+    for one, two in zip(*runs, strict=True):
+        assert furthest(one.server, two.server) < 1e-12
+        assert furthest(one.state, two.state) < 1e-12
+        assert one.report.cost == two.report.cost
+    labels = [memory["labels"] for memory in runs[0][-1].state["client"].values()]
+    assert all(len(each) == 8 for each in labels)
+    assert 0 < sum(int((each >= 0).sum()) for each in labels) < 32
+
+
+def test_clients_without_labels_follow_themselves():
+    """Labels at some clients: one without any learns from consistency alone, and is finite and moves."""
+    method, shared, held = SemiFed(), task(BARE, optimizer=SGD(0.1)), dataset(place="some")
+    simulation = simulate(method, shared, held)
+    server = begin(method, shared)
+    simulation.open(0)
+    up = simulation.ask("train", {**server, "stats": {}})
+    for place, k in enumerate(simulation.answered.tolist()):
+        own = held.own(k)
+        assert float(up["weight"][place]) == own.labeled + own.unlabeled
+        if not own.labeled:
+            assert furthest(tree.index(up, place)["params"], server["params"]) > 1e-6
+
+
+def test_options_that_cannot_be():
+    """An interval of 0, fewer than no peers, no share of the models."""
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"interval": 0}, "every 0 rounds"),
+        ({"peers": -1}, "-1 peers"),
+        ({"agree": 0.0}, "agree is 0"),
+    )
+    for options, words in cases:
+        with pytest.raises(UserError, match=words):
+            SemiFed(**options)

@@ -1,0 +1,546 @@
+"""SemiFL: the loss and the server's step by hand, against autograd, and where it is another method or plain SGD."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import Pixel, Told, pixels, value, weight
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
+from test_batchnorm_stats import counted
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.augment import Plain
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.client_update import ClientContext, update_one
+from halfmoon.engine.sampling import Amount, Batching, Views
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.semifl import Mixing, SemiFL, combine
+from halfmoon.models import SmallCNN, forward
+from halfmoon.objectives import FixMatch
+
+PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
+FREE = SmallCNN(1, CLASSES, 4, "group")
+"""A network whose predictions need no statistics."""
+
+
+def client(views: torch.Tensor, labeled: int = 0) -> Local:
+    """Return a client whose rows have these weak views."""
+    n = len(views)
+    x = torch.zeros(labeled, *views.shape[1:], dtype=torch.uint8)
+    u = torch.zeros(views.shape, dtype=torch.uint8)
+    counts = torch.tensor(labeled), torch.tensor(n)
+    return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"weak": views})
+
+
+def one_step(method: SemiFL, w: float, batch: Batch, rows: torch.Tensor, labeled: int = 0) -> tuple[float, float]:
+    """Return the loss and the gradient of a first step of `Pixel` at w, by SGD of rate 1."""
+    work = method.client_updates(task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
+    down = {"params": weight(w), "stats": {}}
+    carry = work.begin(down, work.remember(down, torch.Generator()), client(rows, labeled))
+    carry, notes = work.step(down, carry, batch)
+    return float(notes.loss), w - value(carry["params"])
+
+
+def batch_of(
+    strong: list[float], weak: list[float], others: list[float], rows: list[int], other_rows: list[int], mix: float
+):
+    """Return a batch of `Pixel` images without labels."""
+    drawn = {"other_rows": torch.tensor(other_rows), "mix": torch.tensor(mix, dtype=torch.float64)}
+    u = {"weak": pixels(weak), "strong": pixels(strong)}
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Batch(pixels([]), nothing, nothing, u, torch.tensor(rows), {"weak": pixels(others)}, drawn)
+
+
+def test_the_loss_by_hand():
+    """Logits (w x, 0) at w = 0: every probability is 1/2, every cross-entropy log 2, so the loss is 2 log 2 = 1.386.
+
+    d CE(y) / dw = (1/2 - [y = 0]) x. The fix row has the label 0 (ties go to the first class), as has the other row.
+    Strong view 2: -1. Mixed with l = 1/4 of 4 and 8: m = 1/4 * 4 + 3/4 * 8 = 7, and both labels are 0: -3.5. In all
+    -4.5; with mix_weight 2, -8.
+    """
+    rows = pixels([0.0, 0.0])
+    batch = batch_of([2.0], [4.0], [8.0], [0], [1], 0.25)
+    assert one_step(SemiFL(tau=0.5), 0.0, batch, rows) == pytest.approx((2 * log(2), -4.5))
+    assert one_step(SemiFL(tau=0.5, mix_weight=2.0), 0.0, batch, rows) == pytest.approx((3 * log(2), -8.0))
+    assert one_step(SemiFL(tau=0.5, unlabeled_weight=0.5), 0.0, batch, rows) == pytest.approx((log(2), -2.25))
+
+
+def test_each_image_of_a_mixture_brings_its_own_label():
+    """At w = log 3 the weak views 1 and -1 are of class 0 and 1, each with probability 3/4.
+
+    l = 1/4 of a weak view 1 and 3/4 of one -1/3 make 0: probability 1/2, log 2 for either label; its gradient times 0
+    is 0. The strong view 1 costs -log(3/4), gradient (3/4 - 1) * 1. With the other view 1: m = 1, p = 3/4: gradient
+    l (3/4 - 1) + (1 - l) 3/4 = 3/4 - l = 1/2, and the loss l log(4/3) + (1 - l) log 4. The coefficient is not folded.
+    """
+    rows, w = pixels([1.0, -1.0]), log(3)
+    flat = batch_of([1.0], [1.0], [-1 / 3], [0], [1], 0.25)
+    assert one_step(SemiFL(tau=0.7), w, flat, rows) == pytest.approx((log(4 / 3) + log(2), -0.25))
+    steep = batch_of([1.0], [1.0], [1.0], [0], [1], 0.25)
+    loss = log(4 / 3) + 0.25 * log(4 / 3) + 0.75 * log(4)
+    assert one_step(SemiFL(tau=0.7), w, steep, rows) == pytest.approx((loss, 0.25))
+
+
+def test_only_confident_rows_are_drawn_and_others_are_any():
+    """p = 3/4 at the pixels 1 and -1, 0.634 at 1/2: above tau = 0.7 stand the first two, with the labels 0 and 1.
+
+    A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
+    """
+    work = SemiFL(tau=0.7).client_updates(task(Pixel()))["train"]
+    assert (work.sweep, work.views, work.others, work.mixup) == (("weak",), ("weak", "strong"), ("weak",), 0.75)
+    down = {"params": weight(log(3)), "stats": {}}
+    for values, labeled, kept, share in (
+        ([1.0, 0.5, -1.0], 0, [True, False, True], 1),
+        ([0.5, 0.2], 0, [False, False], 0),
+        ([0.5, 0.2], 3, [True, True], 1),
+        ([1.0, 0.2], 3, [True, False], 1),
+        ([], 3, [], 0),
+    ):
+        data = client(pixels(values), labeled)
+        carry = work.begin(down, work.remember(down, torch.Generator()), data)
+        drawn = work.keep(carry, data)
+        assert drawn is not None
+        assert drawn.tolist() == kept
+        assert float(work.finish(down, carry, data)[0]["weight"]) == share
+    assert SemiFL(mix_weight=0).client_updates(task())["train"].others == ()
+    assert SemiFL(mix_weight=0).client_updates(task())["train"].mixup is None
+    assert SemiFL(concentration=0.5).client_updates(task())["train"].mixup == 0.5
+
+
+def test_debiasing_by_hand():
+    """Guesses (.9, .1), (.8, .2), (.6, .4) have the mean (.7667, .2333).
+
+    Divided by it, the third is (.6 / .7667, .4 / .2333) = (.7826, 1.7143): class 1 with 1.7143 / 2.4969 = .6866. The
+    first stays class 0 with (1.1739, .4286): .7326; the second too, with (1.0435, .8571): .5490.
+    """
+    down, rows = {"params": weight(1.0), "stats": {}}, pixels([log(9), log(4), log(1.5)])
+    found = {}
+    for debias in (True, False):
+        work = SemiFL(debias=debias).client_updates(task(Pixel()))["train"]
+        found[debias] = work.begin(down, work.remember(down, torch.Generator()), client(rows))
+    assert found[True]["label"].tolist() == [0, 0, 1]
+    assert found[True]["confidence"].tolist() == pytest.approx([0.7326, 0.5490, 0.6866], abs=1e-4)
+    assert found[False]["label"].tolist() == [0, 0, 0]
+    assert found[False]["confidence"].tolist() == pytest.approx([0.9, 0.8, 0.6])
+
+
+def random_batch(labeled: int, seed: int) -> tuple[Batch, torch.Tensor]:
+    """Return a batch of `labeled` + 6 images in random pixels, and the weak views of the client's nine rows."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+    drawn = {"other_rows": torch.tensor([8, 8, 0, 3, 1, 5]), "mix": torch.tensor(0.3, dtype=torch.float64)}
+    y, rows = torch.randint(0, CLASSES, (labeled,), generator=g), torch.tensor([4, 1, 7, 0, 6, 2])
+    u = {"weak": draw(6), "strong": draw(6)}
+    return Batch(draw(labeled), y, torch.arange(labeled), u, rows, {"weak": draw(6)}, drawn), draw(9)
+
+
+def spread(params: tree.Tree, images: torch.Tensor, g: torch.Generator) -> tree.Tree:
+    """Return a head that gives images different classes: large weights, and logits whose mean over images is 0."""
+    features = NETWORK.embed(params, images)[1]
+    head = 20 * torch.randn(CLASSES, features.shape[-1], generator=g, dtype=features.dtype)
+    return {"weight": head, "bias": -head @ features.mean(0)}
+
+
+@pytest.mark.parametrize("labeled", [0, 5])
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize("labeling", ["batch", "running"])
+@pytest.mark.parametrize("statistics", ["joint", "separate"])
+@pytest.mark.parametrize("labels", ["round", "step"])
+def test_the_gradient_is_autograds(labels, statistics, labeling, debias, labeled):
+    """A step equals autograd on the formula, for all readings of the labels, the statistics, and whence they come."""
+    lr, o = 0.1, {"labels": labels, "debias": debias, "mix_weight": 0.7, "unlabeled_weight": 1.3}
+    shared = task(optimizer=SGD(lr), statistics=statistics, labeling=labeling)
+    batch, sweep = random_batch(labeled, 1)
+    g = torch.Generator().manual_seed(2)
+    model = begin(SemiFL(), shared)
+    model["params"]["head"] = spread(model["params"], sweep, g)
+    near = NETWORK.train(model["params"], sweep)[1]
+    stats = tree.map(lambda leaf: leaf + 0.01 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), near)
+    down = {"params": model["params"], "stats": stats}
+
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), down["params"])
+    mixed = 0.3 * batch.u["weak"] + 0.7 * batch.others["weak"]
+    groups, guesses = [batch.x, batch.u["strong"], mixed], []
+    whole = NETWORK.predict(down["params"], stats, sweep)
+    if labels == "round":
+        guesses = [whole[batch.u_rows], whole[batch.drawn["other_rows"]]]
+    elif labeling == "running":
+        guesses = [NETWORK.predict(params, stats, each) for each in (batch.u["weak"], batch.others["weak"])]
+    else:
+        groups += [batch.u["weak"], batch.others["weak"]]
+    if statistics == "joint":
+        outs = list(NETWORK.train(params, torch.cat(groups))[0].split([len(each) for each in groups]))
+    else:
+        outs = [NETWORK.train(params, each)[0] if len(each) else each.new_zeros(0, CLASSES) for each in groups]
+    probabilities = [each.detach().softmax(-1) for each in guesses or outs[3:]]
+    if debias:
+        prior = whole.softmax(-1).mean(0)
+        probabilities = [(each / prior) / (each / prior).sum(-1, keepdim=True) for each in probabilities]
+    (confidence, fix), (_, mix) = (each.max(-1) for each in probabilities)
+    tau = float(confidence.sort().values[2:4].mean())
+    sure = confidence >= tau
+    assert int(sure.sum()) == 3
+    assert len(fix.unique()) > 1
+    loss = F.cross_entropy(outs[1][sure], fix[sure])
+    loss = loss + 0.7 * 0.3 * F.cross_entropy(outs[2][sure], fix[sure])
+    loss = 1.3 * (loss + 0.7 * 0.7 * F.cross_entropy(outs[2][sure], mix[sure]))
+    if labeled:
+        loss = loss + F.cross_entropy(outs[0], batch.y)
+
+    work, data = SemiFL(tau=tau, **o).client_updates(shared)["train"], client(sweep, labeled)
+    begun = work.begin(down, work.remember(down, g), data)
+    after, notes = work.step(down, begun, batch)
+    gradient = torch.autograd.grad(loss, list(tree.leaves(params)))
+    expected = [p.detach() - lr * each for p, each in zip(tree.leaves(params), gradient, strict=True)]
+    assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-12)
+    for ours, theirs in zip(tree.leaves(after["params"]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+    assert torch.equal(notes.pseudo[0].weight, sure.double())
+    assert torch.equal(notes.pseudo[0].label, fix)
+
+
+def test_a_mixture_of_one_image_is_its_weak_view():
+    """With the coefficient 1 the others do not count: the loss is CE(strong) + mix_weight CE(weak) of the label."""
+    method, shared = SemiFL(tau=0.0, mix_weight=0.6), task(FREE, optimizer=SGD(0.1))
+    batch, sweep = random_batch(0, 3)
+    batch = batch._replace(drawn={**batch.drawn, "mix": torch.ones((), dtype=torch.float64)})
+    other = batch._replace(others={"weak": batch.others["weak"] + 9}, drawn={**batch.drawn, "other_rows": batch.u_rows})
+    down, work = begin(method, shared), method.client_updates(shared)["train"]
+    carry = work.begin(down, work.remember(down, torch.Generator()), client(sweep))
+    one, notes = work.step(down, carry, batch)
+    assert same(one["params"], work.step(down, carry, other)[0]["params"])
+    label = carry["label"][batch.u_rows]
+    (strong, weak), _, _ = forward(FREE, down["params"], False, (batch.u["strong"], batch.u["weak"]))
+    expected = F.cross_entropy(strong, label) + 0.6 * F.cross_entropy(weak, label)
+    assert float(notes.loss) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_the_labels_of_a_step_follow_the_model_of_the_moment():
+    """Labels of its own push w from 0.1 below 0: row 1 changes its class with "step", and keeps it with "round"."""
+    seen = {}
+    for labels in ("round", "step"):
+        work = SemiFL(tau=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
+            task(Pixel(), optimizer=SGD(1.0), statistics="separate")
+        )["train"]
+        down = {"params": weight(0.1), "stats": {}}
+        carry = work.begin(down, work.remember(down, torch.Generator()), client(pixels([1.0, 1.0]), 1))
+        batch = batch_of([1.0], [1.0], [1.0], [0], [1], 0.5)
+        batch = batch._replace(x=pixels([1.0]), y=torch.tensor([1]), x_rows=torch.tensor([0]))
+        seen[labels] = []
+        for _ in range(2):
+            carry, notes = work.step(down, carry, batch)
+            seen[labels].append(int(notes.pseudo[0].label))
+        assert value(carry["params"]) < 0
+    assert seen == {"round": [0, 0], "step": [0, 1]}
+
+
+def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
+    """With labels "step", momentum and weight decay: nothing moves without a label or a confident guess; weight 1."""
+    optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
+    shared = task(optimizer=optimizer)
+    method = SemiFL(tau=1.1, labels="step")
+    work, down = method.client_updates(shared)["train"], begin(SemiFL(), shared)
+    assert work.sweep == ()
+    batch, sweep = random_batch(0, 4)
+    memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(down["params"]))}
+    carry = work.begin(down, memory, client(sweep))
+    after, _ = work.step(down, carry, batch)
+    assert same(after, carry)
+    up, kept = work.finish(down, after, client(sweep))
+    assert float(up["weight"]) == 1
+    assert same(kept, memory)
+    sure = replace(method, tau=0.0).client_updates(shared)["train"]
+    assert not same(sure.step(down, carry, batch)[0], carry)
+    batch, sweep = random_batch(5, 4)
+    assert not same(work.step(down, work.begin(down, memory, client(sweep, 5)), batch)[0], carry)
+
+
+def told(trained, fine, labeled: int = 1) -> Told:
+    """Return clients that upload [(w, weight), ...] round by round, and a server whose own training ends at `fine`."""
+    trained, fine = iter(trained), iter(fine)
+
+    def train(down, who):
+        return [{"params": weight(w), "weight": torch.tensor(float(n))} for w, n in next(trained)]
+
+    def server(down, who):
+        return [{"params": weight(next(fine)(value(down["params"])))}]
+
+    return Told({"train": train, "fine-tune": server}, labeled=labeled)
+
+
+def test_the_servers_momentum_by_hand():
+    """W = 1; uploads .6 and .8 (a third, 100, was sure of nothing): g = 1 - .7 = .3 = v, W = .7; fine-tuned to .6.
+
+    Then uploads with the mean .2: g = .4, v = .5 * .3 + .4 = .55, W = .6 - .55 = .05; fine-tuned to -.05. Then nobody
+    trained: W and v stay, and the fine-tuning makes it -.15.
+    """
+    rounds = [[(0.6, 1), (0.8, 1), (100, 0)], [(0.1, 1), (0.3, 1)], [(7, 0), (8, 0)]]
+    fed = told(rounds, [lambda w: w - 0.1] * 3)
+    method, shared = SemiFL(), task(Pixel())
+    server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+    for w, v in ((0.6, 0.3), (-0.05, 0.55), (-0.15, 0.55)):
+        server = method.round(shared, server, fed)
+        assert [value(server["params"]), value(server["momentum"])] == pytest.approx([w, v])
+    assert [work for work, _ in fed.asked] == ["train", "fine-tune"] * 3
+
+
+def test_training_side_by_side_by_hand():
+    """fine_tune False: W = 1, the server comes to .8, the clients to .4: half and half .6; g = .8 - .6 = v, W = .6.
+
+    Then the server comes to .5, the clients to .1: g = .5 - .3 = .2, v = .5 * .2 + .2 = .3, W = .2. Then nobody but
+    the server trained: W is its own. A server without labels has no share: from W = 1 to the clients' .4.
+    """
+    method, shared = SemiFL(fine_tune=False), task(Pixel())
+    own = iter([0.8, 0.5, 0.4])
+    fed = told([[(0.3, 1), (0.5, 1)], [(0.1, 1)] * 2, [(9, 0)] * 2], [lambda w: next(own)] * 3)
+    server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+    for w, v, sent in ((0.6, 0.2, 1.0), (0.2, 0.3, 0.6), (0.4, 0.3, 0.2)):
+        server = method.round(shared, server, fed)
+        assert [value(server["params"]), value(server["momentum"])] == pytest.approx([w, v])
+        assert [value(down["params"]) for down in fed.downlinks[-2:]] == pytest.approx([sent, sent])
+    for fine_tune in (True, False):
+        bare = told([[(0.3, 1), (0.5, 1)]], [], labeled=0)
+        server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+        server = SemiFL(fine_tune=fine_tune).round(shared, server, bare)
+        assert value(server["params"]) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("sbn", "who"), [("all", [[0, 1], [2, 3]]), ("cohort", [[0, 1]]), ("server", [])])
+def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who):
+    """Whose rows are counted; before round 1 for its labels, then once a round, for the next labels and the test."""
+    fed = told([[(1, 1), (1, 1)]] * 2, [lambda w: w] * 2)
+    counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
+    bn_statistics = lambda down, who: [{"moments": counts, "rows": torch.tensor(2.0)} for _ in who]  # noqa: E731
+    fed.answers = {**fed.answers, "census": bn_statistics}
+    method, shared = SemiFL(sbn=sbn), task(Pixel())
+    fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
+    server = {"params": weight(1.0), "stats": fresh, "momentum": weight(0.0)}
+    counting = [("census", each) for each in [*who, [SERVER]]]
+    training = [("train", [0, 1]), ("fine-tune", [SERVER])]
+    server = method.round(shared.at(0), server, fed)
+    assert fed.asked == counting + training + counting
+    assert float(fed.downlinks[len(counting)]["stats"]["pixel"]["mean"]) == 3
+    assert float(method.solution(shared, server)["stats"]["pixel"]["var"]) == 1
+    fed.asked.clear()
+    method.round(shared.at(1), server, fed)
+    assert fed.asked == training + counting
+
+
+@pytest.mark.parametrize("place", ["clients", "server"])
+def test_without_mixing_it_is_fixmatch_on_the_clients(place):
+    """All rows kept (tau 0): the uploads are those of FixMatch with round labels and the mean over those used.
+
+    With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a tau
+    that nothing reaches, where clients learn from their labels alone.
+    """
+    held, shared = dataset(((4, 8),) * 4, place=place), task(FREE, optimizer=SGD(0.1, momentum=0.9))
+    for tau in (0.0, 1.1) if place == "clients" else (0.0,):
+        ours = SemiFL(tau=tau, mix_weight=0.0, server_momentum=0.0)
+        theirs = FedAvg(FixMatch(tau=tau, labels="round", mean="used"), keep_optimizer=True)
+        if place == "clients":
+            one, two = (play(m, simulate(m, shared, held), begin(m, shared), range(3)) for m in (ours, theirs))
+            assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
+            assert furthest(one[-1].state, two[-1].state) < 1e-12
+            assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"] > 0
+            assert furthest(one[-1].server["params"], begin(ours, shared)["params"]) > 1e-2
+            continue
+        ups = []
+        for method in (ours, theirs):
+            simulation = simulate(method, shared, held)
+            simulation.open(0)
+            model = begin(method, shared)
+            ups.append(simulation.ask("train", {"params": model["params"], "stats": {}}))
+        assert furthest(ups[0]["params"], ups[1]["params"]) < 1e-12
+        assert furthest(tree.index(ups[0]["params"], 0), begin(ours, shared)["params"]) > 1e-2
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
+    """tau > 1: two rounds of two whole-batch steps are four steps of torch.optim on the server's images.
+
+    With Nesterov momentum that lives on from round to round. The clients send their model back untouched and weigh
+    nothing; v stays 0; statistics are counted for the new model over everybody's rows.
+    """
+    held = dataset(place="server")
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+    method, shared = SemiFL(tau=1.1), task(optimizer=SGD(**options))
+    serving = Batching("all", 4, epochs=2)
+    simulation = simulate(method, shared, held, views=PLAIN, serving=serving, executor=executor)
+    server = begin(method, shared)
+    played = play(method, simulation, server, range(2))
+
+    oracle = twin(TorchSmall(1, CLASSES, NETWORK.width), server)
+    optimizer = torch.optim.SGD(oracle.parameters(), **options)
+    data = held.local(SERVER)[0]
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(oracle(data.x.double() / 255 * 2 - 1), data.y).backward()
+        optimizer.step()
+    after = played[-1].server
+    for (name, p), leaf in zip(oracle.named_parameters(), tree.leaves(after["params"]), strict=True):
+        torch.testing.assert_close(leaf, p.detach(), rtol=1e-9, atol=1e-10, msg=name)
+    holders = [held.local(k)[0].u for k in range(4)] + [data.x]
+    assert furthest(after["stats"], counted(after, holders)) < 1e-9
+    assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))
+    assert played[-1].report.cost["unlabeled_images"] == 0
+    simulation.open(2)
+    up = simulation.ask("train", {"params": after["params"], "stats": after["stats"]})
+    assert up["weight"].tolist() == [0, 0, 0]
+    assert all(same(tree.index(up["params"], k), after["params"]) for k in range(3))
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_one_client_is_sure_and_one_is_not(executor):
+    """Bright images are surely of class 0, grey ones of none: the first client alone moves, steps and counts.
+
+    Pixel 255 is 1 and w = log 3 gives it p = 3/4; 128 is near 0 and gives 1/2. Three confident rows in batches of two
+    are two steps an epoch.
+    """
+    method, shared = SemiFL(tau=0.7), task(Pixel(), optimizer=SGD(0.1, momentum=0.9))
+    held = dataset(((0, 4), (0, 4)), side=4, classes=2)
+    rows = [torch.from_numpy(held.split.rows(k, False)) for k in range(2)]
+    held.train.images[rows[0]] = 255
+    held.train.images[rows[0][0]] = 128
+    held.train.images[rows[1]] = 128
+    simulation = simulate(
+        method, shared, held, views=PLAIN, cohort=2, batching=Batching(2, 2, epochs=3), executor=executor
+    )
+    simulation.open(0)
+    up = simulation.ask("train", {"params": weight(log(3)), "stats": {}})
+    assert up["weight"].tolist() == [1, 0]
+    moved = up["params"]["pixel"]["norm"]["bias"].flatten().tolist()
+    assert moved[0] > log(3)
+    assert moved[1] == log(3)
+    memories = simulation.state()["client"]
+    momenta = [float(memories[k]["optimizer"]["momentum"]["pixel"]["norm"]["bias"]) for k in "01"]
+    assert momenta[0] != 0
+    assert momenta[1] == 0
+    report = simulation.close()
+    assert report.cost["labeled_steps"] == 6  # steps: 3 epochs of 2
+    assert float(report.samples["kept"].total / report.samples["kept"].count) == 0.75
+
+
+def test_a_clients_momentum_lives_on_where_it_is_kept():
+    """The optimizer's state comes back with the next visit, or starts anew."""
+    shared = task(FREE, optimizer=SGD(0.1, momentum=0.9))
+    data = client(random_batch(0, 5)[1])
+    for kept in (True, False):
+        work = SemiFL(keep_optimizer=kept).client_updates(shared)["train"]
+        down = begin(SemiFL(), shared)
+        ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(down["params"]))}
+        assert bool(work.remember(down, torch.Generator())) == kept
+        carry = work.begin(down, ones, data)
+        assert all(bool(leaf.all()) == kept for leaf in tree.leaves(carry["optimizer"]))
+        assert work.finish(down, carry, data)[1].keys() == ({"optimizer"} if kept else set())
+        at_server = SemiFL(keep_optimizer=kept).client_updates(shared)["fine-tune"]
+        assert bool(at_server.remember(down, torch.Generator())) == kept
+
+
+@pytest.mark.parametrize("place", ["clients", "some", "server"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        SemiFL(tau=0.3, labels="step", debias=True),
+        SemiFL(tau=0.3, labels="step", mix_weight=0.0, fine_tune=False, sbn="cohort"),
+        SemiFL(tau=0.3, keep_optimizer=False, server_momentum=0.0, fine_tune=False),
+    ],
+    ids=["step-debias", "step-parallel", "parallel"],
+)
+def test_every_variant_lifts(method, place):
+    """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
+    runs = []
+    for executor in ("loop", "vmap"):
+        shared = task(statistics="separate")
+        simulation = simulate(method, shared, dataset(place=place), executor=executor)
+        runs.append(play(method, simulation, begin(method, shared), range(2))[-1])
+    assert furthest(runs[1].server, runs[0].server) < 1e-9
+    assert furthest(runs[1].state, runs[0].state) < 1e-9
+    assert runs[1].report.cost == runs[0].report.cost
+    assert furthest(runs[0].server["params"], begin(method, task())["params"]) > 1e-3
+
+
+def test_a_server_without_labels_keeps_nothing():
+    """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
+    for place in ("clients", "server"):
+        simulation = simulate(SemiFL(tau=0.3), task(), dataset(place=place))
+        play(SemiFL(tau=0.3), simulation, begin(SemiFL(), task()), range(1))
+        assert (str(SERVER) in simulation.state()["client"]) == (place == "server")
+
+
+@pytest.mark.parametrize(("labels", "mix_weight"), [("round", 1.0), ("round", 0.0), ("step", 1.0), ("step", 0.0)])
+@pytest.mark.parametrize("statistics", ["joint", "separate"])
+@pytest.mark.parametrize("labeling", ["batch", "running"])
+def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics, labeling):
+    """The images of a step, counted where they are: forward in every pass, backward where a gradient comes through."""
+    seen = {"forward": 0, "backward": 0}
+
+    class Counting(SmallCNN):
+        def train(self, params, x):
+            seen["forward"] += len(x)
+            if torch.is_grad_enabled():
+                seen["backward"] += len(x)
+            return super().train(params, x)
+
+        def predict(self, params, stats, x):
+            seen["forward"] += len(x)
+            return super().predict(params, stats, x)
+
+    shared = task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
+    method = SemiFL(labels=labels, mix_weight=mix_weight)
+    work, down = method.client_updates(shared)["train"], begin(method, shared)
+    assert isinstance(work, Mixing)
+    batch, sweep = random_batch(5, 6)
+    batch = batch._replace(u={name: batch.u[name] for name in work.views})
+    carry = work.begin(down, work.remember(down, torch.Generator()), client(sweep, 5))
+    assert seen["forward"] == work.swept(5, 9) == (9 if labels == "round" else 0)
+    seen.update(forward=0, backward=0)
+    work.step(down, carry, batch)
+    assert (seen["forward"], seen["backward"]) == tuple(work.passes(5, 6))
+
+
+def test_a_visit_counts_epochs_over_the_kept_rows():
+    """Two confident rows of nine, in batches of four, for three epochs: three steps, not nine."""
+    work = SemiFL(tau=0.7).client_updates(task(Pixel(), optimizer=SGD(0.1)))["train"]
+    images = torch.full((9, 1, 4, 4), 128, dtype=torch.uint8)
+    images[[2, 5]] = 255
+    data = Local(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))
+    down = {"params": weight(log(3)), "stats": {}}
+    seen = []
+    outcome = update_one(
+        ClientContext(work, PLAIN, 0, 0, 0),
+        0,
+        down,
+        work.remember(down, torch.Generator()),
+        data,
+        Amount(9, 0, 4, epochs=3),
+        lambda k, rows, notes: seen.append((rows.tolist(), notes.pseudo)),
+    )
+    assert outcome.amount.steps == 3
+    (rows, (guessed,)), *steps = seen
+    assert rows == list(range(9))  # the pseudo-labels of all rows are judged, those of the steps are some of them
+    assert guessed.weight.nonzero().flatten().tolist() == [2, 5]
+    assert not any(pseudo for _, pseudo in steps)
+    assert {row for rows, _ in steps for row in rows} == {2, 5}
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0.5, [0.5, 0.25, 0.125, 0.0625]), (0.0, [0.5, 0.5, 0.5, 0.5])])
+def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, left):
+    """The server moves by 1 in the first round and no more, clients that are sure of nothing never.
+
+    Without momentum its half of the weight leaves 1/2; with 0.5 the rounds after take back 1/4, 1/8, 1/16: in the end
+    all of it. So the fall of `fine_tune` False is the momentum's, not that of training side by side.
+    """
+    params = {"w": torch.zeros((), dtype=torch.float64)}
+    momentum, found = {"w": torch.zeros((), dtype=torch.float64)}, []
+    for learned in (1.0, 0.0, 0.0, 0.0):
+        up = {"params": {"w": params["w"].reshape(1)}, "weight": torch.ones(1, dtype=torch.float64)}
+        trained = {"w": params["w"] + learned}
+        params, momentum = combine(trained, up, momentum, keep, share=0.5)
+        found.append(float(params["w"]))
+    assert found == pytest.approx(left, abs=1e-15)

@@ -1,0 +1,279 @@
+"""The pure networks against their `nn.Module` twins, their sizes, their initialization, their limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad
+from torch_models import module_of, twin
+
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.models import NETWORKS, ResNet9, SmallCNN, WideResNet, forward, track
+
+CASES = [  # 40 channels are 20 groups of 2, 80 are 20 groups of 4, 64 are 32 groups of 2
+    (ResNet9(3, 10, 4), 16),
+    (ResNet9(1, 5, 3), 32),
+    (ResNet9(1, 5, 10, "group"), 16),
+    (ResNet9(3, 10, 3, "none"), 16),
+    (SmallCNN(1, 10, 5), 8),
+    (SmallCNN(3, 4, 4), 13),
+    (SmallCNN(1, 4, 20, "group"), 9),
+    (SmallCNN(3, 4, 4, "none"), 8),
+    (WideResNet(3, 10, 2, depth=10), 8),
+    (WideResNet(1, 4, 1, depth=16), 12),
+    (WideResNet(1, 4, 2, "group", 10), 8),
+    (WideResNet(3, 5, 1, "none", 10), 8),
+]
+EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: str(value))
+
+
+def scene(network, side, rows=6):
+    """Return a model whose statistics and affine parameters are not the fresh ones, its twin, images and labels."""
+    g = rng.generator(1, "models")
+    model = tree.to(network.init(g), dtype=torch.float64)
+    model = tree.map(lambda leaf: leaf + 0.2 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), model)
+    x = torch.randn(rows, network.channels, side, side, generator=g, dtype=torch.float64)
+    return model, twin(module_of(network), model), x, torch.arange(rows) % 4
+
+
+def close(ours, theirs) -> None:
+    """Assert equality to 1e-10."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@EVERY
+def test_training_equals_the_module(network, side):
+    """Logits under batch statistics, and the gradients of a loss in every parameter."""
+    model, oracle, x, y = scene(network, side)
+    logits, _ = network.train(model["params"], x)
+    close(logits, oracle(x))
+    F.cross_entropy(oracle(x), y).backward()
+    ours = tree.flatten(grad(lambda params: F.cross_entropy(network.train(params, x)[0], y))(model["params"]))
+    theirs = {name.replace(".", "/"): p.grad for name, p in oracle.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        close(gradient, theirs[name])
+
+
+@EVERY
+def test_tracking_equals_the_module(network, side):
+    """Running means and unbiased variances after three passes over different images, then the logits in eval mode.
+
+    Where nothing is tracked, statistics and moments are {} and stay so.
+    """
+    model, oracle, x, _ = scene(network, side)
+    stats = model["stats"]
+    for factor in (1.0, 0.5, 2.0):
+        _, moments = network.train(model["params"], x * factor + factor)
+        stats = track(stats, moments)
+        oracle(x * factor + factor)
+    buffers = dict(oracle.named_buffers())
+    assert len(stats) == sum(name.endswith("running_var") for name in buffers)
+    assert bool(stats) == (network.norm == "batch")
+    for layer, each in stats.items():
+        close(each["mean"], buffers[f"{layer}.norm.running_mean"])
+        close(each["var"], buffers[f"{layer}.norm.running_var"])
+    close(network.predict(model["params"], stats, x), oracle.eval()(x))
+
+
+@EVERY
+def test_prediction_equals_the_module_and_goes_image_by_image(network, side):
+    """Under tracked statistics an image's logits do not depend on its neighbors; the gradient is the module's."""
+    model, oracle, x, y = scene(network, side)
+    oracle.eval()
+    logits = network.predict(model["params"], model["stats"], x)
+    close(logits, oracle(x))
+    close(network.predict(model["params"], model["stats"], x[2:3]), logits[2:3])
+    F.cross_entropy(oracle(x), y).backward()
+    made = grad(lambda p: F.cross_entropy(network.predict(p, model["stats"], x), y))(model["params"])
+    for name, p in oracle.named_parameters():
+        close(tree.flatten(made)[name.replace(".", "/")], p.grad)
+
+
+@EVERY
+def test_networks_have_no_side_effect(network, side):
+    """Neither parameters nor statistics are written into, and tracking returns new ones."""
+    model, _, x, _ = scene(network, side)
+    copy = tree.map(torch.clone, model)
+    _, moments = network.train(model["params"], x)
+    network.predict(model["params"], model["stats"], x)
+    track(model["stats"], moments)
+    for a, b in zip(tree.leaves(model), tree.leaves(copy), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_resnet9_has_the_papers_size():
+    """6,575,370 parameters with 3 channels and 10 classes at width 64, 6,574,218 with 1 channel.
+
+    The buffers of the module: a mean and a variance of (64 + 128 + 128 + 128 + 256 + 512 + 512 + 512) = 2,240 channels
+    each, and 8 counters: 4,488 entries. The tree keeps no counters.
+    """
+    for channels, parameters in ((3, 6_575_370), (1, 6_574_218)):
+        model = ResNet9(channels, 10).init(torch.Generator())
+        assert tree.size(model["params"]) == parameters
+        assert len(model["stats"]) == 8
+        assert tree.size(model["stats"]) == 2 * 2240
+        assert tree.size(model["stats"]) + len(model["stats"]) == 4488
+    module = module_of(ResNet9(3, 10))
+    assert sum(p.numel() for p in module.parameters()) == 6_575_370
+    assert sum(b.numel() for b in module.buffers()) == 4488
+
+
+def test_resnet9_without_normalization_has_fedmatchs_size():
+    """6,568,640 weights: 6,563,520 in the convolutions, 512 * 10 in the head, and no bias.
+
+    Convolutions: 9 * (3 * 64 + 64 * 128 + 2 * 128^2 + 128 * 256 + 256 * 512 + 2 * 512^2) = 9 * 729,280. GroupNorm
+    (FedRGD) has the parameters of batch normalization, and no statistics.
+    """
+    model = ResNet9(norm="none").init(torch.Generator())
+    head = model["params"]["head"]
+    assert tree.size(model["params"]) == 9 * 729_280 + 5_120 == 6_568_640
+    assert tree.size(head) == 5_120
+    assert not any(path.endswith("bias") for path in tree.flatten(model["params"]))
+    assert model["stats"] == {}
+    grouped = ResNet9(norm="group").init(torch.Generator())
+    assert tree.size(grouped["params"]) == 6_575_370
+    assert grouped["stats"] == {}
+
+
+@pytest.mark.parametrize("network", [network for network, _ in CASES], ids=str)
+def test_parameters_have_the_modules_names_and_shapes(network):
+    """One leaf for each parameter of the twin, in its order."""
+    ours = {
+        path.replace("/", "."): leaf.shape
+        for path, leaf in tree.flatten(network.init(torch.Generator())["params"]).items()
+    }
+    assert list(ours.items()) == [(name, p.shape) for name, p in module_of(network).named_parameters()]
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("network", [ResNet9(3, 10, 16), SmallCNN(1, 10, 16)], ids=["resnet9", "small"])
+def test_initialization_is_pytorchs(network, norm):
+    """Weights and biases are U(-b, b) with b = 1 / sqrt(fan in), the bound of `nn.Conv2d` and `nn.Linear`.
+
+    The standard deviation of that is b / sqrt(3). Normalizations start at weight 1, bias 0, mean 0, variance 1.
+    """
+    model = replace(network, norm=norm).init(rng.generator(0, "init"))
+    for path, leaf in tree.flatten(model["params"]).items():
+        layer, *_, kind = path.split("/")
+        if "/norm/" in path:
+            assert torch.equal(leaf, torch.ones_like(leaf) if kind == "weight" else torch.zeros_like(leaf))
+            continue
+        part = model["params"][layer].get("conv", model["params"][layer])
+        bound = part["weight"][0].numel() ** -0.5
+        assert float(leaf.abs().max()) <= bound * (1 + 1e-6)
+        if leaf.numel() > 1000:
+            assert float(leaf.abs().max()) > 0.98 * bound
+            assert float(leaf.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert abs(float(leaf.mean())) < 0.1 * bound
+    for stats in model["stats"].values():
+        assert not stats["mean"].any()
+        assert (stats["var"] == 1).all()
+
+
+def test_initialization_without_normalization_is_fedmatchs():
+    """Variance 1 / fan in, normal, cut at two deviations of the uncut normal: std / 0.8796 * 2 = 2.2737 std.
+
+    0.8796 is the deviation of the standard normal cut at 2: sqrt(1 - 4 phi(2) / (2 Phi(2) - 1)) with phi(2) =
+    0.0539910 and 2 Phi(2) - 1 = 0.9544997, so sqrt(1 - 0.2262588) = 0.8796257.
+    """
+    params = ResNet9(3, 10, 32, "none").init(rng.generator(0, "init"))["params"]
+    for leaf in tree.leaves(params):
+        std = leaf[0].numel() ** -0.5
+        assert float(leaf.abs().max()) <= std * 2 / 0.8796256
+        if leaf.numel() > 5000:
+            assert float(leaf.abs().max()) > std * 2.26
+            assert float(leaf.std()) == pytest.approx(std, rel=0.02)
+            assert abs(float(leaf.mean())) < 0.02 * std
+
+
+def test_initialization_draws_what_kaiming_uniform_draws():
+    """The same generator in PyTorch's own initializer gives the same weights: a = sqrt(5), as `nn.Conv2d` has it."""
+    ours = SmallCNN(3, 10, 4).init(torch.Generator().manual_seed(5))["params"]["conv1"]["conv"]["weight"]
+    theirs = nn.init.kaiming_uniform_(torch.empty(4, 3, 3, 3), a=5**0.5, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_initialization_follows_the_generator():
+    """One seed gives the same bits, another one other weights in every drawn leaf; layers of one shape differ."""
+    one, two, other = (tree.flatten(ResNet9(1, 4, 4).init(rng.generator(seed, "x"))["params"]) for seed in (0, 0, 1))
+    drawn = [path for path in one if "/norm/" not in path]
+    assert all(torch.equal(one[path], two[path]) for path in one)
+    assert not any(torch.equal(one[path], other[path]) for path in drawn)
+    assert not torch.equal(one["res1a/conv/weight"], one["res1b/conv/weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("resnet9", [(16, 16), (32, 32), (24, 40)], [(8, 8), (28, 28), (32, 30), (0, 16)]),
+        ("small", [(4, 4), (8, 8), (28, 31)], [(3, 8), (8, 3)]),
+        ("wrn", [(8, 8), (12, 28), (32, 32)], [(4, 4), (8, 4), (30, 32), (32, 31), (0, 8)]),
+    ],
+)
+def test_check_refuses_images_that_do_not_fit(name, good, bad):
+    """The sides that pass do give logits; the others name both sides and what to do."""
+    network = NETWORKS[name](1, 3, 2)
+    params = network.init(torch.Generator())["params"]
+    for sides in good:
+        network.check((1, *sides))
+        assert network.train(params, torch.randn(2, 1, *sides))[0].shape == (2, 3)
+    for sides in bad:
+        with pytest.raises(UserError, match=f"{sides[0]}x{sides[1]}"):
+            network.check((1, *sides))
+
+
+def test_a_joint_pass_shares_its_statistics():
+    """Joint logits are the parts of one pass on all images; the moments are that pass's alone."""
+    network = SmallCNN(1, 4, 4)
+    params = tree.to(network.init(torch.Generator().manual_seed(0)), dtype=torch.float64)["params"]
+    a, b, c = (torch.randn(n, 1, 8, 8, dtype=torch.float64) + n for n in (2, 3, 4))
+    whole, moments = network.train(params, torch.cat([a, b, c]))
+    (one, two), (three,), passes = forward(network, params, True, (a, b), (c,))
+    assert torch.equal(torch.cat([one, two, three]), whole)
+    assert len(passes) == 1
+    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(passes[0]), tree.leaves(moments), strict=True))
+
+
+def test_separate_passes_have_their_own_statistics():
+    """Separate logits are those of each group alone; moments come in the order frozen, taught."""
+    network = SmallCNN(1, 4, 4)
+    params = tree.to(network.init(torch.Generator().manual_seed(0)), dtype=torch.float64)["params"]
+    a, b, c = (torch.randn(n, 1, 8, 8, dtype=torch.float64) + n for n in (2, 3, 4))
+    (one, two), (three,), passes = forward(network, params, False, (a, b), (c,))
+    for made, group, moments in zip((three, one, two), (c, a, b), passes, strict=True):
+        logits, alone = network.train(params, group)
+        assert torch.equal(made, logits)
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(moments), tree.leaves(alone), strict=True))
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_frozen_groups_pass_no_gradient(joint):
+    """Pseudo-labels' logits and all moments are constants; in a joint pass they still shift the batch statistics."""
+    network = SmallCNN(1, 4, 4)
+    params = tree.map(lambda leaf: leaf.requires_grad_(), network.init(torch.Generator().manual_seed(0))["params"])
+    a, c = torch.randn(3, 1, 8, 8), torch.randn(4, 1, 8, 8)
+    (one,), (three,), passes = forward(network, params, joint, (a,), (c,))
+    assert one.requires_grad
+    assert not three.requires_grad
+    assert not any(leaf.requires_grad for moments in passes for leaf in tree.leaves(moments))
+    alone, _ = network.train(params, a)
+    assert torch.equal(alone, one) is not joint
+
+
+def test_one_image_of_one_pixel_is_its_own_mean():
+    """A batch of one whose last map is a single pixel: the normalized value is 0, so only the biases speak.
+
+    With weights 1 and biases 0 the last block is then relu(0) = 0, and the logits are the head's bias.
+    """
+    network = SmallCNN(1, 3, 2)
+    params = network.init(torch.Generator().manual_seed(0))["params"]
+    logits, moments = network.train(params, torch.randn(1, 1, 4, 4))
+    torch.testing.assert_close(logits[0], params["head"]["bias"])
+    assert all(leaf.isfinite().all() for leaf in tree.leaves(moments))
+    assert float(moments["conv3"]["var"].abs().max()) < 1e-9

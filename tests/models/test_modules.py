@@ -1,0 +1,234 @@
+"""Any `torch.nn.Module` as a network: the same numbers as a network of ours, in every executor, or a reason why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import outside_parts
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scenes import Played, begin, dataset, furthest, play, simulate, task
+from torch import Tensor, nn
+
+from halfmoon.core import plugins, rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods import registry
+from halfmoon.models import SmallCNN
+from halfmoon.models import registry as networks
+from halfmoon.models.modules import ModuleNetwork, from_factory
+
+OURS = SmallCNN(1, 4, 4)
+SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
+
+
+def network(factory: str, channels: int = 1) -> ModuleNetwork:
+    """Return a network of `outside_parts` for images of 8x8 pixels and four classes."""
+    return from_factory(f"outside_parts:{factory}", channels, 4, (8, 8))
+
+
+def as_theirs(model: Tree) -> Tree:
+    """Name the statistics of our small network as the module's layers are called."""
+    return {"params": model["params"], "stats": {name: {"norm": each} for name, each in model["stats"].items()}}
+
+
+def played(which, name: str, executor: str, model: Tree, separate: bool = False) -> Played:
+    """Return what two rounds of a method leave, from this model."""
+    rules = {"statistics": "separate", "labeling": "running"} if separate else {}
+    shared = task(which, rounds=3, **rules)
+    method = registry.make(name)
+    simulation = simulate(method, shared, dataset(SIZES), executor=executor)
+    return play(method, simulation, method.start(shared, tree.to(model, dtype=torch.float64)), range(2))[-1]
+
+
+@pytest.mark.parametrize("name", ["feddure", "semifl", "fedloke"])
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_module_trains_as_our_network_does(name: str, executor: str, separate: bool) -> None:
+    """The small network as an nn.Module, from the same weights: two rounds, every parameter and statistic.
+
+    To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here.
+    """
+    model = OURS.init(rng.generator(0, "model"))
+    ours = played(OURS, name, executor, model, separate).server
+    theirs = played(network("small"), name, executor, as_theirs(model), separate).server
+    parts = [part for part in ("params", "stats") if ours.get(part)]
+    assert parts == ["params", "stats"]
+    gap = furthest({part: theirs[part] for part in parts}, {**as_theirs(ours)})
+    assert gap < 1e-12 if name == "feddure" else gap == 0
+
+
+@pytest.mark.parametrize("factory", ["grouped", "Patches"])
+@pytest.mark.parametrize("name", ["feddure", "semifl", "fedloke"])
+def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
+    """Group and layer normalization, attention: nothing is tracked, and the loop equals vmap."""
+    which = network(factory)
+    model = which.init(rng.generator(0, "model"))
+    assert model["stats"] == {}
+    loop, vmap = (played(which, name, executor, model).server for executor in ("loop", "vmap"))
+    assert furthest(vmap, loop) < 1e-9
+    assert furthest(loop["params"], tree.to(model["params"], dtype=torch.float64)) > 1e-4
+
+
+def test_passes_equal_ours() -> None:
+    """Training logits and moments, features, and logits under tracked statistics, bit by bit."""
+    which, x = network("small"), torch.randn(6, 1, 8, 8)
+    model = OURS.init(rng.generator(3, "model"))
+    theirs = as_theirs(model)
+    for (a, b), (c, d) in ((OURS.train(model["params"], x), which.train(theirs["params"], x)),):
+        assert torch.equal(a, c)
+        assert furthest(d, as_theirs({"params": {}, "stats": b})["stats"]) == 0
+    assert torch.equal(OURS.embed(model["params"], x)[1], which.embed(theirs["params"], x)[1])
+    assert torch.equal(OURS.predict(model["params"], model["stats"], x), which.predict(**theirs, x=x))
+
+
+def test_a_module_is_drawn_from_the_generator() -> None:
+    """Equal seeds give equal weights, others give others, and PyTorch's own generator is left alone."""
+    which = network("small")
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, two, other = (which.init(rng.generator(seed, "model")) for seed in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert furthest(one, two) == 0
+    assert furthest(one["params"], other["params"]) > 0.01
+    with torch.device("meta"):
+        assert {leaf.device.type for leaf in tree.leaves(which.init(torch.Generator()))} == {"meta"}
+
+
+class Dropping(nn.Sequential):
+    """Draws random numbers."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__(nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels * 64, classes))
+
+
+class Counting(nn.Sequential):
+    """Keeps something between passes."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(channels * 64, classes))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return super().forward(input)
+
+
+class Looking(nn.Sequential):
+    """Decides by the values of its images."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(channels * 64, classes))
+
+    def forward(self, input: Tensor) -> Tensor:
+        z = super().forward(input)
+        return z if z.sum() > 0 else -z
+
+
+class Reusing(nn.Module):
+    """Normalizes twice by one layer."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm2d(channels), nn.Linear(channels * 64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.norm(x)).flatten(1))
+
+
+class Untracked(nn.Sequential):
+    """Looks at other images when it is asked for one."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        norm = nn.BatchNorm2d(channels, track_running_stats=False)
+        super().__init__(norm, nn.Flatten(), nn.Linear(channels * 64, classes))
+
+
+class Short(nn.Sequential):
+    """Has too few classes."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(channels * 64, classes - 1))
+
+
+class Pooled(nn.Sequential):
+    """Takes images of 32x32 alone."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(channels * 1024, classes))
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (Dropping, "layer 1 .Dropout. draws random numbers"),
+        (Counting, "a pass changes its buffer seen"),
+        (Looking, "two images at two clients raised"),
+        (Reusing, "layer norm normalizes batches in two places"),
+        (Untracked, "layer 0 .BatchNorm2d. tracks no statistics"),
+        (Short, "for 2 images and 4 classes it returns .2, 3., not .2, 4."),
+        (Pooled, "two images at two clients raised RuntimeError"),
+        (lambda **_: 3, "its factory has to return an nn.Module"),
+        (lambda channels: nn.Flatten(), "unexpected keyword argument 'classes'"),
+    ],
+)
+def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
+    """One sentence, before anything is trained."""
+    name = f"bad_{getattr(factory, '__name__', 'x').strip('<>')}_{why[:9].replace(' ', '_')}"
+    plugins.register("network", name, factory)
+    with pytest.raises(UserError, match=why) as caught:
+        from_factory(name, 1, 4, (8, 8)).check((1, 8, 8))
+    assert str(caught.value).count("\n") == 0
+
+
+def test_a_description_makes_the_network_again() -> None:
+    """As a model file's card holds it; what is no description is refused."""
+    for which in (network("small"), OURS, SmallCNN(3, 2, 5, "group")):
+        assert networks.parsed(networks.described(which)) == which
+    for said in (
+        {"name": "smal"},
+        {"name": "outside_parts:small"},
+        {"name": "small", "width": 0},
+        {"name": "small", "a": 1},
+    ):
+        with pytest.raises(UserError):
+            networks.parsed(said)
+
+
+def test_heterofl_says_why_it_cannot_cut_a_module() -> None:
+    """Its leading channels are known of our networks alone."""
+    which = network("grouped")
+    with pytest.raises(UserError, match="leading channels"):
+        registry.make("heterofl").client_updates(task(which))
+    assert outside_parts.__doc__
+    assert begin(registry.make("fedavg"), task(which))
+
+
+class Held(nn.Sequential):
+    """Answers as the models of transformers do: with an object that has logits."""
+
+    def forward(self, input: Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(input))
+
+
+def test_a_factory_may_bring_its_own_weights(tmp_path: Path) -> None:
+    """Read from a file in make: every seed starts from them, and the head, which make draws anew, follows the seed."""
+    body = nn.Linear(64, 8)
+    save_file({name: leaf.detach().clone() for name, leaf in body.named_parameters()}, tmp_path / "body.safetensors")
+
+    def make(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+        first = nn.Linear(channels * 64, 8)
+        first.load_state_dict(load_file(tmp_path / "body.safetensors"))
+        return Held(nn.Flatten(), first, nn.ReLU(), nn.Linear(8, classes))
+
+    plugins.register("network", "brings", make)
+    which = from_factory("brings", 1, 4, (8, 8))
+    which.check((1, 8, 8))
+    one, two = (which.init(rng.generator(seed, "model"))["params"] for seed in (0, 1))
+    assert torch.equal(one["1"]["weight"], body.weight)
+    assert torch.equal(two["1"]["weight"], body.weight)
+    assert not torch.equal(one["3"]["weight"], two["3"]["weight"])
+    assert which.head == "3"

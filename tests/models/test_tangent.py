@@ -1,0 +1,132 @@
+"""Tangents from recorded activations against `torch.func.jvp` and against differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfmoon.core import rng, tree
+from halfmoon.models import ResNet9, SmallCNN, WideResNet
+
+CASES = [  # 40 channels are 20 groups of 2, 64 are 32 groups of 2
+    (ResNet9(3, 10, 4), 16),
+    (ResNet9(1, 5, 3), 32),
+    (ResNet9(1, 5, 5, "group"), 16),
+    (ResNet9(3, 10, 3, "none"), 16),
+    (SmallCNN(1, 10, 5), 8),
+    (SmallCNN(3, 4, 4), 13),
+    (SmallCNN(1, 4, 20, "group"), 8),
+    (SmallCNN(3, 4, 4, "none"), 8),
+    (WideResNet(3, 4, 2, depth=10), 8),
+    (WideResNet(1, 4, 1, "group", 10), 8),
+    (WideResNet(1, 4, 1, "none", 10), 12),
+]
+EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: str(value))
+
+
+def scene(network, side, seed=1, rows=6):
+    """Return parameters whose normalizations are not the fresh ones, images and a direction."""
+    g = rng.generator(seed, "tangent")
+    params = tree.to(network.init(g), dtype=torch.float64)["params"]
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
+    params = tree.map(lambda leaf: leaf + 0.2 * draw(*leaf.shape), params)
+    direction = tree.map(lambda leaf: draw(*leaf.shape), params)
+    return params, draw(rows, network.channels, side, side), direction
+
+
+@EVERY
+def test_recording_changes_nothing(network, side):
+    """The logits, and what is pulled back from them, are those of a plain training pass, bit by bit."""
+    params, x, _ = scene(network, side)
+    z, pull = vjp(lambda p: network.train(p, x)[0], params)
+    recorded, pull_recorded, _ = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
+    assert torch.equal(z, recorded)
+    for a, b in zip(tree.leaves(pull(z)[0]), tree.leaves(pull_recorded(z)[0]), strict=True):
+        assert torch.equal(a, b)
+
+
+@EVERY
+@pytest.mark.parametrize("laid", [tree.contiguous, tree.channels_last], ids=["plain", "channels_last"])
+def test_tangent_equals_jvp(network, side, laid):
+    """1e-12 relative, whether the tape comes from a plain pass or out of `vjp`, in both layouts.
+
+    The oracle stays in the plain layout: PyTorch's own `jvp` of a group normalization refuses channels-last.
+    """
+    params, x, direction = scene(network, side)
+    _, theirs = jvp(lambda p: network.train(p, x)[0], (params,), (direction,))
+    params, x, direction = laid(params), laid({"x": x})["x"], laid(direction)
+    _, _, tape = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
+    for kept in (tape, network.linearize(params, x)[1]):
+        ours = network.tangent(params, x, kept, direction)
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-12
+
+
+@EVERY
+def test_each_leaf_moves_the_logits_as_a_difference_does(network, side):
+    """Central differences along one leaf's direction at a time, step 1e-6: 1e-6 of the whole tangent."""
+    params, x, direction = scene(network, side)
+    tape = network.linearize(params, x)[1]
+    whole = network.tangent(params, x, tape, direction).norm()
+    zeros = tree.flatten(tree.zeros_like(direction))
+    total = torch.zeros(len(x), network.classes, dtype=torch.float64)
+    for path, leaf in tree.flatten(direction).items():
+        alone = tree.unflatten({**zeros, path: leaf})
+        ours = network.tangent(params, x, tape, alone)
+        total += ours
+        ahead, behind = (
+            network.train(tree.map(lambda p, d, h=h: p + h * d, params, alone), x)[0] for h in (1e-6, -1e-6)
+        )
+        assert float((ours - (ahead - behind) / 2e-6).norm() / whole) < 1e-6, path
+    assert float((total - network.tangent(params, x, tape, direction)).norm() / whole) < 1e-12
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_tangent_lifts(norm):
+    """Three clients under vmap, with their own parameters, images and directions, get the tangents they get alone."""
+    network = SmallCNN(2, 4, 20, norm)
+    scenes = [scene(network, 8, seed) for seed in range(3)]
+
+    def one(params, x, direction):
+        _, _, tape = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
+        return network.tangent(params, x, tape, direction)
+
+    params, x, direction = zip(*scenes, strict=True)
+    lifted = vmap(one)(tree.stack(params), torch.stack(x), tree.stack(direction))
+    for k in range(3):
+        torch.testing.assert_close(lifted[k], one(*scenes[k]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_tangent_writes_into_nothing(norm):
+    """The tape can be used again, and parameters and direction are what they were."""
+    network = SmallCNN(1, 4, 4, norm)
+    params, x, direction = scene(network, 8)
+    tape = network.linearize(params, x)[1]
+    given = [*tree.leaves(params), *tree.leaves(direction), *tape, x]
+    copies = [leaf.clone() for leaf in given]
+    first = network.tangent(params, x, tape, direction)
+    assert all(torch.equal(a, b) for a, b in zip(given, copies, strict=True))
+    assert torch.equal(first, network.tangent(params, x, tape, direction))
+
+
+class Convolutions(TorchDispatchMode):
+    """Count convolutions."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_tangent_takes_two_convolutions_a_layer(norm):
+    """One in the first layer, whose images do not move, and two in each of the seven others: 15."""
+    network = ResNet9(1, 5, 3, norm)
+    params, x, direction = scene(network, 16)
+    tape = network.linearize(params, x)[1]
+    with Convolutions() as counted:
+        network.tangent(params, x, tape, direction)
+    assert counted.count == 15

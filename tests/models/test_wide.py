@@ -1,0 +1,104 @@
+"""Wide ResNets: sizes, initialization and depths; what they compute is in test_models and test_tangent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_models import module_of
+
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.models import NETWORKS, WideResNet
+
+
+def parts(model) -> tuple[int, int, int]:
+    """Return the parameters of the convolutions, of the normalizations and of the head."""
+    flat = tree.flatten(model["params"])
+    kinds = ("/conv/", "/norm/", "head/")
+    return tuple(sum(leaf.numel() for path, leaf in flat.items() if kind in path) for kind in kinds)
+
+
+def test_wrn_28_2_has_the_papers_size():
+    """WRN-28-2 with 3 channels and 10 classes: 1,462,704 + 3,616 + 1,290 = 1,467,610; the head of 100 adds 11,610.
+
+    Convolutions: stem 9*3*16 = 432. Group 1: 9*(16*32 + 7*32^2) + 16*32 = 69,632. Group 2: 9*(32*64 + 7*64^2) + 32*64
+    = 278,528. Group 3: 9*(64*128 + 7*128^2) + 64*128 = 1,114,112. Normalized channels: 16 + 7*32, 32 + 7*64, 64 + 7*128
+    and at the end 128, together 1,808, each with a weight, a bias, a mean and a variance.
+    """
+    model = WideResNet(3, 10).init(torch.Generator())
+    assert parts(model) == (432 + 69_632 + 278_528 + 1_114_112, 2 * 1_808, 1_290) == (1_462_704, 3_616, 1_290)
+    assert tree.size(model["params"]) == 1_467_610
+    assert tree.size(model["stats"]) == 3_616
+    assert tree.size(WideResNet(3, 100).init(torch.Generator())["params"]) == 1_479_220
+    assert sum(p.numel() for p in module_of(WideResNet()).parameters()) == 1_467_610
+
+
+def test_wrn_28_8_has_the_papers_size():
+    """23,401,012 parameters with 100 classes, and 14,368 tracked numbers."""
+    model = WideResNet(3, 100, 8).init(torch.Generator())
+    assert tree.size(model["params"]) == 23_401_012
+    assert tree.size(model["stats"]) == 14_368
+
+
+def test_without_normalization_there_are_convolutions_and_the_heads_weight():
+    """1,462,704 in the convolutions and 128 * 10 in the head; group normalization has the 1,808 weights and biases."""
+    bare = WideResNet(norm="none").init(torch.Generator())
+    assert parts(bare) == (1_462_704, 0, 1_280)
+    assert bare["stats"] == {}
+    assert all(unit for unit in bare["params"].values())
+    grouped = WideResNet(norm="group").init(torch.Generator())
+    assert parts(grouped) == (1_462_704, 3_616, 1_290)
+    assert grouped["stats"] == {}
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_initialization_is_semifls(norm):
+    """Convolutions N(0, 2 / (outputs * kernel^2)): fan out; the head U(-b, b), b = 1 / sqrt(128), with bias 0.
+
+    A 3x3 from 64 to 128 channels has the deviation sqrt(2 / 1152) = 1/24 by fan out, and sqrt(2 / 576) = 0.0589 by fan
+    in: the mean of 73,728 squares tells them apart.
+    """
+    params = WideResNet(3, 10, norm=norm).init(rng.generator(0, "init"))["params"]
+    assert float(params["block9a"]["conv"]["weight"].std()) == pytest.approx(1 / 24, rel=0.02)
+    for path, leaf in tree.flatten(params).items():
+        if "/conv/" in path and leaf.numel() > 1000:
+            std = (2 / (leaf.shape[0] * leaf.shape[2] * leaf.shape[3])) ** 0.5
+            assert float(leaf.std()) == pytest.approx(std, rel=0.06), path
+            assert float(leaf.abs().max()) > 2.5 * std  # no uniform, no cut
+        if "/norm/" in path:
+            assert (leaf == float(path.endswith("weight"))).all()
+    weight = params["head"]["weight"]
+    assert 0.98 * 128**-0.5 < float(weight.abs().max()) <= 128**-0.5
+    assert not params["head"].get("bias", torch.zeros(1)).any()
+
+
+def test_initialization_follows_the_generator():
+    """One seed gives the same bits, another one other weights in every drawn leaf."""
+    one, two, other = (
+        tree.flatten(WideResNet(1, 4, 1, depth=10).init(rng.generator(seed, "x"))["params"]) for seed in (0, 0, 1)
+    )
+    drawn = [path for path in one if "/norm/" not in path and path != "head/bias"]
+    assert all(torch.equal(one[path], two[path]) for path in one)
+    assert not any(torch.equal(one[path], other[path]) for path in drawn)
+
+
+def test_shortcuts_stand_where_channels_change():
+    """Blocks 1, 5 and 9 of WRN-28-2 have one; of WRN-28-1, whose first group has the stem's 16 channels, 5 and 9."""
+    for k, expected in ((2, [1, 5, 9]), (1, [5, 9])):
+        params = WideResNet(3, 10, k).init(torch.Generator())["params"]
+        assert [n for n in range(1, 13) if f"block{n}shortcut" in params] == expected
+        assert params["block5shortcut"]["conv"]["weight"].shape == (32 * k, 16 * k, 1, 1)
+
+
+@pytest.mark.parametrize("depth", [4, 9, 12, 27, 29])
+def test_other_depths_are_refused(depth):
+    """6 n + 4 with n of at least 1: 4 has no block, 12, 27 and 29 are between."""
+    with pytest.raises(UserError, match=f"not {depth};"):
+        NETWORKS["wrn"](depth=depth)
+
+
+@pytest.mark.parametrize("depth", [10, 16, 40])
+def test_depth_counts_the_layers(depth):
+    """6 n + 4 convolutions: 6 n in the blocks, the stem and, where k is at least 2, three shortcuts (n = 1, 2, 6)."""
+    params = WideResNet(3, 10, 2, depth=depth).init(torch.Generator())["params"]
+    assert sum("conv" in unit for unit in params.values()) == depth

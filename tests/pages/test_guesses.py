@@ -1,0 +1,64 @@
+"""What a model makes of images: the same as `Model.probabilities`, with the features that its head is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from halfmoon.inference import Card, Model
+from halfmoon.models import SmallCNN
+from halfmoon.pages.guesses import guess, looked_at
+from halfmoon.pages.guessing import Guessing
+
+draw = np.random.default_rng(0)
+
+
+def model(temperature: float = 1.0, norm: str = "batch") -> Model:
+    network = SmallCNN(1, 3, 4, norm)  # pyright: ignore
+    held = network.init(torch.Generator().manual_seed(0))
+    card = Card(("a", "b", "c"), (1, 8, 8), (8, 8), 1, (0.4,), (0.3,), network, "m", "")
+    return Model(replace(card, temperature=temperature), held["params"], held["stats"], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("temperature", "norm"), [(1.0, "batch"), (2.5, "group"), (1.0, "none")])
+def test_the_probabilities_are_those_of_predict(temperature: float, norm: str):
+    """The head, applied to the features, gives the logits."""
+    one = model(temperature, norm)
+    images = draw.integers(0, 256, (7, 8, 8, 1), np.uint8)
+    probabilities, features = looked_at(one, images)
+    assert np.array_equal(probabilities, one.probabilities(images))
+    assert features.shape == (7, 8)
+    head = one.params["head"]
+    logits = features @ head["weight"].numpy().T + (head["bias"].numpy() if "bias" in head else 0)
+    assert logits == pytest.approx(one.logits(images), abs=1e-5)
+
+
+def test_an_image_that_cannot_be_read_is_unknown(tmp_path: Path):
+    for n in range(3):
+        Image.fromarray(draw.integers(0, 256, (9, 9), np.uint8)).save(tmp_path / f"{n}.png")
+    (tmp_path / "1.png").write_bytes(b"no image")
+    found = guess(model(), tmp_path, ["0.png", "1.png", "2.png"])
+    assert list(found.known) == [True, False, True]
+    assert list(found.predicted >= 0) == [True, False, True]
+
+
+def test_guessing_says_what_went_wrong_and_how_far_it_is(tmp_path: Path):
+    Image.new("L", (8, 8)).save(tmp_path / "0.png")
+
+    def broken() -> Model:
+        raise ValueError("no such model")
+
+    failed = Guessing(broken, tmp_path, ["0.png"])
+    failed.start()
+    failed.wait()
+    assert (failed.found, failed.error) == (None, "no such model")
+    done = Guessing(model, tmp_path, ["0.png"])
+    done.start()
+    done.wait()
+    assert done.found is not None
+    assert (done.done, done.classes, done.error) == (1, ("a", "b", "c"), "")

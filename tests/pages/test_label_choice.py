@@ -1,0 +1,97 @@
+"""The order of images to label: oracles are hand-made points, and what an order may never depend on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halfmoon.pages.choice import Guesses, order, random_order, standardized
+
+draw = np.random.default_rng(0)
+
+
+def made(count: int = 40, classes: int = 3, width: int = 5) -> Guesses:
+    raw = draw.random((count, classes)) ** 3
+    return Guesses(raw / raw.sum(1, keepdims=True), draw.normal(size=(count, width)).astype(np.float32))
+
+
+def nothing(count: int) -> np.ndarray:
+    return np.full(count, -1)
+
+
+def test_uncertainty_is_one_minus_the_margin():
+    found = Guesses(np.array([[0.5, 0.5, 0], [1, 0, 0], [0.7, 0.1, 0.2]]), np.zeros((3, 1))).uncertainty
+    assert found == pytest.approx([1, 0, 0.5])
+
+
+def test_every_open_row_comes_once():
+    guesses = made()
+    guesses.probabilities[[3, 8]] = np.nan
+    labels = nothing(40)
+    labels[[1, 2, 5]] = [0, 1, 2]
+    found = order(guesses, labels, labels < 0, spread=7)
+    assert sorted(found) == sorted(set(range(40)) - {1, 2, 5})
+    assert set(found[-2:]) == {3, 8}  # what the model could not see comes last
+
+
+def test_equal_images_do_not_come_together():
+    """Nine copies of the least sure image and nine others: one copy is chosen, then all the others."""
+    probabilities = np.array([[0.5, 0.5]] * 9 + [[0.7, 0.3]] * 9)
+    features = np.concatenate([np.zeros((9, 2)), np.arange(1, 19).reshape(9, 2)]).astype(np.float32)
+    found = order(Guesses(probabilities, features), nothing(18), np.ones(18, bool), spread=10)
+    assert sum(row < 9 for row in found[:10]) == 1
+
+
+def test_a_label_keeps_its_neighbors_away():
+    """Two clusters, equally unsure; the one with a label comes second."""
+    features = np.concatenate([draw.normal(0, 0.01, (5, 2)), draw.normal(9, 0.01, (5, 2))])
+    labels = nothing(10)
+    labels[0] = 0
+    found = order(Guesses(np.full((10, 2), 0.5), features), labels, labels < 0)
+    assert found[0] >= 5
+
+
+def test_the_starved_class_comes_first_and_classes_take_turns():
+    guesses = made(60)
+    predicted = guesses.predicted
+    labels = nothing(60)
+    labels[np.flatnonzero(predicted == 0)[:3]] = 0
+    labels[np.flatnonzero(predicted == 1)[:3]] = 1
+    found = order(guesses, labels, labels < 0)
+    assert list(predicted[found[:3]]) == [2, 2, 2]
+    assert sorted(predicted[found[3:6]]) == [0, 1, 2]
+
+
+def test_behind_the_spread_the_least_sure_comes_first():
+    guesses = made(50)
+    found = order(guesses, nothing(50), np.ones(50, bool), spread=10)
+    rest = guesses.uncertainty[found[10:]]
+    assert (np.diff(rest) <= 0).all()
+
+
+def test_the_same_folder_gives_the_same_order():
+    guesses = made()
+    open_ = np.ones(40, bool)
+    assert (order(guesses, nothing(40), open_) == order(guesses, nothing(40), open_)).all()
+    assert (random_order(open_, 1) == random_order(open_, 1)).all()
+    assert (random_order(open_, 1) != random_order(open_, 2)).any()
+
+
+def test_an_answer_takes_only_its_own_image_out_of_a_random_order():
+    open_ = np.ones(30, bool)
+    before = random_order(open_)
+    open_[before[4]] = False
+    assert list(random_order(open_)) == [row for n, row in enumerate(before) if n != 4]
+
+
+def test_without_a_model_or_images_nothing_breaks():
+    assert len(order(None, nothing(0), np.zeros(0, bool))) == 0
+    assert len(order(made(), nothing(40), np.zeros(40, bool))) == 0
+    one = Guesses(np.ones((4, 1)), np.zeros((4, 1)))
+    assert sorted(order(one, nothing(4), np.ones(4, bool))) == [0, 1, 2, 3]
+
+
+def test_features_are_standardized_over_what_is_known():
+    features = np.array([[1.0, 5], [3, 5], [99, 7]])
+    found = standardized(features, np.array([True, True, False]))
+    assert found.tolist() == [[-1, 0], [1, 0], [0, 0]]

@@ -1,0 +1,214 @@
+"""The page of `halfmoon site label` in a real browser: by keyboard alone, on a phone, with two people at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browsers import chromium, needs_browser, press, serving, sized, until
+from PIL import Image
+
+from halfmoon.federation.site_data import read
+from halfmoon.federation.site_data.labels import Answer, labels, write
+from halfmoon.pages.choice import Guesses
+from halfmoon.pages.label import Labeling, Options
+
+pytestmark = needs_browser
+COUNT = 3000
+CLASSES = ("cat", "<b>dog</b>", "ship")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+class Through:
+    """A model that has looked at all images."""
+
+    def __init__(self, count: int) -> None:
+        values = np.random.default_rng(1).random((count, 3)) ** 2
+        self.classes, self.done, self.of, self.error = CLASSES, count, count, ""
+        self.found = Guesses(values / values.sum(1, keepdims=True), values.astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("site")
+    draw = np.random.default_rng(0)
+    Image.fromarray(draw.integers(0, 256, (16, 16), np.uint8)).save(path / "0000.png")
+    for n in range(1, COUNT):
+        (path / f"{n:04}.png").hardlink_to(path / "0000.png")
+    (path / "classes.txt").write_text("".join(f"{name}\n" for name in CLASSES))
+    return path
+
+
+@pytest.fixture
+def page(folder: Path) -> Iterator[str]:
+    (folder / "labels.csv").write_text("path,label\n")
+    (folder / ".halfmoon" / "not-sure.csv").unlink(missing_ok=True)
+    with serving(Labeling(read(folder), (), Through(COUNT), Options()).app()) as address:  # pyright: ignore
+        yield address
+
+
+def opened(browser: Any, page: str, width: int = 1400, dark: bool = False) -> None:
+    sized(browser, width, dark=dark)
+    browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
+    browser.get_log("browser")
+    browser.get(page)
+    until(lambda: browser.execute_script("return document.body.dataset.ready"))
+    until(lambda: shown(browser))
+
+
+def shown(browser: Any) -> str:
+    return browser.find_element("id", "path").text
+
+
+def pressed(browser: Any, *keys: str) -> None:
+    """Press keys one by one; each brings another image."""
+    for key in keys:
+        before = shown(browser)
+        press(browser, key)
+        until(lambda before=before: shown(browser) != before)
+
+
+def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    pressed(browser, "1")
+    second = shown(browser)
+    pressed(browser, "2")
+    assert labels(folder) == {first: "cat", second: "<b>dog</b>"}
+    assert browser.find_element("id", "progress").text == f"2 of {COUNT:,} labeled"
+    pressed(browser, "u")
+    assert shown(browser) == second
+    assert labels(folder) == {first: "cat"}
+    pressed(browser, "3", "s")
+    third = shown(browser)
+    pressed(browser, "n")
+    assert labels(folder) == {first: "cat", second: "ship"}
+    assert labels(folder, ".halfmoon/not-sure.csv") == {third: "not sure"}
+    pressed(browser, "u")
+    assert shown(browser) == third
+    assert labels(folder, ".halfmoon/not-sure.csv") == {}
+    assert browser.get_log("browser") == []
+
+
+def test_a_class_name_is_text(browser: Any, page: str) -> None:
+    opened(browser, page)
+    assert [each.text for each in browser.find_elements("css selector", "#choices .name")] == list(CLASSES)
+
+
+def test_tab_and_enter_answer_too(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    browser.execute_script("document.querySelectorAll('#choices button')[1].focus()")
+    pressed(browser, "\ue007")
+    assert labels(folder) == {first: "<b>dog</b>"}
+
+
+def test_suggestions_are_off_until_asked_for(browser: Any, page: str) -> None:
+    opened(browser, page)
+    assert not browser.find_element("id", "suggest").is_selected()
+    assert not browser.find_element("id", "suggestion").is_displayed()
+    asked = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/guess/')).length"
+    assert browser.execute_script(asked) == 0
+    press(browser, "m")
+    until(lambda: browser.find_element("id", "suggestion").text.startswith("The model says "))
+    assert len(browser.find_elements("css selector", "#choices .suggested")) == 1
+
+
+def test_zoom_and_contrast_change_what_is_seen(browser: Any, page: str) -> None:
+    opened(browser, page)
+    image = browser.find_element("id", "image")
+    wide = until(lambda: image.size["width"])
+    press(browser, "z")
+    assert image.size["width"] == pytest.approx(3 * wide, rel=0.01)
+    press(browser, "z", "c")
+    assert image.size["width"] == pytest.approx(wide, rel=0.01)
+    assert image.get_attribute("src").endswith("look=stretch")
+
+
+def test_what_somebody_else_answers_is_not_lost(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    # Between the page's look at the file and the key.
+    browser.execute_script(
+        "const old = fetch;"
+        "window.fetch = (path, how) => (path.startsWith('state') ? new Promise(() => {}) : old(path, how))"
+    )
+    write(folder, Answer(first, "ship"))
+    press(browser, "1")
+    box = until(lambda: browser.find_elements("css selector", "dialog[open]"))[0]
+    assert "it says ship by now. Your answer is cat." in box.text
+    press(browser, "\ue007")  # keep theirs
+    until(lambda: not browser.find_elements("css selector", "dialog[open]"))
+    assert labels(folder) == {first: "ship"}
+
+
+def test_another_tab_moves_on_when_its_image_is_labeled(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    write(folder, Answer(first, "ship"))
+    until(lambda: shown(browser) != first)
+    assert browser.find_element("id", "progress").text.startswith("1 of")
+
+
+def test_thousands_of_images_hold_only_what_is_in_sight(browser: Any, page: str) -> None:
+    opened(browser, page)
+    press(browser, "w")
+    cells = "return document.querySelectorAll('#wall .cell').length"
+    until(lambda: browser.execute_script(cells))
+    assert browser.execute_script(cells) < 150
+    took = browser.execute_async_script(
+        "const done = arguments[0]; const wall = document.getElementById('wall'); const began = performance.now();"
+        "let n = 0; const step = () => { wall.scrollTop = (++n * wall.scrollHeight) / 30;"
+        "n < 30 ? requestAnimationFrame(step) : done((performance.now() - began) / 30) }; step()"
+    )
+    assert took < 100, "a frame takes too long"
+    assert browser.execute_script(cells) < 150
+    last = "return Math.max(...[...document.querySelectorAll('#wall .cell')].map((each) => Number(each.dataset.place)))"
+    assert browser.execute_script(last) == COUNT - 1
+    press(browser, "\ue011")  # Home
+    until(lambda: browser.execute_script("return document.activeElement.dataset.place") == "0")
+    press(browser, "\ue014", "\ue007")
+    until(lambda: browser.find_element("id", "one").is_displayed())
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1400, True)])
+def test_it_fits_a_phone_and_the_dark(browser: Any, page: str, width: int, dark: bool) -> None:
+    opened(browser, page, width, dark)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, back[4:-1].split(","))) < 200) == dark
+    small = browser.execute_script(
+        "return [...document.querySelectorAll('#choices button, .acts button')]"
+        ".filter((each) => each.getBoundingClientRect().height < 34).length"
+    )
+    assert small == 0
+
+
+def test_a_dead_program_is_said(browser: Any, folder: Path) -> None:
+    with serving(Labeling(read(folder), (), None, Options()).app()) as address:
+        opened(browser, address)
+    press(browser, "1")
+    notice = browser.find_element("id", "notice")
+    until(lambda: "no longer answers" in notice.text)
+    browser.get_log("browser")
+
+
+def test_a_name_is_asked_for_once(browser: Any, folder: Path) -> None:
+    (folder / "labels.csv").write_text("path,label\n")
+    with serving(Labeling(read(folder), (), None, Options(by="")).app()) as address:
+        opened(browser, address)
+        box = browser.find_element("css selector", "dialog[open] input")
+        box.send_keys("Ada\ue007")
+        until(lambda: not browser.find_elements("css selector", "dialog[open]"))
+        first = shown(browser)
+        pressed(browser, "1")
+    (line,) = (folder / "labels.csv").read_text().splitlines()[1:]
+    assert line.startswith(f"{first},cat,Ada,20")

@@ -1,0 +1,262 @@
+"""What every page answers to and what it refuses, over a real connection; and the pictures that it shows."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from browsers import TOKEN, serving, until
+from PIL import Image
+
+from halfmoon.cli import main as cli
+from halfmoon.core.errors import UserError
+from halfmoon.pages.label import Labeling, Options, open_folder
+from halfmoon.pages.pictures import KEPT_BYTES, Pictures, picture, stretched
+from halfmoon.pages.server import LARGEST, listening
+
+
+def site(path: Path, count: int = 4) -> Path:
+    path.mkdir(exist_ok=True)
+    for n in range(count):
+        Image.new("L", (5, 4), 60 * n).save(path / f"{n}.png")
+    (path / "classes.txt").write_text("cat\ndog\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = site(tmp_path_factory.mktemp("site"))
+    with serving(Labeling(open_folder(folder), (), None, Options()).app()) as found:
+        yield found
+
+
+def get(
+    address: str, path: str = "", method: str = "GET", body: bytes | None = None, **headers: str
+) -> tuple[int, Any, dict[str, str]]:
+    """Return status, body and headers of a request; `headers` replace the usual ones, "" leaves one out."""
+    where = urlsplit(address)
+    made = http.client.HTTPConnection(where.hostname or "", where.port or 0, timeout=10)
+    said = {"Host": where.netloc, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    made.putrequest(method, path if path.startswith("/") else where.path + path, skip_host=True)
+    for name, value in said.items():
+        if value:
+            made.putheader(name, value)
+    if body is not None:
+        made.putheader("Content-Length", str(len(body)))
+    made.endheaders(body)
+    answer = made.getresponse()
+    data = answer.read()
+    made.close()
+    kind = answer.headers.get_content_type()
+    return answer.status, json.loads(data) if kind == "application/json" else data, dict(answer.headers)
+
+
+def test_the_page_and_what_it_loads_come_from_its_own_address(address: str):
+    status, page, headers = get(address)
+    assert status == 200
+    for name in re.findall(rb'(?:href|src)="(web/[^"]+)"', page):
+        assert get(address, name.decode())[0] == 200
+    assert not re.search(rb"https?://", page)
+    assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/start", "/wrong/start", f"/{TOKEN}x/start", f"/x/{TOKEN}/start", "//", "/%ff/"]
+)
+def test_without_the_key_nothing_is_answered(address: str, path: str):
+    status, said, _ = get(address, path)
+    assert status == 403
+    assert b"lacks its key" in said
+
+
+def test_the_address_without_its_last_slash_leads_to_it(address: str):
+    status, _, headers = get(address, f"/{TOKEN}")
+    assert (status, headers["location"]) == (307, f"/{TOKEN}/")
+
+
+def test_another_host_is_refused(address: str):
+    """A name that an attacker points at 127.0.0.1 (DNS rebinding) comes with its own Host."""
+    port = urlsplit(address).port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}1", ""):
+        assert get(address, "start", Host=host)[0] in (400, 403)
+    assert get(address, "start", Host=f"localhost:{port}")[0] == 200
+
+
+def test_another_origin_is_refused(address: str):
+    own = f"http://{urlsplit(address).netloc}"
+    for origin in ("http://evil.example", "null", own.replace("http:", "https:"), f"{own}.evil.example"):
+        assert get(address, "start", Origin=origin)[0] == 403
+        assert get(address, "answer", "POST", b"{}", Origin=origin)[0] == 403
+    assert get(address, "start", Origin=own)[0] == 200
+    assert get(address, "answer", "POST", b"{}")[0] == 403  # what changes something says where it comes from
+    assert get(address, "answer", "POST", b"{}", Origin=own)[0] == 422
+    assert get(address, "start", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
+    assert get(address, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422),
+        (b"[1]", 422),
+        (b"{", 422),
+        (b"\xff", 422),
+        (b"[" * 60_000, 422),
+        (b'{"row": "0", "label": "cat"}', 422),
+        (b'{"row": true, "label": "cat"}', 422),
+        (b'{"row": 4, "label": "cat"}', 422),
+        (b'{"row": -1, "label": "cat"}', 422),
+        (b'{"row": 0, "label": ["cat"]}', 422),
+        (b'{"row": 0, "label": "a\\nb"}', 422),
+        (b'{"row": 0, "label": "cow"}', 422),
+        (b" " * (LARGEST + 1), 413),
+    ],
+)
+def test_a_strange_answer_is_refused_with_a_sentence(address: str, body: bytes, status: int):
+    found, said, _ = get(address, "answer", "POST", body, Origin=f"http://{urlsplit(address).netloc}")
+    assert found == status
+    assert said["error"].endswith(".")
+
+
+@pytest.mark.parametrize(
+    "path", ["web/..%2fserver.py", "web/../server.py", "web/.", "web/x.js", "image/9", "image/0?look=x"]
+)
+def test_nothing_else_is_served(address: str, path: str):
+    assert get(address, path)[0] in (404, 422)
+
+
+def test_a_port_in_use_is_a_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"--port \d+: it cannot be used"):
+            listening(taken.getsockname()[1])
+
+
+def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path):
+    command = [sys.executable, "-c", "from halfmoon.cli.main import main; raise SystemExit(main())"]
+    command += ["site", "label", str(site(tmp_path / "s")), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as page:
+        assert page.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", page.stdout.readline())
+        assert found
+        until(lambda: get(found[0], "start")[0] == 200)
+        page.send_signal(signal.SIGINT)
+        out, error = page.communicate(timeout=20)
+    assert page.returncode == 130
+    assert "0 answers written" in out
+    assert error == "halfmoon: the page is closed.\n"
+
+
+# What the command says
+
+
+def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = site(tmp_path / "s", 9)
+    labeling = Labeling(open_folder(folder), (), None, Options(seed=3))
+    assert cli.main(["site", "label", str(folder), "--list", "4", "--seed", "3"]) == 0
+    listed = capsys.readouterr().out.split()
+    assert listed == [labeling.site.paths[row] for row in labeling.order()[:4]]
+    assert cli.main(["site", "label", str(folder), "--list", "4", "--seed", "3", "--json"]) == 0
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["images"]] == listed
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--list", "0"], "--list is '0'"),
+        (["--port", "70000"], "--port is '70000'"),
+        (["--json"], "--json goes with --list"),
+        (["--classes", "cat", "cow"], r"classes\.txt names other classes"),
+        (["--model", "nowhere"], "nowhere: there is no such file"),
+        (["--seed", "x"], "--seed is 'x'"),
+    ],
+)
+def test_a_wrong_flag_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str):
+    assert cli.main(["site", "label", str(site(tmp_path / "s")), *flags]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_classes_are_written_once_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = site(tmp_path / "s")
+    (folder / "classes.txt").unlink()
+    assert cli.main(["site", "label", str(folder), "--no-browser"]) == 2
+    assert "--classes NAME" in capsys.readouterr().err
+    assert open_folder(folder, ["b", "a"]).classes == ("b", "a")
+    assert (folder / "classes.txt").read_text() == "b\na\n"
+    (folder / "classes.txt").unlink()
+    with pytest.raises(UserError, match="twice"):
+        open_folder(folder, ["a", "a"])
+    (folder / "labels.csv").write_text("path,label\n0.png,c\n")
+    with pytest.raises(UserError, match="'c'"):
+        open_folder(folder, ["a", "b"])
+
+
+# Pictures
+
+
+def opened(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+def test_an_eight_bit_image_keeps_its_pixels(tmp_path: Path):
+    pixels = np.arange(120, dtype=np.uint8).reshape(10, 12)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    assert (opened(picture(tmp_path / "a.png", "a.png")) == pixels).all()
+    assert (opened(picture(tmp_path / "a.png", "a.png", "invert")) == 255 - pixels).all()
+
+
+def test_a_dark_twelve_bit_image_uses_the_whole_range(tmp_path: Path):
+    """An X-ray of 12 bits in a 16-bit file would come out nearly black."""
+    pixels = np.linspace(1000, 3000, 400).reshape(20, 20).astype(np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    found = opened(picture(tmp_path / "a.png", "a.png"))
+    assert (found.min(), found.max()) == (0, 255)
+    assert (np.diff(found.astype(int).ravel()) >= 0).all()
+
+
+def test_stretching_puts_the_first_and_last_percent_at_the_ends():
+    found = stretched(np.arange(1001).reshape(7, 143))
+    assert found.ravel()[10] == 0
+    assert found.ravel()[990] == 255
+    assert found.ravel()[500] in (127, 128)
+    assert (stretched(np.full((3, 3), 7)) == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK", "I;16", "LA"])
+def test_every_mode_can_be_shown_in_every_way(tmp_path: Path, mode: str):
+    file = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
+    deep = Image.fromarray(np.full((20, 300), 900, np.uint16))
+    (deep if mode == "I;16" else Image.new("L", (300, 20), 90).convert(mode)).save(file)
+    for look in ("plain", "stretch", "equalize", "invert"):
+        assert opened(picture(file, file.name, look)).shape[:2] == (20, 300)
+        assert max(opened(picture(file, file.name, look, small=True)).shape[:2]) == 160
+
+
+def test_pictures_kept_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert KEPT_BYTES < 2**28
+    monkeypatch.setattr("halfmoon.pages.pictures.KEPT_BYTES", 300)
+    folder = site(tmp_path / "s", 20)
+    kept = Pictures(folder)
+    for n in range(20):
+        kept.get(f"{n}.png", "plain", True)
+    assert kept._bytes <= 300
+    os.remove(folder / "19.png")
+    assert kept.get("19.png", "plain", True)  # the last one is still there
+    with pytest.raises(UserError):
+        kept.get("19.png", "plain", False)

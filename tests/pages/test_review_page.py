@@ -1,0 +1,194 @@
+"""The page of `halfmoon review`: scores and tables by hand-made predictions, corrections in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from browsers import chromium, needs_browser, press, serving, sized, until
+from PIL import Image
+
+from halfmoon.core.errors import UserError
+from halfmoon.federation.site_data.labels import labels
+from halfmoon.inference.measure import scores
+from halfmoon.pages.choice import Guesses
+from halfmoon.pages.review import COLUMNS, Review, harmless, open_folder
+
+CLASSES = ("=1+1", "dog", "ship")
+PROBABILITIES = np.array([[0.7, 0.2, 0.1], [0.1, 0.9, 0], [0.3, 0.3, 0.4], [0.05, 0.05, 0.9], [np.nan] * 3])
+NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
+
+
+def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
+    """Return a model that has looked at all images."""
+    guesses = Guesses(probabilities, np.zeros((len(probabilities), 1)))
+    return SimpleNamespace(found=guesses, classes=classes, done=5, of=5, error="")
+
+
+def folder(path: Path, lines: str = "b.png,dog\nc.png,dog\n+a.png,=1+1\n") -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for n, name in enumerate(NAMES):
+        Image.new("L", (8, 8), 50 * n).save(path / name)
+    (path / "labels.csv").write_text(f"path,label\n{lines}")
+    (path / "classes.txt").write_text("".join(f"{name}\n" for name in CLASSES))
+    return path
+
+
+def review(path: Path, **options: Any) -> Review:
+    return Review("a model", open_folder(path, CLASSES), through(**options))
+
+
+def asked(**said: Any) -> Any:
+    """Return a request with this body."""
+    return SimpleNamespace(state=SimpleNamespace(body=json.dumps(said).encode()), query_params={})
+
+
+def test_the_scores_are_those_of_evaluate(tmp_path: Path):
+    found = review(folder(tmp_path)).scores(asked())
+    # +a: right, 0.7; b: right, 0.9; c: ship instead of dog, 0.4.
+    assert found == scores(np.array([0, 1, 1]), np.array([0, 1, 2]), np.array([0.7, 0.9, 0.4]), classes=CLASSES)
+    assert found["accuracy"] == 2 / 3
+
+
+def test_without_labels_nothing_is_compared(tmp_path: Path):
+    assert review(folder(tmp_path, "")).scores(asked()) == {"images": 0}
+
+
+def test_classes_that_the_model_does_not_know_are_left_out(tmp_path: Path):
+    found = review(folder(tmp_path), classes=("dog", "=1+1", "cow"))
+    seen = found.predictions(asked())
+    assert [found.book.classes[n] for n in seen["predicted"][:4]] == ["dog", "=1+1", "cow", "cow"]
+    assert seen["predicted"][4] == -1
+    assert found.scores(asked())["images"] == 3
+
+
+def test_the_table_holds_no_formula(tmp_path: Path):
+    text = review(folder(tmp_path)).table(asked()).body.decode()
+    rows = list(csv.reader(io.StringIO(text)))
+    assert tuple(rows[0]) == COLUMNS
+    assert rows[1] == ["'+a.png", "'=1+1", "0.700000", "dog", "0.200000", "'=1+1", "yes"]
+    assert rows[3] == ["c.png", "ship", "0.400000", "'=1+1", "0.300000", "dog", "no"]
+    assert rows[5] == ["e.png", "", "", "", "", "", ""]
+    assert not any(cell[:1] in ("=", "+", "-", "@") for row in rows for cell in row)
+
+
+@pytest.mark.parametrize("cell", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1"])
+def test_what_looks_like_a_formula_is_text(cell: str):
+    assert harmless(cell) == f"'{cell}"
+    assert harmless(f"a{cell}") == f"a{cell}"
+
+
+def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: Path):
+    for name in ("dog", "ship"):
+        (tmp_path / name).mkdir()
+        for n in range(2):
+            Image.new("L", (8, 8), n).save(tmp_path / name / f"{n}.png")
+    page = Review("a model", open_folder(tmp_path, CLASSES), through(PROBABILITIES[:4]))
+    assert page.book.foldered
+    assert list(page.book.labels) == [1, 1, 2, 2]
+    page.state(asked())  # a look at the disk leaves the names of the folders
+    assert list(page.book.labels) == [1, 1, 2, 2]
+    assert not (tmp_path / "labels.csv").exists()
+    page.answer(asked(row=0, label="ship", seen="dog"))
+    assert labels(tmp_path) == {"dog/0.png": "ship", "dog/1.png": "dog", "ship/0.png": "ship", "ship/1.png": "ship"}
+    assert list(page.book.labels) == [2, 1, 2, 2]
+
+
+def test_before_the_model_is_through_there_is_a_sentence(tmp_path: Path):
+    page = review(folder(tmp_path))
+    page.guessing = through()
+    page.guessing.found = None
+    with pytest.raises(UserError, match="not through yet"):
+        page.predictions(asked())
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[str]:
+    with serving(review(folder(tmp_path)).app()) as address:
+        yield address
+
+
+def cells(browser: Any) -> list[str]:
+    found = browser.find_elements("css selector", "#wall .cell")
+    return [
+        each.get_attribute("aria-label") for each in sorted(found, key=lambda c: int(c.get_attribute("data-place")))
+    ]
+
+
+def opened(browser: Any, page: str, width: int = 1400, dark: bool = False) -> None:
+    sized(browser, width, dark=dark)
+    browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
+    browser.get_log("browser")
+    browser.get(page)
+    until(lambda: browser.execute_script("return document.body.dataset.ready") and cells(browser))
+
+
+def chosen(browser: Any, select: str, words: str) -> None:
+    for option in browser.find_elements("css selector", f"#{select} option"):
+        if option.text == words:
+            option.click()
+
+
+@needs_browser
+def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
+    opened(browser, page)
+    assert cells(browser)[0].startswith("c.png: ship · 40 %, label dog")
+    for words, first in (("the surest", "b.png"), ("the least sure", "e.png"), ("by path", "+a.png")):
+        chosen(browser, "sort", words)
+        assert cells(browser)[0].startswith(first)
+    chosen(browser, "predicted", "ship")
+    assert [each.split(":")[0] for each in cells(browser)] == ["c.png", "d.png"]
+    assert browser.get_log("browser") == []
+
+
+@needs_browser
+def test_a_key_corrects_and_another_undoes(browser: Any, page: str, tmp_path: Path) -> None:
+    opened(browser, page)
+    browser.execute_script("document.querySelector('#wall .cell').focus()")
+    press(browser, "\ue007")
+    until(lambda: browser.find_element("id", "one").is_displayed())
+    press(browser, "3")
+    until(lambda: labels(tmp_path)["c.png"] == "ship")
+    until(lambda: "Its label is ship." in browser.find_element("id", "said").text)
+    press(browser, "u")
+    until(lambda: labels(tmp_path)["c.png"] == "dog")
+    press(browser, "\ue014")
+    until(lambda: browser.find_element("id", "path").text != "c.png")
+    press(browser, "\ue00c")
+    until(lambda: not browser.find_element("id", "one").is_displayed())
+
+
+@needs_browser
+def test_a_cell_of_the_confusion_leads_to_its_images(browser: Any, page: str) -> None:
+    opened(browser, page)
+    press(browser, "q")
+    button = until(lambda: browser.find_elements("css selector", "[aria-label='label dog, predicted ship: 1']"))[0]
+    assert "66.7 % of 3 labels" in browser.find_element("id", "summary").text
+    button.click()
+    until(lambda: [each.split(":")[0] for each in cells(browser)] == ["c.png"])
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
+def test_no_screen_scrolls_sideways(browser: Any, page: str, width: int, dark: bool) -> None:
+    opened(browser, page, width, dark)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    press(browser, "q")
+    until(lambda: browser.find_elements("css selector", "#confusion button"))
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width

@@ -1,0 +1,345 @@
+"""The page of `halfmoon watch`: rows read as they are written, alarms by hand, logs as the federation writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsers import chromium, needs_browser, serving, sized, until
+from page_scenes import write_run, write_sweep
+
+from halfmoon.cli import main as cli
+from halfmoon.pages import eventlog
+from halfmoon.pages.alarms import alarms
+from halfmoon.pages.follow import Followed, Follower, Lines, ceiling_alarms, folders
+from halfmoon.pages.server import beside
+from halfmoon.pages.watch import Watching, variants
+
+
+def row(
+    number: int, loss: float | None = 1.0, accuracy: float | None = None, share: float | None = None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"round": number, "train": {"loss": loss}, "pseudo": None}
+    if accuracy is not None:
+        found["test"] = {"accuracy": accuracy}
+    if share is not None:
+        found["pseudo"] = {"share_above": share}
+    return found
+
+
+def kinds(rows: list[dict[str, Any]], state: str = "running", age: float = 0) -> list[str]:
+    return [each.kind for each in alarms(rows, state, age)]
+
+
+# Reading while others write
+
+
+def test_only_whole_lines_are_read_and_each_once(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = Lines(path)
+    assert not lines.update()
+    path.write_text('{"round": 1}\n{"rou')
+    assert lines.update()
+    assert [each["round"] for each in lines.rows] == [1]
+    with path.open("a") as file:
+        file.write('nd": 2}\nno json\n[1]\n{"round": 3}\n')
+    assert lines.update()
+    assert [each["round"] for each in lines.rows] == [1, 2, 3]
+    assert not lines.update()
+
+
+def test_a_resumed_run_takes_its_last_rounds_back(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"round": {n}, "old": true}}\n' for n in range(1, 6)))
+    lines = Lines(path)
+    lines.update()
+    path.write_text("".join(f'{{"round": {n}}}\n' for n in range(1, 4)))
+    lines.update()
+    assert [each["round"] for each in lines.rows] == [1, 2, 3]
+    # Longer again before anybody looked: rounds come twice in what was read.
+    with path.open("a") as file:
+        file.write('{"round": 3, "new": true}\n{"round": 4}\n')
+    lines.update()
+    assert [each["round"] for each in lines.rows] == [1, 2, 3, 4]
+    assert lines.rows[2]["new"]
+
+
+def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
+    write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
+    run = Followed(tmp_path / "r", "r")
+    assert run.update()
+    facts = run.facts(time.time())
+    assert (facts["state"], facts["round"], facts["rounds"]) == ("running", 12, 20)
+    assert facts["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
+    drawn = run.drawn()
+    assert drawn["lines"]["accuracy"]["x"] == [2, 4, 6, 8, 10, 12]
+    assert drawn["lines"]["sent"]["y"] == [0.5] * 12
+    assert drawn["rows"][-1]["cohort"] == 2
+    assert run.facts(time.time() + 3600)["state"] == "stopped"
+    (tmp_path / "r" / "summary.json").write_text('{"title": "T"}')
+    assert run.update()
+    assert run.facts(time.time() + 3600)["state"] == "finished"
+
+
+def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path):
+    write_run(tmp_path / "one", 0, 0)
+    assert [name for _, name in folders(tmp_path / "one")] == ["one"]
+    write_run(tmp_path / "one" / "beside" / "fixmatch", 1, 0)
+    assert [name for _, name in folders(tmp_path / "one")] == ["one", "beside/fixmatch"]
+    sweep = write_sweep(tmp_path / "s")
+    found = folders(sweep)
+    assert len(found) == 12
+    assert found[0][1] == "iid-iid, fedavg, seed 0"
+    follower = Follower(sweep)
+    follower.update()
+    assert follower.planned() == 12
+    assert all(run.done == 12 for run in follower.runs.values())
+
+
+def test_runs_beyond_what_a_page_can_show_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("halfmoon.pages.follow.MOST", 5)
+    follower = Follower(write_sweep(tmp_path))
+    follower.update()
+    assert (len(follower.runs), follower.left_out) == (5, 7)
+
+
+def test_a_damaged_sweep_is_no_end(tmp_path: Path):
+    (tmp_path / "sweep.json").write_text('{"cells": [1, {"at": {}, "runs": [{}]}, {"at": 3}]}')
+    assert folders(tmp_path) == []
+
+
+def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: Path):
+    runs = []
+    for n, (seed, config) in enumerate(((0, "lr = 1\n"), (1, "lr = 1\n"), (0, "lr = 2\n"))):
+        write_run(tmp_path / str(n), 2, seed, config=config)
+        runs.append(Followed(tmp_path / str(n), str(n)))
+        runs[-1].update()
+    assert variants(runs) == ["feddure", "feddure", "feddure (2)"]
+
+
+# Alarms
+
+
+def test_a_loss_that_is_no_number_is_an_alarm():
+    assert kinds([row(1), row(2, None)]) == ["diverged"]
+    assert kinds([row(1), row(2)]) == []
+
+
+def test_a_loss_that_grows_while_the_accuracy_falls_is_one():
+    growing = [row(n, 1.0 if n < 4 else 9.0, 0.5 if n < 4 else 0.42) for n in range(1, 8)]
+    assert kinds(growing) == ["diverged"]
+    better = [row(n, 1.0 if n < 4 else 9.0, 0.1 * n) for n in range(1, 8)]
+    assert kinds(better) == []  # methods that use more and more pseudo-labels have growing losses
+
+
+def test_nobody_confident_and_a_fallen_accuracy_are_alarms():
+    assert kinds([row(n, share=0.004) for n in range(1, 6)]) == ["nobody confident"]
+    assert kinds([row(n, share=0.004) for n in range(1, 5)]) == []
+    assert kinds([row(n, share=0.004 if n < 5 else 0.2) for n in range(1, 6)]) == []
+    assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.5), 1)]) == ["fallen"]
+    assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.6), 1)]) == []
+
+
+def test_silence_is_an_alarm():
+    (alarm,) = alarms([row(1)], "stopped", 3 * 3600)
+    assert alarm.words.startswith("no word for 3 hours")
+
+
+def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
+    """Labels only (method 0) end at 0.65, method 2 is called the ceiling and ends higher; then the other way round."""
+    runs = []
+    for method in (0, 2):
+        write_run(tmp_path / str(method), method, 0)
+        runs.append(Followed(tmp_path / str(method), str(method)))
+        runs[-1].update()
+    assert ceiling_alarms(runs, {"feddure"}, {"fedavg"}) == []
+    (alarm,) = ceiling_alarms(runs, {"fedavg"}, {"feddure"})
+    assert alarm.kind == "ceiling"
+    assert "below labels only" in alarm.words
+
+
+# Logs
+
+SERVER = """2026-11-21 04:53:13  federation digits (b697e786): FedDure for 10 rounds, 3 of 3 sites a round; images 8x8
+2026-11-21 04:53:21  site-02 is there: 40 images with a label, 531 without
+2026-11-21 04:53:22  site-01 is there: 44 images with a label, 377 without
+2026-11-21 04:54:09  round 1 of 10: 3 sites, mean loss 2.0267, accuracy 63.06%
+2026-11-21 04:55:00  site-01 answered round 2 4 s too late: discarded
+2026-11-21 04:55:10  site-02 did not answer round 3: no reply within 60 s
+2026-11-21 04:55:12  site-02 is no longer connected
+2026-11-21 04:55:20  refused in round 4: the answer of site-01: a norm of 1e9
+2026-11-21 04:55:30  site-02 is there again: 40 images with a label, 531 without
+"""
+SITE = """2026-11-21 04:53:18  decoded 445 images; 0 cannot be read and are left out
+2026-11-21 04:53:18  federation digits (b697e786): FedDure for 50 rounds, 3 of 3 sites a round; this site gives 36 images
+2026-11-21 04:53:48  round 1, train: received 61.6 kB; trained 41 steps of 10 labeled and 10 unlabeled images in 23.0 s, mean loss 2.1043; sends params 58.2 kB, stats 640 B
+2026-11-21 04:54:37  the model before round 12 is right on 71.00% of the test images here
+2026-11-21 04:54:37  round 12 (attempt 2), train: received 61.6 kB; trained 41 steps of 10 labeled and 10 unlabeled images in 23.4 s, mean loss 1.7645; sends params 58.2 kB
+"""  # noqa: E501
+
+
+def test_the_servers_log_tells_of_each_site(tmp_path: Path):
+    (tmp_path / "serve.log").write_text(SERVER)
+    (tmp_path / "terms.json").write_text('{"sites": ["site-00", "site-01", "site-02"]}')
+    found = eventlog.federation(tmp_path)
+    assert found is not None
+    sites = {each["name"]: each for each in found["sites"]}
+    assert {name: each["state"] for name, each in sites.items()} == {
+        "site-00": "not yet there",
+        "site-01": "refused",
+        "site-02": "here",
+    }
+    assert (sites["site-01"]["late"], sites["site-01"]["refused"], sites["site-02"]["silent"]) == (1, 1, 1)
+    assert len(found["log"]) == 9
+
+
+def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
+    home = tmp_path / ".halfmoon"
+    home.mkdir()
+    (home / "join.log").write_text(SITE)
+    found = eventlog.site(tmp_path)
+    assert found is not None
+    assert found["sentence"] == (
+        "Round 12 of 50: your images helped in 2, the model is right on 71 % of your test images."
+    )
+    assert found["tests"] == [[11, 71.0]]
+    assert found["rows"][0]["sends"] == "params 58.2 kB, stats 640 B"
+    assert eventlog.site(home) == found
+
+
+def test_a_site_is_told_that_it_is_over(tmp_path: Path):
+    over = "2026-11-21 05:00:00  finished: the model lies in /x, it is right on 65.83% of your test images"
+    (tmp_path / "join.log").write_text(f"{SITE}{over}\n")
+    found = eventlog.site(tmp_path)
+    assert found is not None
+    assert found["sentence"] == (
+        "The federation is over: your images helped in 2 of 50 rounds, the model is right on 66 % of your test images."
+    )
+    assert found["tests"][-1] == [50, 65.83]
+
+
+def test_a_site_that_was_only_asked_says_so(tmp_path: Path):
+    (tmp_path / "join.log").write_text(
+        "2026-11-21 04:53:18  asked to take part in federation a (12ab): FedAvg for 9 rounds\n"
+    )
+    found = eventlog.site(tmp_path)
+    assert found is not None
+    assert found["sentence"].startswith("You are asked to take part in a;")
+
+
+def test_the_sentences_of_the_federation_are_still_the_same():
+    """The page reads logs: whoever changes a sentence there changes it here."""
+    root = Path(eventlog.__file__).parents[1] / "federation"
+    said = "".join(path.read_text() for part in ("server", "site") for path in sorted((root / part).glob("*.py")))
+    for words in (
+        "{said.name} is there{back}: {said.labeled:,} images with a label",
+        "{name} is no longer connected",
+        "s too late: discarded",
+        "{each.name} did not answer",
+        "{site} has no part in round",
+        "}: the answer of {site}: {reason}",
+        "{site} is set aside after",
+        "is right on {share:.2%} of the test images here",
+        "received {size(received)}; {trained}",
+        "; sends {sent}",
+        "finished: the model lies in {path}, it is right on {share:.2%} of your test images",
+    ):
+        assert words in said, words
+
+
+# The command
+
+
+@pytest.mark.parametrize("name", ["nowhere", "full"])
+def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("")
+    assert cli.main(["watch", str(tmp_path / name), "--no-browser"]) == 2
+    assert str(tmp_path / name) in capsys.readouterr().err
+
+
+def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
+    import urllib.error
+    import urllib.request
+
+    (tmp_path / "serve.log").write_text(SERVER)
+    said: list[str] = []
+    with beside(Watching(tmp_path).app(), "page", None, said.append) as address:
+        assert said == [f"page: {address}"]
+        with urllib.request.urlopen(f"{address}data") as answer:
+            assert len(json.load(answer)["federation"]["sites"]) == 2
+        origin = {"Origin": address[: address.index("/", 8)]}
+        with pytest.raises(urllib.error.HTTPError, match="405"):
+            urllib.request.urlopen(urllib.request.Request(f"{address}data", b"{}", origin))
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+def opened(browser: Any, address: str, width: int = 1400, dark: bool = False) -> None:
+    sized(browser, width, dark=dark)
+    browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
+    browser.get_log("browser")
+    browser.get(address)
+    until(lambda: browser.execute_script("return document.body.dataset.ready"))
+
+
+@needs_browser
+def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
+    write_run(tmp_path / "r" / "beside" / "a", 0, 0)
+    with serving(Watching(tmp_path / "r").app()) as address:
+        opened(browser, address)
+        assert "1 of 2 runs finished, 1 running" in browser.find_element("id", "progress").text
+        lines = "[data-chart=accuracy] path.line"
+        assert len(browser.find_elements("css selector", lines)) == 2
+        with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
+            file.write('{"round": 13, "test": {"accuracy": 0.99}}\n')
+        until(lambda: "99.00" in browser.find_element("id", "runs").text)
+        first = browser.find_element("css selector", "#table tbody tr td").text
+        assert first == "13"
+        browser.find_element("css selector", "#runs input").send_keys(" ")  # by keyboard
+        until(lambda: len(browser.find_elements("css selector", lines)) == 1)
+        browser.find_element("id", "filter").send_keys("fedavg")
+        until(lambda: len(browser.find_elements("css selector", "#runs tbody tr")) == 1)
+        assert browser.get_log("browser") == []
+    until(lambda: "ended in the terminal" in browser.find_element("id", "notice").text)
+
+
+@needs_browser
+def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "join.log").write_text(SITE)
+    with serving(Watching(tmp_path).app()) as address:
+        opened(browser, address, 390, dark=True)
+        assert browser.find_element("id", "sentence").text.startswith("Round 12 of 50: your images helped in 2")
+        sized(browser, 390, dark=False)  # the evening is over
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.get_log("browser") == []
+    os.rename(tmp_path / "join.log", tmp_path / "serve.log")
+    (tmp_path / "serve.log").write_text(SERVER.replace("site-01", "<i>x</i>-01"))
+    write_run(tmp_path / "run", 1, 0)
+    with serving(Watching(tmp_path).app()) as address:
+        opened(browser, address)
+        assert "no longer connected" in browser.find_element("id", "log").text
+        assert "<i>x</i>-01 is there" in browser.find_element("id", "log").text
+        assert browser.find_elements("css selector", "#sites tbody tr")
+
+
+@needs_browser
+def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path)
+    with serving(Watching(sweep).app()) as address:
+        opened(browser, address, 390)
+        assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

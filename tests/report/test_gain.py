@@ -1,0 +1,60 @@
+"""The sentence at the end of a comparison, and the table that fits a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from halfmoon.report import gain as module
+from halfmoon.report import tables
+
+TITLES = {"fedavg": "FedAvg (labeled only)", "fedavg-sl": "FedAvg-SL (all labels)", "feddure": "FedDure"}
+
+
+def gain(runs: list[dict[str, Any]]) -> str | None:
+    return module.gain(runs, ("fedavg-sl", "fedprox-sl", "supervised"))
+
+
+def summary(method: str, last: float, seed: int = 0, **more: float) -> dict[str, Any]:
+    cost = dict.fromkeys(("labeled_steps", "forward", "backward", "bytes_down", "bytes_up"), 1_234_567)
+    accuracy = {"last": last, "best": last, "best_round": 1, **more}
+    return {"method": method, "title": TITLES[method], "seed": seed, "accuracy": accuracy, "cost": cost}
+
+
+def three(floor: float, method: float, top: float) -> list[dict[str, Any]]:
+    return [summary("feddure", method), summary("fedavg", floor), summary("fedavg-sl", top)]
+
+
+def test_the_share_of_the_way_is_said_in_a_sentence():
+    said = gain(three(0.861, 0.915, 0.956))
+    assert said == "FedDure won 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
+    assert gain(three(0.861, 0.851, 0.956)) == "FedDure ended 1.0 points below FedAvg (labeled only)."
+
+
+def test_it_is_said_of_the_mean_over_the_seeds():
+    runs = [*three(0.8, 0.9, 1.0), *[{**each, "seed": 1} for each in three(0.7, 0.7, 0.9)]]
+    assert gain(runs) == (
+        "FedDure won 5.0 of the 20.0 points between FedAvg (labeled only) and FedAvg-SL (all labels), "
+        "in the mean of 2 seeds."
+    )
+
+
+@pytest.mark.parametrize("missing", ["feddure", "fedavg", "fedavg-sl"])
+def test_nothing_is_said_where_one_of_the_three_is_missing(missing: str):
+    assert gain([each for each in three(0.8, 0.9, 1.0) if each["method"] != missing]) is None
+    assert gain(three(0.8, 0.9, 0.8)) is None
+
+
+def test_the_table_fits_80_columns_and_shows_the_chosen_round_where_there_is_one():
+    runs = [{**each, "seed": seed} for seed in (0, 1) for each in three(0.861, 0.915, 0.956)]
+    table = tables.comparison([tables.Result.of(each) for each in runs])
+    narrow = replace(table, wide=False)
+    assert narrow.headings == ["method", "last %", "labeled steps", "over"]
+    assert max(map(len, narrow.as_text().splitlines())) <= 80
+    assert "chosen %" not in table.headings
+    chosen = [summary("feddure", 0.9, seed, chosen=0.95, chosen_round=3) for seed in (0, 1)]
+    narrow = replace(tables.comparison([tables.Result.of(each) for each in chosen]), wide=False)
+    assert narrow.cells == [["FedDure", "90.00 ± 0.00", "95.00 ± 0.00", "1,234,567", "2 seeds"]]
+    assert max(map(len, narrow.as_text().splitlines())) <= 80

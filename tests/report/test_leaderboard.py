@@ -1,0 +1,120 @@
+"""The leaderboard: numbers by hand, committed page and committed data agree, and mistakes are sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.cli import main as cli
+from halfmoon.core.errors import UserError
+from halfmoon.report.leaderboard import add, board
+
+ROOT = Path(__file__).parents[2]
+
+COST = {"labeled_steps": 100}
+
+
+def entry(seed: int, last: float, best: float) -> dict[str, Any]:
+    accuracy = {"last": last, "best": best, "best_round": 3}
+    return {"seed": seed, "identity": f"{seed}", "folder": "../cells/none", "finished": True, "failed": None} | {
+        "accuracy": accuracy, "cost": COST, "seconds": 30.0,
+    }  # fmt: skip
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    """One column, three methods: two with published numbers, one unfinished."""
+    unfinished = {"seed": 0, "identity": "9", "folder": "../cells/none", "finished": False, "failed": None}
+    published = {"mean": 50.0, "deviation": 1.0, "note": ""}
+    cells = [
+        {
+            "at": {"data": "a", "method": "x"},
+            "published": published,
+            "runs": [entry(0, 0.50, 0.6), entry(1, 0.54, 0.6)],
+        },
+        {"at": {"data": "a", "method": "y"}, "published": {**published, "mean": 60.0}, "runs": [entry(0, 0.4, 0.4)]},
+        {"at": {"data": "a", "method": "z"}, "published": None, "runs": [unfinished]},
+    ]
+    axes = {"data": ["a"], "method": ["x", "y", "z"]}
+    return {
+        "format": 1, "recipe": "r", "title": "Paper, Table 9", "paper": "Paper", "item": "Table 9",
+        "about": "what it is",
+        "reading": "", "scale": None, "kind": "table", "rows": "method", "columns": ["data"], "x": None,
+        "axes": [{"name": n, "values": [{"name": v, "title": v.upper()} for v in vs]} for n, vs in axes.items()],
+        "command": "halfmoon sweep r\nhalfmoon sweep r --seeds 1", "machine": {"cpu": "C", "cores": 2, "gpu": None},
+        "versions": {"halfmoon": "0"}, "cells": cells,
+    } | changes  # fmt: skip
+
+
+def put(results: Path, facts: dict[str, Any], name: str = "r") -> None:
+    (results / "sweeps").mkdir(parents=True, exist_ok=True)
+    (results / "sweeps" / f"{name}.json").write_text(json.dumps(facts))
+
+
+def test_the_page_has_the_numbers_of_the_data(tmp_path: Path) -> None:
+    """x: 50 and 54 are 52 +- 2.83, 2 above 50 +- 1, and 2 sqrt(8 + 1) = 6 allows it; y: 20 below 60, 2 * 1 does not."""
+    put(tmp_path, summary())
+    page = board(tmp_path)
+    assert "| X | 52.00 ± 2.83 | 60.00 ± 0.00 | 50.00 ± 1.00 | +2.00 | yes | 2 of 2 |" in page
+    assert "| Y | 40.00 | 40.00 | 60.00 ± 1.00 | -20.00 | no | 1 of 1 |" in page
+    assert "| Z |  |  |  |  |  | 0 of 1 |" in page
+    assert "Published order: Y > X." in page
+    assert "Measured order (Kendall's tau -1.00): X > Y." in page
+    assert "$ halfmoon sweep r\n$ halfmoon sweep r --seeds 1\n" in page
+    assert "3 runs, 2 minutes in all" in page  # 90 s
+
+
+def test_a_scale_is_said_and_not_judged(tmp_path: Path) -> None:
+    put(tmp_path, summary(scale={"name": "small", "about": "half of it"}))
+    page = board(tmp_path)
+    assert "## Paper, Table 9 (small)" in page
+    assert "**Scale “small”: not the paper's experiment: half of it.**" in page
+    assert "| X | 52.00 ± 2.83 | 60.00 ± 0.00 | 50.00 ± 1.00 | 2 of 2 |" in page
+
+
+def test_a_note_beside_the_data_is_on_the_page(tmp_path: Path) -> None:
+    put(tmp_path, summary())
+    (tmp_path / "sweeps" / "r.md").write_text("An honest sentence.\n")
+    assert "\n\nAn honest sentence.\n\n" in board(tmp_path)
+
+
+def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "runs" / "r-small"
+    sweep.mkdir(parents=True)
+    (sweep / "sweep.json").write_text(json.dumps(summary()))
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    flags = ["--results", str(results), "--out", str(page)]
+    assert cli.main(["leaderboard", "--add", str(sweep), *flags]) == 0
+    assert (results / "sweeps" / "r-small.json").read_bytes() == (sweep / "sweep.json").read_bytes()
+    assert page.read_text() == board(results)
+    assert cli.main(["leaderboard", "--check", *flags]) == 0
+    page.write_text(page.read_text().replace("52.00", "92.00"))
+    assert cli.main(["leaderboard", "--check", *flags]) == 1
+    assert "is not what" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "is not the folder of a sweep"),
+        (lambda path: (path / "sweep.json").write_text("{"), "cannot be read"),
+        (lambda path: (path / "sweep.json").write_text(json.dumps(summary(format=7))), "has format 7"),
+        (lambda path: (path / "sweep.json").write_text(json.dumps(summary(cells=[]))), "none of its runs is finished"),
+    ],
+)
+def test_what_cannot_be_added_is_said_and_changes_nothing(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path)
+    with pytest.raises(UserError, match=message):
+        add(tmp_path, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_no_results_are_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no sweep"):
+        board(tmp_path)
+
+
+def test_the_committed_page_is_what_the_committed_results_say() -> None:
+    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == board(ROOT / "results")

@@ -1,0 +1,762 @@
+"""`halfmoon report`: its numbers are hand-derived, its files parse back, and what it is given is escaped or refused."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from page_scenes import METHODS, accuracy_of, entry, split_of, sweep, write_run, write_sweep
+from scipy.stats import kendalltau
+
+from halfmoon.cli.commands import report
+from halfmoon.cli.commands.base import Parser
+from halfmoon.core.errors import UserError
+from halfmoon.report import comparison, csv_table, latex, series
+from halfmoon.report.comparison import Evaluation, common_steps, equal, final, kendall, order, verdict
+from halfmoon.report.gather import common_options, gather
+from halfmoon.report.headline import headline
+from halfmoon.report.page import as_html, missing
+from halfmoon.report.study import Published, read_sweep
+from halfmoon.report.tables import Spread
+from halfmoon.report.writer import write_report
+
+SCALE = "Scale “small”: 12 of 200 rounds: not the paper's experiment."
+
+
+class Reader(HTMLParser):
+    """Collects the tags, the attributes, and the text outside scripts and styles of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif not self.open or self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.texts).split())
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """Return what the page's script is given."""
+    (words,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert not set("<>&") & set(words)  # nothing in it can end or open anything
+    return json.loads(words)
+
+
+# Judgments
+
+
+@pytest.mark.parametrize(
+    ("measured", "published", "within", "noted"),
+    [
+        (Spread(63.0, 3.0), Published(53.0, 4.0), True, ""),  # 2 sqrt(9 + 16) = 10: on the edge is within
+        (Spread(63.01, 3.0), Published(53.0, 4.0), False, ""),
+        (Spread(50.0, None), Published(53.0, 1.5), True, comparison.ONE_SEED),  # 2 * 1.5 = 3
+        (Spread(49.9, None), Published(53.0, 1.5), False, comparison.ONE_SEED),
+        (Spread(50.0, 1.0), Published(52.0), True, comparison.NO_PUBLISHED),
+        (Spread(50.0, 0.0), Published(50.5), False, comparison.NO_PUBLISHED),  # alike seeds: a known deviation of zero
+        (Spread(50.0, None), Published(50.0), None, comparison.UNKNOWN),
+    ],
+)
+def test_the_two_sigma_rule(measured: Spread, published: Published, within: bool | None, noted: str) -> None:
+    found = verdict(measured, published)
+    assert found.within is within
+    assert found.note == noted
+    assert found.difference == pytest.approx(measured.mean - published.mean)
+
+
+def test_kendall_by_hand() -> None:
+    """Of the 6 pairs of 1 2 3 4 and 1 3 2 4 one is turned: (5 - 1) / 6; with a tie on one side 2 / sqrt(3 * 2)."""
+    assert kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)
+    assert kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall([1, 2, 3], [1, 1, 2]) == pytest.approx(2 / math.sqrt(6))
+    assert kendall([1], [1]) is None
+    assert kendall([], []) is None
+    assert kendall([1, 2], [5, 5]) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=9))
+def test_kendall_is_scipys(pairs: list[tuple[int, int]]) -> None:
+    left, right = zip(*pairs, strict=True)
+    theirs = kendalltau(left, right)[0]
+    mine = kendall(left, right)
+    assert (mine is None) == math.isnan(theirs)
+    if mine is not None:
+        assert mine == pytest.approx(theirs)
+
+
+def test_equal_steps_by_hand() -> None:
+    """Ends at 60, 45 and 90 steps: 45 is common; the last evaluations not after it are at 40, 45 and 30."""
+    runs = [
+        [Evaluation(20, 0.2), Evaluation(40, 0.4), Evaluation(60, 0.6)],
+        [Evaluation(15, 0.1), Evaluation(45, 0.5)],
+        [Evaluation(30, 0.3), Evaluation(60, 0.7), Evaluation(90, 0.9)],
+    ]
+    assert common_steps(runs) == 45
+    assert [comparison.at_steps(run, 45) for run in runs] == [0.4, 0.5, 0.3]
+    assert comparison.at_steps(runs[2], 29) is None
+    assert common_steps([*runs, []]) is None
+    assert common_steps([]) is None
+
+
+def test_equal_steps_of_runs(tmp_path: Path) -> None:
+    """5 and 15 steps a round over 12 rounds, evaluated every second: 60 is common, there the second is at round 4."""
+    write_run(tmp_path / "cmp" / "a", 1, 0)
+    write_run(tmp_path / "cmp" / "b", 2, 0, steps=15)
+    (study,) = gather([tmp_path / "cmp"])
+    score = equal(study)
+    assert score.steps == {(): 60}
+    means = [score.mark(name, ()).last for name in ("fixmatch", "feddure")]
+    assert [each.mean for each in means if each] == pytest.approx(
+        [100 * accuracy_of(1, 0, 12), 100 * accuracy_of(2, 0, 4)]
+    )
+
+
+def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
+    """A run of whom only its end is known has a number there alone: of 60 and 120 steps the second has none at 60."""
+    folder = write_sweep(tmp_path, seeds=1)
+    facts = json.loads((folder / "sweep.json").read_text())
+    for cell in facts["cells"]:
+        cell["runs"][0]["folder"] = "gone"
+        cell["runs"][0]["cost"]["labeled_steps"] = 120 if cell["at"]["method"] == "feddure" else 60
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    study = read_sweep(folder / "sweep.json")
+    score = equal(study)
+    assert score.steps == {("iid-iid",): 60, ("dir-dir",): 60}
+    assert score.mark("fedavg", ("iid-iid",)).last == (pytest.approx(100 * accuracy_of(0, 0, 12)), None)
+    lost = score.mark("feddure", ("iid-iid",))
+    assert (lost.last, lost.note) == (None, "no evaluation up to there is known")
+    assert missing(study) == ["The folders of 6 of 6 finished runs are not here: no charts of those."]
+    assert lost.note in Reader(as_html([study])).text
+
+
+def test_order_and_marks_of_a_column(tmp_path: Path) -> None:
+    """Accuracies grow with the method as the published 60, 70, 80 do: tau 1; without published ones there is none."""
+    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+    score = final(study)
+    found = order(study, score, ("dir-dir",))
+    assert found.published == found.measured == [*reversed(METHODS.values())]
+    assert found.tau == 1
+    assert order(study, score, ("iid-iid",)) == ([], [], None)
+    mark = score.mark("feddure", ("dir-dir",))
+    shares = [100 * accuracy_of(2, seed, 12) for seed in (0, 1)]
+    assert mark.last == (pytest.approx(sum(shares) / 2), pytest.approx(abs(shares[0] - shares[1]) / math.sqrt(2)))
+    assert mark.verdict is not None
+    assert mark.verdict.difference == pytest.approx(sum(shares) / 2 - 80)
+    assert mark.verdict.within is True
+    assert score.mark("feddure", ("iid-iid",)).verdict is None
+
+
+# What is given
+
+
+def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
+    """Two values of gamma make columns, two values of a method's own option make rows, and seeds neither."""
+    for number, (method, seed, words) in enumerate(
+        [
+            (1, 0, "dirichlet_alpha = 0.1\n[options]\ntau = 0.9\n"),
+            (1, 1, "dirichlet_alpha = 0.1\n[options]\ntau = 0.9\n"),
+            (1, 0, "dirichlet_alpha = 0.1\n[options]\ntau = 0.5\n"),
+            (2, 0, "dirichlet_alpha = 0.5\n"),
+        ]
+    ):
+        write_run(tmp_path / "all" / str(number), method, seed, config=words)
+    (study,) = gather([tmp_path / "all"])
+    assert [value.title for value in study.row_values] == [
+        "FedAvg + FixMatch (tau 0.9)",
+        "FedAvg + FixMatch (tau 0.5)",
+        "FedDure",
+    ]
+    assert study.columns == [("0.1",), ("0.5",)]
+    assert study.column_title(("0.5",)) == "dirichlet_alpha 0.5"
+    cell = study.cell("fixmatch (tau 0.9)", ("0.1",))
+    assert cell is not None
+    assert [run.seed for run in cell.runs] == [0, 1]
+    assert study.cell("feddure", ("0.1",)) is None
+    assert common_options(list(study.runs.values())) == {"data": "digits"}
+
+
+def test_methods_may_differ_in_what_is_not_the_world(tmp_path: Path) -> None:
+    """Each method with its own learning rate stays in one column; one method with two of them has two."""
+    write_run(tmp_path / "all" / "0", 1, 0, config="lr = 0.1\n")
+    write_run(tmp_path / "all" / "1", 2, 0, config="lr = 0.2\n")
+    (study,) = gather([tmp_path / "all"])
+    assert study.columns == [()]
+    write_run(tmp_path / "all" / "2", 2, 0, config="lr = 0.3\n")
+    (study,) = gather([tmp_path / "all"])
+    assert study.columns == [("0.1",), ("0.2",), ("0.3",)]
+
+
+def test_one_run_in_two_arguments_counts_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "cmp" / "a", 1, 0)
+    shutil.copytree(tmp_path / "cmp" / "a", tmp_path / "copy")
+    (study,) = gather([tmp_path / "cmp", tmp_path / "cmp" / "a", tmp_path / "copy"])
+    assert len(list(study.finished())) == 1
+    (tmp_path / "copy" / "run.json").write_text('{"identity": "another"}')
+    with pytest.raises(UserError, match="fixmatch comes twice with seed 0"):
+        gather([tmp_path / "cmp", tmp_path / "copy"])
+
+
+def test_a_comparison_keeps_its_order_and_says_what_has_not_begun(tmp_path: Path) -> None:
+    for name, method in (("a", 2), ("b", 0)):
+        write_run(tmp_path / "cmp" / name, method, 0, finished=name == "a")
+    jobs = [{"folder": name, "config": ""} for name in ("b", "a", "c")]
+    (tmp_path / "cmp" / "comparison.json").write_text(json.dumps({"jobs": jobs}))
+    (study,) = gather([tmp_path / "cmp"])
+    assert [value.name for value in study.row_values] == ["fedavg", "feddure"]
+    assert missing(study) == ["Not begun: c.", "Not finished, and left out: fedavg, seed 0."]
+
+
+def damaged(**changes: Any) -> dict[str, Any]:
+    cell = {"at": {"setting": "iid-iid", "method": "fedavg"}, "published": None, "runs": []}
+    return sweep(cells=[cell]) | changes
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", r"sweep\.json: cannot be read"),
+        ("[]", "has format None"),
+        (json.dumps(damaged(format=2)), "has format 2, and this version of halfmoon reads format 1"),
+        (json.dumps(damaged(cells="none")), "is damaged at cells"),
+        (json.dumps(damaged(cells=[{"at": {"setting": "iid-iid"}, "runs": []}])), "cell 0 does not name one value"),
+        (json.dumps(damaged(cells=damaged()["cells"] * 2)), "cell 1 is there twice"),
+        (json.dumps(damaged(rows="nothing")), "'nothing' is no axis"),
+        (json.dumps(damaged(kind="lines")), "needs an axis as x"),
+        (json.dumps(damaged(kind="lines", x="setting")), "the values of 'setting', its x, are no numbers"),
+        (json.dumps(damaged()), "nothing is finished"),
+    ],
+)
+def test_a_damaged_sweep_is_one_sentence(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text(content)
+    with pytest.raises(UserError, match=said):
+        write_report([tmp_path / "sweep"], tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+
+
+def test_a_finished_run_without_accuracy_is_damage(tmp_path: Path) -> None:
+    facts = damaged()
+    facts["cells"][0]["runs"] = [{"seed": 3, "finished": True}]
+    (tmp_path / "a.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="cell 0, seed 3, is finished but has no accuracy or cost"):
+        gather([tmp_path / "a.json"])
+
+
+def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("x")
+    write_run(tmp_path / "open", 1, 0, finished=False)
+    for name, said in (
+        ("empty", "holds no run"),
+        ("nowhere", "does not exist"),
+        ("file.txt", "is no run"),
+        ("open", "nothing is finished"),
+    ):
+        with pytest.raises(UserError, match=said):
+            write_report([tmp_path / name], tmp_path / "page.html")
+    assert not list(tmp_path.glob("page.*"))
+
+
+def test_a_bad_out_is_one_sentence(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 1, 0)
+    for out, said in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "page.csv", "does not end in .html"),
+        (tmp_path / "nowhere" / "page.html", "there is no folder"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            write_report([tmp_path / "run"], out)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, seeds=1)
+    facts = json.loads((folder / "sweep.json").read_text())
+    facts["cells"][0]["runs"][0]["identity"] = "what it was"
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    study = read_sweep(folder / "sweep.json")
+    assert missing(study) == ["The folders of 1 finished runs hold another run by now: no charts of those."]
+    assert len(study.runs) == 5
+
+
+# What comes out
+
+
+def test_the_csv_parses_back(tmp_path: Path) -> None:
+    """Six cells of two seeds, unrounded; the cell with a failed run says why, the one without runs keeps its number."""
+    folder = write_sweep(tmp_path)
+    facts = json.loads((folder / "sweep.json").read_text())
+    facts["cells"][3]["runs"] = []
+    facts["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    rows = list(csv.DictReader(io.StringIO(csv_table.as_csv([read_sweep(folder / "sweep.json")]))))
+    assert len(rows) == 2 * 6 - 1
+    first = rows[0]
+    assert (first["study"], first["scale"], first["setting"], first["method"]) == (
+        "toy-table1",
+        "small",
+        "iid-iid",
+        "fedavg",
+    )
+    assert "not the paper's experiment" in first["scale_about"]
+    assert float(first["last_percent"]) == 100 * accuracy_of(0, 0, 12)
+    assert (first["equal_labeled_steps"], float(first["equal_steps_percent"])) == ("60", 100 * accuracy_of(0, 0, 12))
+    assert (first["published_percent"], first["bytes_up"], first["seconds"]) == ("", "6000000", "6.0")
+    bare = rows[6]
+    assert (bare["method"], bare["seed"], bare["last_percent"], bare["published_percent"]) == ("fedavg", "", "", "60.0")
+    assert (rows[8]["finished"], rows[8]["failed"], rows[8]["last_percent"]) == (
+        "false",
+        'the loss, "again", is no number',
+        "",
+    )
+
+
+def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
+    facts = sweep(columns=["seed"])
+    facts["axes"][0]["name"] = "seed"
+    done = write_run(tmp_path / "cells" / "a", 0, 7)
+    facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [entry(done, "cells/a")]}]
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    (row,) = csv.DictReader(io.StringIO(csv_table.as_csv(gather([tmp_path]))))
+    assert (row["axis_seed"], row["seed"]) == ("iid-iid", "7")
+
+
+def test_latex_escapes() -> None:
+    assert latex.escaped("50 % of a_b & c#d {e}$") == r"50 \% of a\_b \& c\#d \{e\}\$"
+    assert latex.escaped("\\x^~") == r"\textbackslash{}x\textasciicircum{}\textasciitilde{}"
+    assert latex.escaped("two\nlines") == "two lines"
+
+
+def cells(line: str) -> int:
+    """Return the columns that a line of a tabular fills."""
+    spans = [int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+    return len(re.findall(r"(?<!\\)&", line)) + 1 + sum(spans)
+
+
+def test_every_line_of_a_latex_table_fills_its_columns(tmp_path: Path) -> None:
+    """Four columns of numbers: measured in the first setting; measured and published in the second; so 1 + 3."""
+    words = latex.as_latex(gather([write_sweep(tmp_path, title="50 % & more_of it")]))
+    tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}", words, re.DOTALL)
+    assert [columns for columns, _ in tables] == ["lrrr", "lrrr"]
+    for _, body in tables:
+        lines = [line for line in body.splitlines() if line.endswith(r"\\")]
+        assert len(lines) >= 5
+        assert {cells(line) for line in lines} == {4}
+    captions = re.findall(r"\\caption\{(.*)\}", words)
+    assert len(captions) == 2
+    for caption in captions:
+        assert r"50 \% \& more\_of it" in caption
+        assert r"\textbf{Scale ``small'': 12 of 200 rounds: not the paper's experiment.}" in caption
+    assert words.count(r"\begin{table}") == words.count(r"\end{table}") == 2
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_the_latex_compiles(tmp_path: Path) -> None:
+    odd = '50 % & a_b #c {d} $e ~ ^ \\ < > | " “q” \N{EN DASH} \N{GREEK SMALL LETTER ALPHA}'
+    (tmp_path / "tables.tex").write_text(latex.as_latex(gather([write_sweep(tmp_path, title=odd)])))
+    page = r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{tables}\end{document}"
+    (tmp_path / "page.tex").write_text(page)
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+EVIL = '</script><script>alert("1")</script><b a=\'&amp;">'
+
+
+def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
+    """Titles, names of classes, notes, and reasons of failure with tags in them stay text; the two scripts are ours."""
+    names = [EVIL, "dog", "ship"]
+    facts = sweep(title=EVIL, about=EVIL, reading=EVIL, command=EVIL, scale={"name": EVIL, "about": EVIL})
+    facts["axes"][1]["values"][1]["title"] = EVIL
+    done = write_run(tmp_path / "x" / "cells" / "a", 1, 0, names=names, config=f"lr = '''{EVIL[:-4]}'''\n")
+    runs = [entry(done, "cells/a"), {"seed": 1, "finished": False, "failed": EVIL}]
+    published = {"mean": 50.0, "deviation": None, "note": EVIL}
+    facts["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": runs, "published": published}]
+    (tmp_path / "x" / "sweep.json").write_text(json.dumps(facts))
+    write_run(tmp_path / "<script>&amp;" / "b", 2, 0, title=EVIL, names=names)
+    page = as_html(gather([tmp_path / "x", tmp_path / "<script>&amp;"]))
+    read = Reader(page)
+    assert read.tags.count("script") == 2
+    assert page.count("</script>") == 2
+    assert not {"b"} & set(read.tags)
+    assert len(re.findall(re.escape(EVIL), read.text)) > 8
+    assert not [name for name, _ in read.attributes if name.startswith("on")]
+    data = data_of(page)
+    assert data["studies"][0]["groups"][0]["classes"] == names
+    assert data["studies"][0]["looks"][1]["title"] == EVIL
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    """Nothing is fetched; the one address is the name of SVG, which no browser asks for."""
+    page = as_html(gather([write_sweep(tmp_path)]))
+    assert set(re.findall(r"\w+://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}
+    names = [name for name, value in Reader(page).attributes if name in ("src", "href") and value != "data:,"]
+    assert names == []
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_every_table_carries_the_scale(tmp_path: Path) -> None:
+    page = as_html(gather([write_sweep(tmp_path)]))
+    read = Reader(page)
+    # A grid of all columns (at equal steps it would say the same); in each of two columns costs; and the order where
+    # something is published.
+    assert read.tags.count("table") == 1 + 2 + 1
+    assert read.text.count(SCALE) == read.tags.count("table") + 1  # and the banner
+    free = as_html(gather([write_sweep(tmp_path / "free", scale=None)]))
+    assert "Scale “" not in Reader(free).text
+
+
+def test_the_page_says_the_numbers(tmp_path: Path) -> None:
+    """FedDure: seeds 0.1 + 0.71 (1 - e^-3) + 0.01 s, so 77.47 and 78.47: mean 77.97, s = 1 / sqrt 2; paper 80 +- 1.
+
+    2 sqrt(0.5 + 1) = 2.45 against -2.03: within.
+    """
+    text = Reader(as_html(gather([write_sweep(tmp_path)]))).text
+    assert "77.97 ± 0.71" in text
+    assert "paper 80.00 ± 1.00" in text
+    assert "\N{MINUS SIGN}2.03 within 2\N{GREEK SMALL LETTER SIGMA}" in text
+    assert "Kendall's τ = 1.00 over the 3 that have both numbers." in text
+    assert f"{comparison.NO_PUBLISHED}." in text
+    assert "a processor, 2 cores, no GPU" in text
+    assert "halfmoon sweep toy-table1 --scale small" in text
+
+
+def test_lines_are_means_in_bands_over_seeds(tmp_path: Path) -> None:
+    """Seeds differ by 0.01: mean in the middle, the band one point wide; accuracy above is known from round 4 on."""
+    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+    group = series.group(study, ("iid-iid",))
+    assert group["classes"] == ["cat", "dog", "ship"]
+    none, some = group["lines"][0], group["lines"][1]
+    assert none["series"].keys() == {"accuracy", "js_app_u", "js_labeled"}
+    line = some["series"]["accuracy"]
+    assert line["x"] == [2, 4, 6, 8, 10, 12]
+    assert line["low"][1] == pytest.approx(100 * accuracy_of(1, 0, 4), abs=1e-3)
+    assert line["mean"][1] == pytest.approx(line["low"][1] + 0.5, abs=1e-3)
+    assert line["high"][1] == pytest.approx(line["low"][1] + 1, abs=1e-3)
+    assert some["series"]["above"]["x"] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert some["series"]["share_used"]["mean"][0] == 4
+    assert some["against"] == {
+        "steps": [10, 20, 30, 40, 50, 60],
+        "forward": [400, 800, 1200, 1600, 2000, 2400],
+        "megabytes": [3, 6, 9, 12, 15, 18],
+        "seconds": [1, 2, 3, 4, 5, 6],
+    }
+    assert some["confusion"] == {"matrix": [[80, 20, 0], [0, 80, 20], [20, 0, 80]]}
+    assert sum(some["prior"]["accuracy"]) == pytest.approx(100, abs=0.01)
+    assert some["seeds"] == 2
+
+
+def test_old_runs_only_lose_their_parts(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", 1, 0, extras=False)
+    (study,) = gather([tmp_path / "old"])
+    (line,) = series.group(study, ())["lines"]
+    assert (line["confusion"], line["prior"]) == (None, None)
+    assert "js_app_u" not in line["series"]
+    assert series.group(study, ())["classes"] == ["0", "1", "2"]
+    assert [note.split(" (")[0] for note in missing(study)] == [
+        "No split.json",
+        "No class distributions",
+        "No confusion matrix",
+    ]
+    assert "What is missing" in Reader(as_html([study])).text
+
+
+def test_many_rounds_are_thinned() -> None:
+    kept = series.thinned(range(1, 2001), 300)
+    assert (len(kept), kept[0], kept[-1]) == (300, 1, 2000)
+    assert kept == sorted(set(kept))
+    assert series.thinned([3, 5], 300) == [3, 5]
+
+
+def test_a_different_split_is_drawn_once(tmp_path: Path) -> None:
+    """Two settings with a split each, which 3 methods with 2 seeds share."""
+    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+    first, second = series.splits(study)
+    assert (first["title"], first["runs"]) == ("IID-IID", 6)
+    assert second["title"] == "DIR-DIR"
+    assert first["labeled"] == [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
+    assert first["unlabeled"][1] == [10, 20, 30]
+    write_run(tmp_path / "many", 1, 0, split=split_of(100, ["a", "b"], server=True))
+    (split,) = series.splits(gather([tmp_path / "many"])[0])
+    assert (len(split["shown"]), split["shown"][0], split["shown"][-1]) == (40, 0, 99)
+    assert split["server"] == [1, 1]
+    assert len(split["labeled"]) == 40
+
+
+def test_splits_are_named_after_who_uses_them(tmp_path: Path) -> None:
+    """A column, its rows and seeds where they are not all of it; nothing where all share one."""
+    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+    every = [series.User((c,), r, s) for c in ("iid-iid", "dir-dir") for r in METHODS for s in (0, 1)]
+    assert series.users_title(study, every, every) == ""
+    assert series.users_title(study, every[:6], every) == "IID-IID"
+    assert series.users_title(study, [every[0], every[2], every[4], *every[6:]], every) == "IID-IID, seed 0; DIR-DIR"
+    assert series.users_title(study, every[4:6], every) == "IID-IID, FedDure"
+    assert series.users_title(study, every[1:2], every) == "IID-IID, FedAvg (labeled only), seed 1"
+
+
+def test_very_many_classes_are_listed(tmp_path: Path) -> None:
+    names = [str(n) for n in range(101)]
+    write_run(tmp_path / "run", 1, 0, names=names, split=split_of(1, names))
+    (line,) = series.group(gather([tmp_path / "run"])[0], ())["lines"]
+    assert line["confusion"]["largest"][0] == [100, 0, 20, 100]
+    assert len(line["confusion"]["largest"]) == 20
+
+
+def along(root: Path) -> Path:
+    """Write a sweep of kind lines over gamma, with one published point."""
+    facts = sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None)
+    facts["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": n, "title": n} for n in ("1.0", "0.3")]}
+    for g, dirichlet_alpha in enumerate(("1.0", "0.3")):
+        for m, method in enumerate(METHODS):
+            done = write_run(root / "cells" / f"{g}{m}", m, g, steps=5 if m else 10)
+            published = {"mean": 70.0, "deviation": 2.0} if m == 2 and g else None
+            runs = [entry(done, f"../cells/{g}{m}")]
+            facts["cells"].append(
+                {"at": {"dirichlet_alpha": dirichlet_alpha, "method": method}, "runs": runs, "published": published}
+            )
+    (root / "lines").mkdir()
+    (root / "lines" / "sweep.json").write_text(json.dumps(facts))
+    return root / "lines"
+
+
+def test_accuracy_along_an_axis(tmp_path: Path) -> None:
+    study = read_sweep(along(tmp_path) / "sweep.json")
+    (panel,) = series.against_x(study, final(study))
+    assert (panel["label"], panel["title"]) == ("dirichlet_alpha", "")
+    assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
+    line = panel["lines"][2]
+    assert [point["x"] for point in line["points"]] == [0.3, 1.0]
+    assert line["points"][1]["mean"] == pytest.approx(100 * accuracy_of(2, 0, 12), abs=1e-3)
+    assert line["published"] == [{"x": 0.3, "mean": 70.0, "deviation": 2.0}]
+    assert panel["lines"][0]["published"] == []
+    assert "dirichlet_alpha 0.3" in Reader(as_html([study])).text
+
+
+def test_lines_whose_rows_are_the_axis(tmp_path: Path) -> None:
+    """With rows gamma and columns method, a line is still a method."""
+    folder = along(tmp_path)
+    facts = json.loads((folder / "sweep.json").read_text()) | {"rows": "dirichlet_alpha", "columns": ["method"]}
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    study = read_sweep(folder / "sweep.json")
+    (panel,) = series.against_x(study, final(study))
+    assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
+
+
+def test_a_sweep_that_compares_something_else_says_so(tmp_path: Path) -> None:
+    """Its numbers are called what they are, and no test accuracy at equal steps stands beside them."""
+    folder = along(tmp_path)
+    text = Reader(as_html([read_sweep(folder / "sweep.json")])).text
+    assert "Test accuracy along dirichlet_alpha" in text
+    assert "at equal labeled steps" in text
+    facts = json.loads((folder / "sweep.json").read_text()) | {"measure": "accuracy of pseudo-labels"}
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    text = Reader(as_html([read_sweep(folder / "sweep.json")])).text
+    assert "Accuracy of pseudo-labels along dirichlet_alpha" in text
+    assert "at equal labeled steps" not in text
+
+
+def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, kind="splits")
+    facts = json.loads((folder / "sweep.json").read_text())
+    for cell in facts["cells"]:
+        for run in cell["runs"]:
+            run |= {"accuracy": None, "cost": None}
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    page = as_html(gather([folder]))
+    assert "table" not in Reader(page).tags
+    (study,) = data_of(page)["studies"]
+    assert (study["groups"], len(study["splits"])) == ([], 2)
+    shutil.rmtree(tmp_path / "cells")
+    with pytest.raises(UserError, match="nothing is finished"):
+        gather([folder])
+
+
+def command(*words: str) -> int:
+    parser = Parser(prog="halfmoon")
+    report.add(parser.add_subparsers(dest="command", parser_class=Parser))
+    given: argparse.Namespace = parser.parse_args(["report", *words])
+    return report.run(given)
+
+
+def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", 1, 0)
+    out = tmp_path / "page.html"
+    assert command(str(tmp_path / "run"), "--out", str(out), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {
+        "page": str(out),
+        "csv": str(tmp_path / "page.csv"),
+        "latex": str(tmp_path / "page.tex"),
+        "missing": [],
+    }
+    assert out.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.csv", "page.html", "page.tex", "run"]
+    before = out.read_bytes()
+    assert command(str(tmp_path / "run"), "--out", str(out)) == 0
+    assert "page: " in capsys.readouterr().out
+    assert out.read_bytes() == before
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 1, 0)
+    script = (
+        "import argparse, sys; from pathlib import Path; from halfmoon.cli.commands import report; "
+        "report.run(argparse.Namespace(runs=[Path('run')], out=Path('page.html'), json=True)); "
+        "print(sorted({'torch', 'matplotlib'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout.endswith("[]\n")
+
+
+# The headline
+
+
+def ends(tmp_path: Path, *shares: tuple[str, str, float], **changes: Any) -> str:
+    """Return the headline of runs of one column that end with these shares."""
+    runs = []
+    for n, (method, title, share) in enumerate(shares):
+        summary = write_run(tmp_path / str(n), 0, 0, title=title, config=f"x = {n}\n")
+        summary |= {"method": method, "accuracy": {"last": share, "best": share, "best_round": 1}} | changes
+        (tmp_path / str(n) / "summary.json").write_text(json.dumps(summary))
+        config = (
+            (tmp_path / str(n) / "config.toml").read_text().replace('"fedavg"', f'"{method}"').replace(f"x = {n}", "")
+        )
+        (tmp_path / str(n) / "config.toml").write_text(config)
+        runs.append(tmp_path / str(n))
+    return headline(gather(runs)[0])
+
+
+LOW, TOP = ("fedavg", "FedAvg (labeled only)"), ("fedavg-sl", "FedAvg-SL (all labels)")
+
+
+def test_the_headline_says_what_came_out(tmp_path: Path) -> None:
+    """70 of 60 to 80: half of the way; all labels are no winner."""
+    said = ends(tmp_path, (*LOW, 0.6), ("feddure", "FedDure", 0.7), (*TOP, 0.8))
+    assert said == (
+        "FedDure ends highest, at 70.0 %, 10.0 points above FedAvg (labeled only). It has 10.0 of the 20.0 points "
+        "between labels alone and all labels."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        (((*LOW, 0.6),), "FedAvg (labeled only) ends at 60.0 %."),
+        (((*LOW, 0.7), ("feddure", "FedDure", 0.6), (*TOP, 0.8)), "No method is above labels alone (70.0 %)."),
+        (((*LOW, 0.7), ("feddure", "FedDure", 0.8), (*TOP, 0.6)), "so this is no upper bound"),
+    ],
+)
+def test_the_headline_hides_nothing(tmp_path: Path, shares: tuple[tuple[str, str, float], ...], words: str) -> None:
+    assert words in ends(tmp_path, *shares)
+
+
+def test_the_headline_of_several_columns_counts(tmp_path: Path) -> None:
+    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+    assert headline(study) == "FedDure ends highest in all 2 columns."
+    assert f'<p class="headline">{headline(study)}</p>' in as_html([study])
+
+
+# Unlike runs
+
+
+def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path) -> None:
+    """Thirteen options differ; the data set is called by its name, and no path of a machine is anywhere."""
+    options = [
+        f"{key} = {{}}\n" for key in ("clients", "rounds", "lr", "width", "momentum", "labels_per_class", "split_seed")
+    ]
+    for n, place in enumerate(("/home/me/data/mri", "/somewhere/else/digits")):
+        config = "".join(line.format(n + 3) for line in options)
+        write_run(tmp_path / str(n), 2, 0, config=config)
+        file = tmp_path / str(n) / "config.toml"
+        file.write_text(file.read_text().replace('data = "digits"', f'data = "{place}"'))
+    (study,) = gather([tmp_path / "0", tmp_path / "1"])
+    assert study.column_axes == ["data", "configuration"]
+    assert [study.column_title(column) for column in study.columns] == [
+        "mri, configuration A",
+        "digits, configuration B",
+    ]
+    assert study.legend()["configuration A"].startswith("clients 3, ")
+    assert study.sweep.title == "FedDure on mri and digits"
+    page = as_html([study])
+    assert page.count('<th scope="col" colspan') == 2 * 2
+    assert "What the configurations are" in page
+    for words in (page, csv_table.as_csv([study]), latex.as_latex([study])):
+        assert "/home/me" not in words
+        assert "momentum 3" in words  # nothing that tells the two apart is lost
+
+
+def test_data_sets_of_one_name_get_a_folder_more(tmp_path: Path) -> None:
+    for n, place in enumerate(("/a/north/mri", "/a/south/mri")):
+        write_run(tmp_path / str(n), 2, 0)
+        file = tmp_path / str(n) / "config.toml"
+        file.write_text(file.read_text().replace('data = "digits"', f'data = "{place}"'))
+    (study,) = gather([tmp_path / "0", tmp_path / "1"])
+    assert [study.column_title(column) for column in study.columns] == ["north/mri", "south/mri"]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (7, 2), (40, 3), (3, 90)])
+def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns: int, rows: int) -> None:
+    """Each table has at most six columns and forty rows, all its lines as many cells, and together they say it all."""
+    facts = sweep(scale=None)
+    names = [f"setting-{n}" for n in range(columns)]
+    methods = [f"method-{n}" for n in range(rows)]
+    facts["axes"] = [
+        {"name": "setting", "values": [{"name": n, "title": n} for n in names]},
+        {"name": "method", "values": [{"name": n, "title": n} for n in methods]},
+    ]
+    summary = {"seed": 0, "accuracy": {"last": 0.5, "best": 0.5, "best_round": 1}, "seconds": 1.0}
+    summary["cost"] = {"labeled_steps": 1, "forward": 1, "backward": 1, "bytes_down": 1, "bytes_up": 1}
+    for name in names:
+        for method in methods:
+            facts["cells"].append(
+                {"at": {"setting": name, "method": method}, "published": None, "runs": [entry(summary)]}
+            )
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    study = read_sweep(tmp_path / "sweep.json")
+    words = latex.table(study, final(study), "Accuracy")
+    tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", words, re.S)
+    assert len(tables) == -(-columns // 6) * -(-rows // 40)
+    assert words.count(r"\begin{table}") == words.count(r"\end{table}") == len(tables)
+    assert words.count("50.00") == columns * rows
+    for kinds, body in tables:
+        assert len(kinds) <= 7
+        lines = [line for line in body.splitlines() if line.endswith(r"\\")]
+        assert len(lines) <= 42
+        for line in lines:
+            spans = sum(int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", line))
+            assert line.count("&") + 1 + spans == len(kinds)

@@ -1,0 +1,279 @@
+"""The page of `halfmoon report` in a real browser: charts, legends, choices, tooltips, a phone, and paper."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_scenes import METHODS, entry, split_of, sweep, write_run, write_sweep
+
+from halfmoon.report.gather import gather
+from halfmoon.report.page import as_html
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None, reason="no Chromium with its driver: apt-get install chromium chromium-driver"
+)
+
+ODD = "<b onmouseover=alert(1)>cat</b>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER or ""
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    driver.set_script_timeout(10)
+    yield driver
+    driver.quit()
+
+
+def along() -> dict[str, Any]:
+    """Return a sweep of kind lines over gamma without its cells."""
+    facts = sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2")
+    facts["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": n, "title": n} for n in ("0.1", "0.5", "1.0")]}
+    return facts
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a page of a table with two columns, of lines along gamma, and of splits alone."""
+    root = tmp_path_factory.mktemp("page")
+    table = write_sweep(root, names=[ODD, "dog", "ship"])
+    facts = along()
+    for g, dirichlet_alpha in enumerate(("0.1", "0.5", "1.0")):
+        for m, method in enumerate(METHODS):
+            done = write_run(root / "more" / f"{g}{m}", m, g, extras=False)
+            published = {"mean": 60.0 + m, "deviation": 1.0} if m == 2 else None
+            cell = {
+                "at": {"dirichlet_alpha": dirichlet_alpha, "method": method},
+                "runs": [entry(done, f"../more/{g}{m}")],
+            }
+            facts["cells"].append(cell | {"published": published})
+    (root / "lines").mkdir()
+    (root / "lines" / "sweep.json").write_text(json.dumps(facts))
+    alone = sweep(kind="splits", scale=None)
+    done = write_run(root / "s", 1, 0, split=split_of(5, ["a", "b"], server=True))
+    alone["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [entry(done, "../s")]}]
+    (root / "splits").mkdir()
+    (root / "splits" / "sweep.json").write_text(json.dumps(alone))
+    path = root / "page.html"
+    path.write_text(as_html(gather([table, root / "lines", root / "splits"])), encoding="utf-8")
+    return path
+
+
+def opened(browser: Any, page: Path, width: int = 1200) -> None:
+    """Load the page afresh at a width, and wait until its charts are drawn."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+    settle(browser)
+
+
+def settle(browser: Any) -> None:
+    """Wait two frames: sizes are observed after the first."""
+    browser.execute_async_script(
+        "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+    )
+
+
+def count(browser: Any, selector: str) -> int:
+    return len(browser.find_elements("css selector", selector))
+
+
+def group(number: int, study: int = 0) -> str:
+    return f'[data-study="{study}"] [data-group="{number}"]'
+
+
+def test_the_page_opens_without_a_complaint(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    assert browser.get_log("browser") == []
+    assert browser.title == "Toy, Table 1 · Toy, Figure 2 · Toy, Table 1 · halfmoon"
+
+
+def test_charts_hold_what_the_data_say(browser: Any, page: Path) -> None:
+    """Three methods, two with pseudo-labels: accuracy, two divergences and costs have 3 lines, four others have 2."""
+    opened(browser, page)
+    lines = [count(browser, f"{group(0)} [data-charts={name}] path.line") for name in ("learning", "classes", "costs")]
+    assert lines == [3 + 4 * 2, 2 * 3, 3]
+    assert count(browser, f"{group(0)} path.band") == sum(lines)  # two seeds each
+    assert count(browser, f"{group(0)} rect.cell") == 6  # entries of the confusion matrix that are not zero
+    # Three classes and three methods; then three classes and four shares.
+    markers = f"{group(0)} [data-charts=classes] figure:nth-of-type(%d) .marker"
+    assert count(browser, markers % 3) == 9
+    assert count(browser, (markers % 4).replace(" .marker", " svg[role=img] .marker")) == 12
+    # Client k has (k + c + shift) % 4 of class c: three zeros among twelve, on both sides.
+    bubbles = '[data-study="0"] [data-splits] figure:nth-of-type(%d) circle.bubble'
+    assert [count(browser, bubbles % n) for n in (1, 2)] == [18, 18]
+    # Five clients, two classes: zeros at (k, c) = (0, 0), (3, 1), (4, 0); and a server with two.
+    assert count(browser, '[data-study="2"] circle.bubble.labeled') == 10 - 3 + 2
+    assert count(browser, '[data-study="2"] circle.bubble.unlabeled') == 10 - 3
+    assert count(browser, '[data-study="2"] table') == 0
+    # Along gamma: a line a method, and three published points, each with its deviation.
+    assert count(browser, "[data-along] path.line") == 3
+    assert count(browser, "[data-along] .published") == 3
+    for picture in browser.find_elements("css selector", "svg[role=img]"):
+        assert len(picture.get_attribute("aria-label")) > 20
+
+
+def test_bubbles_have_areas_in_proportion(browser: Any, page: Path) -> None:
+    """Counts 3 and 1 on one panel: radii as the square root of 3."""
+    opened(browser, page)
+    found = browser.find_elements("css selector", '[data-study="0"] [data-splits] figure:nth-of-type(1) circle.labeled')
+    radii = sorted({float(circle.get_attribute("r")) for circle in found})
+    assert len(radii) == 3
+    assert radii[2] / radii[0] == pytest.approx(3**0.5, rel=0.01)
+
+
+def test_a_click_in_a_legend_hides_a_line_in_all_charts_of_its_group(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    titled = f'{group(0)} g[data-line="FedDure"]'
+    # Five learning curves, two divergences, classes, costs.
+    assert count(browser, titled) == 9
+    others = count(browser, f"{group(0)} path.line")
+    button = browser.find_element("css selector", f"{group(0)} [data-charts=learning]").find_element(
+        "xpath", "preceding-sibling::div[@role='group']/button[normalize-space()='FedDure']"
+    )
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    assert count(browser, titled) == 0
+    assert count(browser, f"{group(0)} path.line") == others - 8
+    pressed = f"{group(0)} .legend button[aria-pressed=false]"
+    assert count(browser, pressed) == 3  # every legend of the group says it
+    assert count(browser, '[data-study="1"] g[data-line="FedDure"]') > 0
+    browser.find_elements("css selector", pressed)[1].click()
+    assert count(browser, titled) == 9
+
+
+def hover(browser: Any, selector: str, across: float, down: float = 0.5) -> str:
+    """Move the mouse over a picture, in shares of its size, and return the tooltip's text."""
+    target = browser.find_element("css selector", selector)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
+    frame = browser.execute_script(
+        "const r = arguments[0].getBoundingClientRect(); return [r.x, r.y, r.width, r.height]", target
+    )
+    place = {"x": frame[0] + across * frame[2], "y": frame[1] + down * frame[3]}
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+    settle(browser)
+    tips = browser.find_elements("css selector", "#tip:not([hidden])")
+    return tips[0].text if tips else ""
+
+
+def test_hovering_shows_values(browser: Any, page: Path) -> None:
+    """At the right edge stands round 12 with all methods, the best first; beyond the charts the tooltip goes."""
+    opened(browser, page)
+    said = hover(browser, f"{group(0)} [data-charts=learning] svg[role=img]", 0.97).splitlines()
+    assert said[0] == "round 12"
+    assert said[1::2] == [*reversed(METHODS.values())]
+    assert said[2] == "77.97 (77.47 to 78.47)"
+    assert count(browser, f"{group(0)} .guide[visibility=visible]") == 1
+    confusion = hover(browser, f"{group(0)} [data-charts=confusion] svg[role=img]", 0.5, 0.1)
+    assert confusion.startswith(f"true: {ODD}")
+    assert "predicted: " in confusion
+    assert "client" in hover(browser, '[data-study="0"] [data-splits] svg[role=img]', 0.5, 0.3)
+    assert "dirichlet_alpha 1\n" in hover(browser, "[data-along] svg[role=img]", 0.98)
+    assert "FedDure, published\n62.00 ± 1.00" in hover(browser, "[data-along] svg[role=img]", 0.98)
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 2, "y": 2})
+    settle(browser)
+    assert count(browser, "#tip:not([hidden])") == 0
+    assert browser.get_log("browser") == []
+
+
+def test_arrow_keys_walk_along_the_rounds(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    chart = browser.find_element("css selector", f"{group(0)} [data-charts=learning] svg[role=img]")
+    browser.execute_script("arguments[0].focus()", chart)
+    rounds = []
+    for key in ("\ue014", "\ue014", "\ue012"):
+        chart.send_keys(key)
+        rounds.append(browser.find_element("css selector", "#tip b").text)
+    assert rounds == ["round 2", "round 4", "round 2"]
+
+
+def choose(browser: Any, selector: str, words: str) -> None:
+    """Choose an option by its text, as a user does."""
+    select = browser.find_element("css selector", selector)
+    next(option for option in select.find_elements("tag name", "option") if option.text == words).click()
+    settle(browser)
+
+
+def test_the_axis_of_costs_can_be_chosen(browser: Any, page: Path) -> None:
+    """At 12 rounds: 60 steps, 3,600 images for the dearest method, 18 MB, 6 seconds."""
+    opened(browser, page)
+    chart = f"{group(0)} [data-charts=costs]"
+    label = f"{chart} text.label"
+    ticks = f"{chart} text.x"
+    assert browser.find_element("css selector", label).text == "labeled steps"
+    for words, most in (("forward passes, images", 3600), ("sent, MB", 18), ("seconds", 6), ("round", 12)):
+        choose(browser, f"{chart} select", words)
+        assert browser.find_element("css selector", label).text == words
+        shown = [float(each.text.replace(",", "")) for each in browser.find_elements("css selector", ticks)]
+        assert 0.6 * most < max(shown) <= most
+        assert count(browser, f"{chart} path.line") == 3
+
+
+def test_a_column_and_a_matrix_can_be_chosen(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    shown = f"{group(1)}:not([hidden])"
+    assert (count(browser, f"{group(0)}:not([hidden])"), count(browser, shown)) == (1, 0)
+    choose(browser, '[data-study="0"] [data-choose=group]', "DIR-DIR")
+    assert (count(browser, f"{group(0)}:not([hidden])"), count(browser, shown)) == (0, 1)
+    assert count(browser, f"{group(1)} path.line") == 20
+    matrix = f"{group(1)} [data-charts=confusion] svg[role=img]"
+    assert "FedDure" in browser.find_element("css selector", matrix).get_attribute("aria-label")
+    choose(browser, f"{group(1)} [data-choose=confusion]", "FedAvg + FixMatch")
+    assert "FedAvg + FixMatch: 80.0 %" in browser.find_element("css selector", matrix).get_attribute("aria-label")
+
+
+def test_what_old_runs_lack_leaves_no_empty_place(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    titles = [each.text for each in browser.find_elements("css selector", f"{group(0, 1)} h2") if each.is_displayed()]
+    assert "Learning curves" in titles
+    assert "Confusion" not in titles
+    assert not browser.find_element("css selector", '[data-study="1"] [data-splits]').is_displayed()
+
+
+@pytest.mark.parametrize("width", [380, 768, 1200])
+def test_no_screen_scrolls_sideways(browser: Any, page: Path, width: int) -> None:
+    opened(browser, page, width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    wide = browser.execute_script(
+        "return [...document.querySelectorAll('svg[role=img], h1, h2, p, figcaption')]"
+        ".filter((each) => each.getBoundingClientRect().right > innerWidth + 1).length"
+    )
+    assert wide == 0
+
+
+def test_the_scale_stays_in_sight(browser: Any, page: Path) -> None:
+    opened(browser, page, 380)
+    to = "const a = document.querySelector('.study'); scrollTo(0, a.offsetTop + arguments[0] * a.offsetHeight)"
+    for share in (0.1, 0.3, 0.5):
+        browser.execute_script(to, share)
+        top = browser.execute_script("return document.querySelector('.banner').getBoundingClientRect().top")
+        assert 0 <= top < 300
+
+
+def test_paper_gets_every_column(browser: Any, page: Path) -> None:
+    """The print has the charts of the column that is not chosen, too, and afterwards the screen is as before."""
+    opened(browser, page)
+    browser.execute_script(
+        "const lines = arguments[0]; const note = () => { window.kept = document.querySelectorAll(lines).length };"
+        "addEventListener('beforeprint', note)",
+        f"{group(1)} path.line",
+    )
+    made = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    assert base64.b64decode(made["data"]).startswith(b"%PDF")
+    assert browser.execute_script("return window.kept") == 20
+    assert count(browser, f"{group(1)}:not([hidden])") == 0

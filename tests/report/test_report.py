@@ -1,0 +1,499 @@
+"""Tables and pictures: their numbers are hand-derived, their files are pictures, and none of it needs torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from halfmoon.core.errors import UserError
+from halfmoon.methods import registry
+from halfmoon.report.about import described
+from halfmoon.report.bubbles import areas, bubbles, chosen
+from halfmoon.report.curves import curve, curves, spaced
+from halfmoon.report.figures import look
+from halfmoon.report.run_reader import Run, find
+from halfmoon.report.styles import _HOMES, SLOTS, looks, slots
+from halfmoon.report.tables import Result, comparison, spread
+
+
+def summary(method: str, seed: int, last: float | None, best: float | None, steps: int = 1200) -> dict[str, Any]:
+    cost = {"labeled_steps": steps, "labeled_images": 12000, "unlabeled_images": 36000}
+    cost |= {"forward": 1_234_567, "backward": 48_000, "bytes_down": 1_500_000, "bytes_up": 23_456_789}
+    cost |= {"stored_client": 4_000, "stored_server": 0}
+    return {
+        "method": method.lower(),
+        "title": method,
+        "seed": seed,
+        "accuracy": {"last": last, "best": best, "best_round": 3},
+        "cost": cost,
+        "finished": True,
+    }
+
+
+def run_of(method: str, seed: int, accuracies: dict[int, float], pseudo: bool = False) -> Run:
+    rows: list[dict[str, Any]] = []
+    for round in range(1, max(accuracies) + 1):
+        row: dict[str, Any] = {"round": round, "pseudo": None}
+        if pseudo:
+            row["pseudo"] = {"accuracy": round / 10, "share_above": 0.5, "accuracy_above": None}
+        if round in accuracies:
+            row["test"] = {"accuracy": accuracies[round]}
+        rows.append(row)
+    return Run(Path(method), "", rows, summary(method, seed, 0.5, 0.6))
+
+
+def picture(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def holds(pixels: np.ndarray, color: str) -> int:
+    """Return the number of pixels of exactly one color."""
+    wanted = [int(color[n : n + 2], 16) for n in (1, 3, 5)]
+    return int((pixels == wanted).all(-1).sum())
+
+
+# Reading
+
+
+def write_run(path: Path, metrics: str, done: dict[str, Any] | None) -> Path:
+    path.mkdir(parents=True)
+    (path / "run.json").write_text("{}")
+    (path / "config.toml").write_text('method = "fedavg"\n')
+    (path / "metrics.jsonl").write_text(metrics)
+    if done is not None:
+        (path / "summary.json").write_text(json.dumps(done))
+    return path
+
+
+def test_a_run_is_read(tmp_path: Path) -> None:
+    metrics = (
+        '{"round": 1, "pseudo": null, "test": {"accuracy": 0.25}}\n'
+        '{"round": 2, "pseudo": {"accuracy": 0.5}}\n'
+        '{"round": 3, "pseudo": {"accuracy": null}, "test": {"accuracy": 1}}\n'
+        '{"round": 4, "ps'
+    )
+    run = Run.read(write_run(tmp_path / "run", metrics, None))
+    assert run.config == 'method = "fedavg"\n'
+    assert [row["round"] for row in run.rows] == [1, 2, 3]
+    assert run.summary is None
+    assert run.title == "fedavg"
+    assert run.series("test", "accuracy") == {1: 0.25, 3: 1.0}
+    assert run.series("pseudo", "accuracy") == {2: 0.5}
+    assert run.series("nothing", "of it") == {}
+    done = Run.read(write_run(tmp_path / "done", "", summary("FedAvg", 0, 0.5, 0.6)))
+    assert done.title == "FedAvg"
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a run folder"):
+        Run.read(tmp_path)
+    path = write_run(tmp_path / "run", '{"round": 1}\nnonsense\n{"round": 3}\n', None)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
+        Run.read(path)
+    (path / "metrics.jsonl").unlink()
+    assert Run.read(path).rows == []
+    (path / "summary.json").write_text("{")
+    with pytest.raises(UserError, match="not a summary"):
+        Run.read(path)
+
+
+def test_find_takes_a_run_and_those_beside_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "main", "", None)
+    write_run(tmp_path / "main" / "baselines" / "b", "", None)
+    write_run(tmp_path / "main" / "baselines" / "a", "", None)
+    assert [run.path.name for run in find(tmp_path / "main")] == ["main", "a", "b"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no run"):
+        find(tmp_path / "empty")
+
+
+def test_the_reports_need_no_torch() -> None:
+    script = (
+        "import sys, halfmoon.report.run_reader, halfmoon.report.tables, halfmoon.report.curves, "
+        "halfmoon.report.bubbles; print(sorted({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
+# Tables
+
+
+def test_a_table_of_three_seeds_and_of_one() -> None:
+    """Last 0.80, 0.82, 0.87: mean 0.83, squares of differences 9 + 1 + 16 = 26 in 1e-4, so s = sqrt(26 / 2) = 3.6056 %.
+
+    Best 0.9 three times: 90 with deviation 0. 1,500,000 bytes are 1.50 MB and 4,000 bytes 0.00400 MB, 1 MB = 10^6.
+    """
+    rows = [Result.of(summary("FedDure", seed, last, 0.9)) for seed, last in enumerate((0.80, 0.82, 0.87))]
+    rows.insert(1, Result.of(summary("FedAvg", 0, 0.5, None, steps=600)))
+    table = comparison(rows)
+    assert table.headings == [
+        "method",
+        "last %",
+        "best %",
+        "labeled steps",
+        "forward (images)",
+        "backward (images)",
+        "sent down (MB)",
+        "sent up (MB)",
+        "kept by a client (MB)",
+        "kept by the server (MB)",
+        "over",
+    ]
+    sent = ["1.50", "23.5", "0.00400", "0"]
+    assert table.cells == [
+        ["FedDure", "83.00 ± 3.61", "90.00 ± 0.00", "1,200", "1,234,567", "48,000", *sent, "3 seeds"],
+        ["FedAvg", "50.00", "unknown", "600", "1,234,567", "48,000", *sent, "1 seed"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "shown"),
+    [
+        ((12_345.678,), "12,346"),
+        ((99.96,), "100.0"),
+        ((0.000_004,), "0.00000400"),
+        ((2.0, 3.0), "2.50 ± 0.71"),
+        ((0.0, 0.0), "0"),
+    ],
+)
+def test_traffic_keeps_three_digits_however_small(megabytes: tuple[float, ...], shown: str) -> None:
+    """Digits follow the size of the mean: 2.00 and 3.00 have the mean 2.50 and s = sqrt(0.5) = 0.71."""
+    made = [summary("A", seed, 0.5, 0.5) for seed in range(len(megabytes))]
+    for each, sent in zip(made, megabytes, strict=True):
+        each["cost"]["bytes_up"] = round(sent * 1e6)
+    assert comparison([Result.of(each) for each in made]).cells[0][7] == shown
+
+
+def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
+    """Runs of the first version say nothing of what was kept; beside one that does, the mean would be of some seeds."""
+    old, new = summary("A", 0, 0.5, 0.5), summary("A", 1, 0.5, 0.5)
+    del old["cost"]["stored_client"], old["cost"]["stored_server"]
+    for runs in ([old], [old, new]):
+        table = comparison([Result.of(each) for each in runs])
+        assert table.cells[0][8:10] == ["", ""]
+        assert table.as_json()[0]["megabytes_client"] is None
+        (row,) = csv.DictReader(io.StringIO(table.as_csv()))
+        assert (row["megabytes_server"], float(row["megabytes_up"])) == ("", 23.456789)
+
+
+def test_costs_that_differ_between_seeds_show_it() -> None:
+    """Steps 600 and 1200: mean 900, s = sqrt(2 * 300^2 / 1) = 424.26."""
+    table = comparison([Result.of(summary("A", s, 0.5, 0.5, steps)) for s, steps in ((0, 600), (1, 1200))])
+    assert table.cells[0][3] == "900 ± 424"
+
+
+def test_the_table_as_text_and_markdown() -> None:
+    table = comparison([Result.of(summary("A|B", 0, 0.5, 0.625)), Result.of(summary("Longer", 0, 0.25, 0.5))])
+    text = table.as_text().splitlines()
+    assert " ".join(text[0].split()) == " ".join(table.headings)
+    assert text[2].split() == [
+        "A|B",
+        "50.00",
+        "62.50",
+        "1,200",
+        "1,234,567",
+        "48,000",
+        "1.50",
+        "23.5",
+        "0.00400",
+        "0",
+        "1",
+        "seed",
+    ]
+    assert text[2].index("50.00") == text[3].index("25.00")
+    assert len({len(line) for line in text}) == 1
+    lines = table.as_markdown().splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert set(lines[1]) <= set("|-: ")
+    assert lines[2].startswith("| A\\|B   | ")
+    assert [cell.strip() for cell in lines[3].strip("|").split("|")] == table.cells[1]
+
+
+def test_the_table_as_csv_and_json_is_not_rounded() -> None:
+    """Last 1/3 and 2/3: mean 50 %, s = sqrt(2 * (50/3)^2) = 23.570226 %."""
+    table = comparison([Result.of(summary("A, B", s, (1 + s) / 3, None)) for s in (0, 1)])
+    (row,) = csv.DictReader(io.StringIO(table.as_csv()))
+    assert row["method"] == "A, B"
+    assert row["seeds"] == "2"
+    assert float(row["last_percent"]) == pytest.approx(50, abs=1e-12)
+    assert float(row["last_percent_deviation"]) == pytest.approx(23.570226039551585, abs=1e-12)
+    assert row["best_percent"] == ""
+    assert float(row["forward_images"]) == 1_234_567
+    (value,) = json.loads(json.dumps(table.as_json()))
+    assert value["method"] == "A, B"
+    assert value["seeds"] == [0, 1]
+    assert value["best_percent"] is None
+    assert value["megabytes_down"] == {"mean": 1.5, "deviation": 0.0}
+    assert value["megabytes_client"] == {"mean": 0.004, "deviation": 0.0}
+    assert repr(value["last_percent"]["deviation"]) == row["last_percent_deviation"]
+
+
+def test_one_seed_has_no_deviation() -> None:
+    assert spread([3.0]) == (3.0, None)
+    table = comparison([Result.of(summary("A", 0, 0.5, 0.5))])
+    assert table.as_json()[0]["last_percent"] == {"mean": 50.0, "deviation": None}
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8))
+def test_spread_is_numpys(values: list[float]) -> None:
+    mean, deviation = spread(values)
+    assert mean == pytest.approx(np.mean(values), abs=1e-6)
+    assert deviation == pytest.approx(np.std(values, ddof=1), abs=1e-6)
+
+
+def test_one_seed_twice_is_refused() -> None:
+    with pytest.raises(UserError, match="A comes twice with seed 4"):
+        comparison([Result.of(summary("A", 4, 0.5, 0.5)), Result.of(summary("A", 4, 0.6, 0.6))])
+    named = [Result.of(summary("A", 4, 0.5, 0.5)), Result.of(summary("A", 4, 0.6, 0.6), "A, tau 0.9")]
+    assert [line.method for line in comparison(named).lines] == ["A", "A, tau 0.9"]
+
+
+# Curves
+
+
+def test_a_curve_is_the_mean_over_the_rounds_that_all_seeds_have() -> None:
+    """Rounds 2 and 4 are common; means (0.2 + 0.4) / 2 = 0.3 and (0.5 + 0.7 ) / 2 = 0.6."""
+    runs = [run_of("A", 0, {2: 0.2, 4: 0.7, 6: 0.9}), run_of("A", 1, {2: 0.4, 3: 0.1, 4: 0.5})]
+    line = curve(runs, "test", "accuracy")
+    assert line.rounds.tolist() == [2, 4]
+    assert line.mean.tolist() == pytest.approx([0.3, 0.6])
+    assert line.low.tolist() == [0.2, 0.5]
+    assert line.high.tolist() == [0.4, 0.7]
+    assert curve(runs, "pseudo", "accuracy").rounds.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("methods", "seeds", "pseudo"), [(1, 1, False), (2, 1, True), (3, 3, True), (2, 2, False), (11, 1, True)]
+)
+def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, seeds: int, pseudo: bool) -> None:
+    runs = [
+        run_of(f"Method {m}", s, {r: (m + 1) * r / 100 + s / 50 for r in range(1, 8)}, pseudo)
+        for m in range(methods)
+        for s in range(seeds)
+    ]
+    path = tmp_path / "curves.png"
+    curves(runs, path)
+    pixels = picture(path)
+    height, width, _ = pixels.shape
+    assert 600 <= height <= 1200
+    assert 800 <= width <= 1800
+    for style in looks([f"Method {m}" for m in range(methods)]):
+        assert holds(pixels, style.color) > 30
+    assert (pixels[:, [0, -1]] == 255).all()  # nothing is cut off at the sides
+    again = tmp_path / "again.png"
+    curves(runs, again)
+    assert path.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize("accuracies", [{1: 0.5}, {1: 0.5, 2: 0.5}, {}])
+def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) -> None:
+    run = run_of("fedavg", 0, accuracies) if accuracies else Run(tmp_path, "", [], None)
+    curves([run], tmp_path / "curves.png")
+    (style,) = looks(["fedavg"])
+    assert (holds(picture(tmp_path / "curves.png"), style.color) > 10) == bool(accuracies)
+
+
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the picture cannot be written"):
+        curves([run_of("A", 0, {1: 0.5})], tmp_path / "nowhere" / "curves.png")
+
+
+def test_looks_differ() -> None:
+    assert len({look(n) for n in range(120)}) == 120
+    # Without color, too: marker and dashes alone.
+    assert len({look(n)[1:] for n in range(SLOTS)}) == SLOTS >= 12
+    assert len({look(n).marker for n in range(12)}) == 12
+    for n in range(20):
+        one, other = look(n), look(n + 1)
+        assert one.color != other.color
+        assert one.dashes != other.dashes
+        assert one.marker != other.marker
+
+
+def test_a_method_keeps_its_look_in_every_picture() -> None:
+    """A method that is younger than the table has one by its letters; it gives way where that is taken."""
+    methods = [name for name in registry.names() if name in _HOMES]
+    alone = {name: looks([name])[0] for name in methods}
+    assert len(set(alone.values())) == len(methods) > 30  # each has its own
+    for some in (methods[3:9], methods[::-1], [*methods[::3], "one of my own"]):
+        assert [alone[name] for name in some if name in alone] == looks(some)[: len([n for n in some if n in alone])]
+    assert len(set(looks(registry.names()))) == len(registry.names())
+
+
+def test_variants_of_a_method_and_unknown_names_differ() -> None:
+    names = ["feddure (tau 0.9)", "feddure (tau 0.95)", "fedavg", "mine", "yours", *(f"x{n}" for n in range(40))]
+    found = slots(names)
+    assert len(set(found)) == len(names)
+    assert [found[0], found[2]] == slots(["feddure", "fedavg"])
+    assert slots(names[:5]) == found[:5]
+
+
+def test_a_panel_of_zeros_is_left_out(tmp_path: Path) -> None:
+    """Without it the other panel has its height, without both the accuracy the whole width."""
+    run = run_of("A", 0, {1: 0.5, 2: 0.6, 3: 0.7}, pseudo=True)
+    for row in run.rows:
+        row["pseudo"]["share_above"] = 0.0
+    curves([run], tmp_path / "a.png")
+    one = picture(tmp_path / "a.png").shape
+    for row in run.rows:
+        row["pseudo"]["accuracy"] = 0.0
+    curves([run], tmp_path / "b.png")
+    assert picture(tmp_path / "b.png").shape[1] < one[1]
+
+
+def test_the_head_says_on_what(tmp_path: Path) -> None:
+    config = 'data = "/home/me/mri/"\nsetting = "dir-dir"\ndirichlet_alpha = 0.1\nclients = 5\nseed = '
+    (tmp_path / "split.json").write_text(json.dumps({"counts": {"labeled": 1200, "unlabeled": 1, "clients": 5,
+        "classes": ["a"]}, "each": []}))  # fmt: skip
+    runs = [Run(tmp_path, f"{config}{seed}", [], None) for seed in (0, 1, 2)]
+    assert described(runs) == "mri · dir-dir (α = 0.1), 5 clients · 1,200 labels · seeds 0 to 2"  # noqa: RUF001 (the sign of the Dirichlet draw)
+    other = Run(tmp_path / "none", 'data = "digits"\nseed = 7', [], None)
+    assert described([other]) == "digits · seed 7"
+    assert described([runs[0], other]) == "seeds 0, 7"
+
+
+def test_names_are_spaced_by_hand() -> None:
+    """10 and 10.5 must be 2 apart: least squares puts them at 10.25 - 1 and 10.25 + 1; 20 stays."""
+    assert spaced([10.5, 20, 10], 2) == pytest.approx([11.25, 20, 9.25])
+    assert spaced([], 1) == []
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.floats(0.1, 20))
+def test_spaced_names_keep_their_order_distance_and_middle(wanted: list[float], gap: float) -> None:
+    placed = spaced(wanted, gap)
+    order = np.argsort(wanted, kind="stable")
+    assert (np.diff(np.array(placed)[order]) >= gap - 1e-9).all()
+    assert np.mean(placed) == pytest.approx(np.mean(wanted))
+
+
+# Bubbles
+
+
+def measured(clients: int, classes: int) -> dict[str, Any]:
+    chance = np.random.default_rng(0)
+    labeled, unlabeled = chance.integers(0, 5, (2, clients, classes)) * np.array([1, 40]).reshape(2, 1, 1)
+    return {
+        "counts": {
+            "labeled": int(labeled.sum()),
+            "unlabeled": int(unlabeled.sum()),
+            "clients": clients,
+            "classes": [f"class {n}" for n in range(classes)],
+        },
+        "server": None,
+        "each": [
+            {"labeled_classes": a.tolist(), "unlabeled_classes": b.tolist()}
+            for a, b in zip(labeled, unlabeled, strict=True)
+        ],
+    }
+
+
+def test_areas_are_proportional_to_counts() -> None:
+    assert areas(np.array([[0, 1], [2, 4]]), 100.0).tolist() == [[0, 25], [50, 100]]
+    assert areas(np.zeros((2, 2), dtype=int), 100.0).tolist() == [[0, 0], [0, 0]]
+
+
+def test_chosen_clients_are_even() -> None:
+    assert chosen(5).tolist() == [0, 1, 2, 3, 4]
+    assert chosen(40).tolist() == list(range(40))
+    assert chosen(7, 3).tolist() == [0, 3, 6]
+    many = chosen(1000)
+    assert len(set(many.tolist())) == 40
+    assert (many[0], many[-1]) == (0, 999)
+    assert set(np.diff(many).tolist()) <= {25, 26}
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (100, 10), (100, 100)])
+def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> None:
+    path = tmp_path / "bubbles.png"
+    bubbles(measured(clients, classes), path)
+    pixels = picture(path)
+    half = pixels.shape[0] // 2
+    assert 800 <= pixels.shape[1] <= 2000
+    assert holds(pixels[:half], look(0).color) > 50
+    assert holds(pixels[half:], look(1).color) > 50
+    assert holds(pixels[half:], look(0).color) == 0
+
+
+def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
+    """One client, two classes with 400 and 100 images: the larger of two separate bubbles covers 4 times the paper.
+
+    The bubbles are found as runs of rows that hold the color, left of the legend.
+    """
+    split = measured(1, 2)
+    split["each"][0] = {"labeled_classes": [400, 100], "unlabeled_classes": [0, 0]}
+    bubbles(split, tmp_path / "bubbles.png")
+    pixels = picture(tmp_path / "bubbles.png")
+    blue = (pixels.astype(int) == [0, 0x72, 0xB2]).all(-1)
+    blue[:, int(0.8 * blue.shape[1]) :] = False
+    rows = np.flatnonzero(blue.any(1))
+    cut = rows[np.argmax(np.diff(rows))]
+    small, large = int(blue[: cut + 1].sum()), int(blue[cut + 1 :].sum())
+    assert large / small == pytest.approx(4, rel=0.12)
+
+
+def test_a_side_without_any_image_is_drawn(tmp_path: Path) -> None:
+    split = measured(3, 2)
+    for each in split["each"]:
+        each["labeled_classes"] = [0, 0]
+    bubbles(split, tmp_path / "bubbles.png")
+    assert holds(picture(tmp_path / "bubbles.png"), look(0).color) == 0
+
+
+def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
+    """Return (first, last) of the runs of pixel columns of a picture that hold a color, without the legend's."""
+    held = (picture(path) == [int(color[n : n + 2], 16) for n in (1, 3, 5)]).all(-1).any(0)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], held, [0]])))
+    return [(int(a), int(b) - 1) for a, b in edges.reshape(-1, 2)][:-1]
+
+
+def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
+    """Three clients, of whom none has labels: one column of labeled bubbles, left of all three of unlabeled ones.
+
+    With labels at the last client, too, there are two, the second above that client.
+    """
+    split, path = measured(3, 2), tmp_path / "bubbles.png"
+    split["server"] = {"labeled": 7, "labeled_classes": [3, 4]}
+    for each in split["each"]:
+        each.update({"labeled_classes": [0, 0], "unlabeled_classes": [40, 40]})
+    bubbles(split, path)
+    (labeled,) = columns_of(path, look(0).color)
+    clients = columns_of(path, look(1).color)
+    assert len(clients) == 3
+    assert labeled[1] < clients[0][0]
+    gaps = np.diff([sum(span) / 2 for span in (labeled, *clients)])
+    assert gaps[0] == pytest.approx(2 * gaps[1], abs=2)  # an empty column lies between
+    split["each"][2]["labeled_classes"] = [4, 4]
+    bubbles(split, path)
+    assert columns_of(path, look(0).color)[1:] == clients[2:]
+
+
+def test_the_legend_of_many_methods_lies_inside_the_picture(tmp_path: Path) -> None:
+    """Names of 24 letters: a margin of white stays on all sides, and the picture grows with its legend.
+
+    The last method has two seeds, so that the legend has its note.
+    """
+    heights = []
+    for count in (8, 9, 13, 31):
+        titles = [f"Method number {n:02d} of them all" for n in range(count)]
+        runs = [run_of(title, 0, {1: 0.2, 9: 0.6}, True) for title in titles]
+        curves([*runs, run_of(titles[-1], 1, {1: 0.2, 9: 0.6}, True)], tmp_path / f"{count}.png")
+        pixels = picture(tmp_path / f"{count}.png")
+        heights.append(pixels.shape[0])
+        if count > 8:
+            for edge in (pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]):
+                assert (edge == 255).all(), count
+    assert heights == sorted(set(heights))

@@ -1,0 +1,74 @@
+"""Runs side by side: the same bytes as one after another, told of in one place, stopped by the first that fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.config.schema import Config
+from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.loop import Row
+from halfmoon.runs import parallel, runner
+from halfmoon.runs.callbacks import NullCallback, RunInfo
+from halfmoon.storage.run_folder import METRICS
+
+SMALL: dict[str, Any] = {"clients": 4, "cohort": 2, "rounds": 2, "steps": 2, "width": 4, "labels_per_class": 1}
+
+
+class Told(NullCallback):
+    """Note what one is told of each run, and in which process."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, list[object]] = {}
+
+    def begin(self, run: RunInfo) -> None:
+        assert not (run.folder / METRICS).exists()
+        self.said[run.config.method] = ["begin"]
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self.said[run.config.method].append((row["round"], os.getpid()))
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self.said[run.config.method].append(summary["method"])
+
+
+def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**SMALL, "method": "fedavg-fixmatch", "baselines": ("fedavg", "fedavg-sl")}
+    watch = Told()
+    made = runner.start(Config(**options, processes=2, run_dir=tmp_path / "two"), watch)
+    one = runner.start(Config(**options, processes=1, run_dir=tmp_path / "one"))
+    for left, right in zip(made.runs, one.runs, strict=True):
+        assert (left / METRICS).read_bytes() == (right / METRICS).read_bytes()
+    assert [each["accuracy"] for each in made.summaries] == [each["accuracy"] for each in one.summaries]
+    here = os.getpid()
+    names = ("fedavg-fixmatch", "fedavg", "fedavg-sl")
+    assert watch.said == {name: ["begin", (1, here), (2, here), name] for name in names}
+
+
+def test_the_first_run_that_fails_ends_all(tmp_path: Path) -> None:
+    config = Config(**SMALL | {"rounds": 40}, lr=1e30, method="fedavg", baselines=("fedavg-sl",), processes=2,
+                    run_dir=tmp_path / "run")  # fmt: skip
+    with pytest.raises(Diverged, match="training stopped"):
+        runner.start(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "runs", "wanted"),
+    [
+        ({"rounds": 40}, 4, 3),  # the small network computes with one thread
+        ({"rounds": 40}, 2, 1),  # not worth it
+        ({"rounds": 400}, 2, 2),
+        ({"rounds": 40, "network": "resnet9", "threads": 2}, 4, 1),
+        ({"rounds": 40, "network": "resnet9", "threads": 1}, 4, 3),
+        ({"rounds": 1, "processes": 2}, 4, 2),
+        ({"rounds": 400, "processes": 1}, 4, 1),
+    ],
+)
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], runs: int, wanted: int) -> None:
+    monkeypatch.setattr(parallel, "_processors", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert parallel.processes(Config(**{"processes": "auto", **options}), runs) == wanted
+    assert parallel.processes(Config(rounds=400), 4) == 1  # a program that calls halfmoon is not imported again unasked

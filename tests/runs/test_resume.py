@@ -1,0 +1,522 @@
+"""Kills, damage, full disks, diverging losses, Ctrl-C in real runs: at the end are the bytes of a straight run.
+
+Each run is a process of its own; importing PyTorch is paid once, because the processes are forked from one that waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from scenes import begin, play, same, simulate, task
+
+from halfmoon.methods.feddure import FedDure
+from halfmoon.storage.state_store import Store
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+PARENT = """
+import json, os, signal, sys
+import torch
+torch.set_num_threads(1)
+# Started in a shell's background, the tests inherit a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from halfmoon import Config
+from halfmoon.cli import main as cli
+from halfmoon.report import curves, figures
+from halfmoon.runs import runner
+
+def plain(width, height):
+    made = Figure(figsize=(width, height))
+    FigureCanvasAgg(made)
+    return made
+
+# Flushing guards against a loss of power, which no test can cause; pictures are compared, but nobody looks at them.
+os.fsync = lambda handle: None
+figures.DOTS, curves.figure = 40, plain
+# What is imported, compiled and tuned on first use takes seconds: here, not in every fork.
+runner.start(Config(rounds=1, clients=4, cohort=1, steps=1, width=4, device="cpu", baselines=("fedavg-fixmatch",)))
+
+def die_at(name):
+    take = os.replace
+    def replace(old, new):
+        if str(new).endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        take(old, new)
+    os.replace = replace
+
+def run(words, said, doom):
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        try:
+            if doom:
+                die_at(doom)
+            code = cli.main(words)
+            sys.stdout.flush()
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 99
+        os._exit(code)
+    print(pid, flush=True)
+    # Until an empty line an ended child keeps its number, so that no signal can meet a stranger.
+    while (line := sys.stdin.readline()).strip():
+        run(*json.loads(line))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+while line := sys.stdin.readline():
+    run(*json.loads(line))
+"""
+
+SMALL = "--rounds 5 --clients 4 --cohort 2 --steps 1 --width 4 --threads 1"
+RUN = f"run --method feddure --baselines fedavg-fixmatch fedavg {SMALL}"
+COMPARE = f"compare --methods feddure fedavg-fixmatch {SMALL}"
+
+
+class Done(NamedTuple):
+    """How a command ended and what it printed."""
+
+    code: int
+    said: str
+
+
+class Shell:
+    """Runs the command line in forks of a process that has everything imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.running = folder, 0
+        self.parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+        )
+
+    def __call__(self, words: str, disturb: Callable[[int], None] = lambda pid: None, doom: str = "") -> Done:
+        """Run a command; `disturb` gets its process while it runs, and may run others meanwhile.
+
+        It kills itself when it is about to replace a file whose name ends like `doom`.
+        """
+        assert self.parent.stdin is not None
+        assert self.parent.stdout is not None
+        said = self.folder / f"said-{self.running}"
+        self.running += 1
+        print(json.dumps([words.split(), str(said), doom]), file=self.parent.stdin, flush=True)
+        try:
+            disturb(int(self.parent.stdout.readline()))
+        finally:
+            print(file=self.parent.stdin, flush=True)
+            code = int(self.parent.stdout.readline())
+            self.running -= 1
+        return Done(code, said.read_text())
+
+    def close(self) -> None:
+        """End the process that waits."""
+        assert self.parent.stdin is not None
+        assert self.parent.stdout is not None
+        self.parent.stdin.close()
+        self.parent.wait()
+        self.parent.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    made = Shell(tmp_path_factory.mktemp("shell"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def straight(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run, with two methods beside it, that nothing disturbed."""
+    path = tmp_path_factory.mktemp("straight") / "run"
+    assert shell(f"{RUN} --run-dir {path}").code == 0
+    return path
+
+
+def results(root: Path) -> dict[str, Any]:
+    """Return all that has to be the same after a run and after one that was stopped: bytes, and what the summary says.
+
+    Left out are seconds, and files that only the driver of the moment needs.
+    """
+    found: dict[str, Any] = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_dir() or path.name in (".lock", "timings.jsonl"):
+            continue
+        if path.name == "summary.json":
+            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "seconds"}
+        elif path.name == "checksums.json":  # that of the summary, which has seconds, apart
+            files = json.loads(path.read_text())["files"]
+            found[name] = {key: value for key, value in files.items() if key != "summary.json"}
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def assert_same(root: Path, other: Path) -> None:
+    """Compare two folders, naming what differs."""
+    one, two = results(root), results(other)
+    assert sorted(one) == sorted(two)
+    assert [name for name in one if one[name] != two[name]] == []
+
+
+def after(seconds: float, number: int = signal.SIGKILL) -> Callable[[int], None]:
+    """Return what sends a signal some time after the start."""
+
+    def send(pid: int) -> None:
+        time.sleep(seconds)
+        os.kill(pid, number)
+
+    return send
+
+
+def once(found: Callable[[], bool], number: int) -> Callable[[int], None]:
+    """Return what sends a signal when something is there."""
+
+    def send(pid: int) -> None:
+        deadline = time.monotonic() + 60
+        while not found() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        os.kill(pid, number)
+
+    return send
+
+
+def played(root: Path) -> int:
+    """Return how many rounds of all methods are in checkpoints."""
+    newest: dict[Path, int] = {}
+    for path in root.rglob("checkpoint-*.json"):
+        newest[path.parent] = max(newest.get(path.parent, 0), int(path.stem.split("-")[1]))
+    return sum(newest.values())
+
+
+def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    assert shell(f"{RUN} --run-dir {tmp_path / 'elsewhere'}").code == 0
+    assert_same(tmp_path / "elsewhere", straight)
+    names = set(results(straight))
+    for part in ("", "baselines/fedavg-fixmatch/", "baselines/fedavg/"):
+        assert {f"{part}metrics.jsonl", f"{part}model.safetensors", f"{part}split.parquet"} <= names
+        assert {f"{part}checkpoint-00000{n}.{kind}" for n in (4, 5) for kind in ("json", "safetensors")} <= names
+    # FedDure's clients remember, and two of them have trained in the last round; FedAvg's do not.
+    assert "clients/manifest.jsonl" in names
+    assert len([name for name in names if name.startswith("clients/") and name.endswith("-000005.safetensors")]) == 2
+    assert not [name for name in names if name.startswith("baselines") and "/clients/" in name]
+
+
+def killed_often(shell: Shell, words: str, root: Path, seed: int) -> int:
+    """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive."""
+    chance, kills = random.Random(seed), 0
+    done = shell(f"{words} --run-dir {root}", after(0.02))
+    while done.code == -signal.SIGKILL and kills < 60:
+        kills += 1
+        begun = (root / "run.json").exists() or (root / "comparison.json").exists()
+        # A kill before the folder is there leaves nothing to go on with: the same command starts again.
+        again = f"resume {root}" if begun else f"{words} --run-dir {root}"
+        # Later kills come later, so that a slow machine gets through as well.
+        done = shell(again, after(chance.uniform(0.1, 0.6 + 0.05 * kills)))
+        if done.code == 2 and "start it again" in done.said:  # between the folder and its configuration
+            done = shell(f"{words} --run-dir {root}", after(0.2))
+    assert done.code == 0, done
+    return kills
+
+
+def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    kills = killed_often(shell, RUN, tmp_path / "run", 0)
+    # Where the machine was too fast for six, more are spread over another run.
+    for seed in range(1, 6):
+        if kills < 6:
+            assert_same(tmp_path / "run", straight)
+            shutil.rmtree(tmp_path / "run")
+            kills += killed_often(shell, RUN, tmp_path / "run", seed)
+    assert kills >= 6
+    assert_same(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize(("file", "before"), [("split.json", []), ("split.parquet", ["split.json"])])
+def test_a_kill_while_a_split_is_written_leaves_nothing(
+    shell: Shell, straight: Path, tmp_path: Path, file: str, before: list[str]
+) -> None:
+    """The file that was not renamed any more is taken over, not left beside the run; the rows come last."""
+    root = tmp_path / "run"
+    assert shell(f"{RUN} --run-dir {root}", doom=file).code == -signal.SIGKILL
+    assert sorted(path.name for path in root.iterdir() if "split" in path.name) == [f".{file}.partial", *before]
+    assert shell(f"resume {root}").code == 0
+    assert_same(root, straight)
+
+
+def test_a_folder_of_an_older_version_goes_on(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """It has the rows of its split without the counts: the same run comes out, under a title without the labels."""
+    root = tmp_path / "run"
+    assert shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000002.json").exists, signal.SIGKILL)).code < 0
+    (root / "split.json").unlink()
+    assert shell(f"resume {root}").code == 0
+    ours, theirs = results(root), results(straight)
+    assert theirs.keys() - ours.keys() == {"split.json"}
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"curves.png"}
+
+
+def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """One kill at each of: the folder, its first checkpoint, between a round's memories and its checkpoint, the middle
+    of a method, between methods, the end.
+    """
+    root = tmp_path / "run"
+    stages = [
+        lambda: (root / "config.toml").exists(),
+        lambda: (root / "checkpoint-000000.json").exists(),
+        lambda: bool(list(root.glob("clients/*-000001.safetensors"))),
+        lambda: bool(list(root.glob("clients/*-000002.safetensors"))),
+        lambda: played(root) >= 3,
+        lambda: (root / "model.safetensors").exists(),
+        lambda: (root / "baselines/fedavg-fixmatch/run.json").exists(),
+        lambda: played(root) >= 8,
+        lambda: (root / "baselines/fedavg/summary.json").exists(),
+    ]
+    codes = [shell(f"{RUN} --run-dir {root}" if not k else f"resume {root}", once(stage, signal.SIGKILL)).code
+             for k, stage in enumerate(stages)]  # fmt: skip
+    assert codes.count(-signal.SIGKILL) >= 6
+    done = shell(f"resume {root}")
+    assert done.code == 0
+    assert_same(root, straight)
+
+
+def test_a_comparison_survives_kills_and_knows_its_folder(shell: Shell, tmp_path: Path) -> None:
+    assert shell(f"{COMPARE} --run-dir {tmp_path / 'straight'}").code == 0
+    kills = killed_often(shell, COMPARE, tmp_path / "killed", 7)
+    assert kills >= 2
+    assert_same(tmp_path / "killed", tmp_path / "straight")
+
+    done = shell(f"{COMPARE} --run-dir {tmp_path / 'killed'}")
+    assert done == (2, f"halfmoon: {tmp_path / 'killed'} holds a comparison of this configuration; `halfmoon resume "
+                       f"{tmp_path / 'killed'}` goes on with it, or choose another --run-dir.\n")  # fmt: skip
+    for words in (f"{COMPARE} --lr 0.1", RUN):
+        done = shell(f"{words} --run-dir {tmp_path / 'killed'}")
+        assert done.code == 2
+        assert "holds a comparison of another configuration" in done.said
+
+    plan = tmp_path / "killed" / "comparison.json"
+    plan.write_text(plan.read_text()[:-9])
+    done = shell(f"resume {tmp_path / 'killed'}")
+    assert done.code == 2
+    assert done.said.startswith(f"halfmoon: {plan} was changed or damaged (")
+
+
+def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    first = shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000003.json").exists, signal.SIGKILL))
+    assert first.code == -signal.SIGKILL
+    newest = max(root.glob("checkpoint-*.json")).with_suffix(".safetensors")
+    damaged = bytearray(newest.read_bytes())
+    damaged[len(damaged) // 2] ^= 0x10
+    newest.write_bytes(damaged)
+    before = f"checkpoint-{int(newest.stem[-6:]) - 1:06d}"
+    done = shell(f"resume {root}")
+    assert done.code == 0
+    assert f"halfmoon: {newest.stem} is damaged (checksum differs); going on from {before}.\n" in done.said
+    assert_same(root, straight)
+
+
+def test_a_damaged_client_falls_back_and_is_said(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """A byte of a file that only the newest checkpoint names."""
+    root = tmp_path / "run"
+    first = shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000003.json").exists, signal.SIGKILL))
+    assert first.code == -signal.SIGKILL
+    newest = max(root.glob("checkpoint-*.json")).stem[-6:]
+    client = next(root.glob(f"clients/*-{newest}.safetensors"))
+    damaged = bytearray(client.read_bytes())
+    damaged[-1] ^= 0x10
+    client.write_bytes(damaged)
+    client.with_suffix(".copy").unlink()
+    done = shell(f"resume {root}")
+    assert done.code == 0
+    assert (
+        f"halfmoon: checkpoint-{newest} is damaged (checksum of clients/{client.name} differs); going on from "
+        f"checkpoint-{int(newest) - 1:06d}.\n"
+    ) in done.said
+    assert_same(root, straight)
+
+
+def test_where_the_memories_lie_changes_no_bit(tmp_path: Path) -> None:
+    """All in memory, or all on disk and mapped: servers and memories of three rounds agree in every bit."""
+    played = []
+    for cap in (10**9, 0):
+        method, shared, store = FedDure(), task(), Store(tmp_path / str(cap), cap)
+        played.append(play(method, simulate(method, shared, store=store), begin(method, shared), range(3)))
+        assert bool(list(tmp_path.glob(f"{cap}/*.spill"))) == (cap == 0)
+        assert (store.resident == 0) == (cap == 0)
+    for held, spilled in zip(*played, strict=True):
+        assert len(held.state["client"]) >= 3
+        assert same(held.server, spilled.server)
+        assert same(held.state, spilled.state)
+
+
+def test_a_changed_configuration_is_refused(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    for part in (".", "baselines/fedavg"):
+        root = tmp_path / f"run-{part.replace('/', '-')}"
+        shutil.copytree(straight, root)
+        config = root / part / "config.toml"
+        config.write_text(config.read_text().replace("rounds = 5", "rounds = 6"))
+        done = shell(f"resume {root}")
+        assert done.code == 2
+        assert done.said.startswith(
+            f"halfmoon: {root / part}: config.toml was changed, so the folder belongs to another"
+        )
+        assert done.said.count("\n") == 1
+
+
+def test_resuming_what_is_finished_prints_the_table_again(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """No data set is loaded and nothing is written: a folder that may only be read will do."""
+    root = tmp_path / "run"
+    shutil.copytree(straight, root)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    done = shell(f"resume {root}")
+    assert done.code == 0
+    lines = done.said.splitlines()
+    assert lines[0] == f"halfmoon: {root} is finished already; this is what came out."
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["FedDure", "FedAvg + FixMatch", "FedAvg (labeled only)"]
+    assert "batch" not in done.said
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_a_run_is_refused_before_anything_else(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    done = shell(f"{RUN} --run-dir {straight}")
+    assert done.code == 2
+    assert done.said.startswith(f"halfmoon: {straight} holds a finished run of this configuration; `halfmoon resume ")
+    # Many clients without images would be refused too, but only the folder is the user's concern.
+    done = shell(f"run --method fedavg --clients 5000 --run-dir {straight}")
+    assert done.code == 2
+    assert done.said.startswith(f"halfmoon: {straight} holds a run of another configuration (")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all")
+    for words in (RUN, COMPARE):
+        done = shell(f"{words} --run-dir {tmp_path / 'mine'}")
+        assert done == (
+            2, f"halfmoon: {tmp_path / 'mine'} is not empty and holds no run; choose another --run-dir.\n"
+        )  # fmt: skip
+        done = shell(f"{words} --run-dir {tmp_path / 'mine' / 'thesis.txt'}")
+        assert done == (2, f"halfmoon: {tmp_path / 'mine' / 'thesis.txt'} is a file, not a folder; choose another "
+                           "--run-dir.\n")  # fmt: skip
+        done = shell(f"{words} --run-dir {tmp_path / 'mine' / 'thesis.txt' / 'run'}")
+        assert done.code == 2
+        assert "the run folder cannot be made (Not a directory); choose another --run-dir." in done.said
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a disk of two megabytes."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("left", [0, 30_000, 80_000, 150_000])
+def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(
+    shell: Shell, straight: Path, disk: Path, left: int
+) -> None:
+    """The disk is filled to `left` bytes, at which a run of 300 kB fails at different places."""
+    root, ballast = disk / "run", disk / "ballast"
+    room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    ballast.write_bytes(bytes(room - left))
+    done = shell(f"{RUN} --run-dir {root}")
+    assert done.code == 1
+    assert "Traceback" not in done.said
+    last = done.said.splitlines()[-1]
+    assert last.startswith("halfmoon: ")
+    assert "No space left on device" in last
+    ballast.unlink()
+    assert not list(root.rglob("*.partial"))
+    go_on = "go on with: halfmoon resume" in last
+    done = shell(f"resume {root}" if go_on else f"{RUN} --run-dir {root}")
+    assert done.code == 0, (last, done)
+    assert_same(root, straight)
+
+
+def test_a_loss_that_is_no_number_names_its_place(shell: Shell, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    done = shell(f"{RUN} --steps 2 --lr 1e30 --run-dir {root}")
+    assert done.code == 1
+    assert "Traceback" not in done.said
+    (said,) = [line for line in done.said.splitlines() if "loss" in line]
+    round, client, step = (int(said.split(word)[1].split()[0].strip(",:")) for word in ("round", "client", "step"))
+    assert said.startswith("halfmoon: The loss became ")
+    assert round >= 1
+    assert 0 <= client < 4
+    assert 1 <= step <= 2
+    assert said.endswith(f"The run folder is {root}.")
+    kept = sorted(path.name for path in root.glob("checkpoint-*.json"))
+    assert kept[-1] == f"checkpoint-{round - 1:06d}.json"
+    # Nothing has changed, so it diverges again, at the same place.
+    again = shell(f"resume {root}")
+    assert again.code == 1
+    assert said in again.said.splitlines()
+
+
+def test_control_c_says_how_to_go_on(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    done = shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000002.json").exists, signal.SIGINT))
+    assert done.code == 130
+    assert done.said.splitlines()[-1] == f"halfmoon: stopped; go on with: halfmoon resume {root}"
+    assert "Traceback" not in done.said
+    assert shell(f"resume {root}").code == 0
+    assert_same(root, straight)
+
+
+def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    seen: list[Done] = []
+
+    def second(pid: int) -> None:
+        once((root / "checkpoint-000001.json").exists, signal.SIGSTOP)(pid)
+        seen.append(shell(f"resume {root}"))
+        os.kill(pid, signal.SIGCONT)
+
+    first = shell(f"{RUN} --run-dir {root}", second)
+    assert first.code == 0
+    (refused,) = seen
+    assert refused.code == 2
+    assert refused.said.splitlines()[-1] == (
+        f"halfmoon: another process is running in {root}; wait for it, or choose another --run-dir."
+    )
+    assert_same(root, straight)
+
+
+@pytest.mark.parametrize("files", [[], [".lock"], [".lock", "run.json"], [".lock", "run.json", "config.toml"]])
+def test_a_kill_before_the_first_checkpoint_is_mended(
+    shell: Shell, straight: Path, tmp_path: Path, files: list[str]
+) -> None:
+    """`run` starts again in a folder that was only begun; from its configuration on, `resume` does."""
+    root = tmp_path / "run"
+    root.mkdir()
+    for name in files:
+        shutil.copy(straight / name, root / name)
+    if "config.toml" in files:
+        done = shell(f"{RUN} --run-dir {root}")
+        assert done.code == 2
+        assert f"holds an unfinished run of this configuration; `halfmoon resume {root}` goes on" in done.said
+        done = shell(f"resume {root}")
+    else:
+        done = shell(f"resume {root}")
+        assert done.code == 2
+        assert ("start it again" if "run.json" in files else "is not a run folder") in done.said
+        done = shell(f"{RUN} --run-dir {root}")
+    assert done.code == 0
+    assert_same(root, straight)

@@ -1,0 +1,298 @@
+"""Callbacks know their run and cannot lose it; event files, read by TensorBoard itself, say what metrics.jsonl says."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import halfmoon
+from halfmoon.cli import main as cli
+from halfmoon.engine.loop import Row
+from halfmoon.runs import runner
+from halfmoon.runs.callbacks import RunInfo
+from halfmoon.runs.trackers import EVENTS, TensorBoard, replay, scalars, tracker
+
+FILES = ("metrics.jsonl", "model.safetensors", "config.toml", "split.parquet")
+
+
+def config(path: Path, **options: Any) -> halfmoon.Config:
+    """Return a run of four rounds, of which the second and the last are evaluated."""
+    shared: dict[str, Any] = {"rounds": 4, "evaluate_every": 2, "clients": 4, "cohort": 2, "steps": 2, "width": 4}
+    shared |= {"method": "fedavg-fixmatch", "threads": 1, "run_dir": path}
+    return halfmoon.Config(**{**shared, **options})
+
+
+def rows(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard reads in a run's event files: (step, value) of every scalar."""
+    events = EventAccumulator(str(folder / EVENTS), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def single(value: float) -> float:
+    """Return a number as the 4 bytes of an event file hold it."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def expected(folder: Path) -> dict[str, Any]:
+    """Return the scalars that a run's metrics.jsonl asks for: the numbers in the parts of its rows."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows(folder):
+        for part, values in row.items():
+            for name, value in values.items() if isinstance(values, dict) else []:
+                if isinstance(value, int | float):
+                    found.setdefault(f"{part}/{name}", []).append((row["round"], single(value)))
+    return found
+
+
+class Notes(halfmoon.NullCallback):
+    """Write down what is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def begin(self, run: RunInfo) -> None:
+        assert (run.folder / "config.toml").exists()
+        self.told.append(("begin", run))
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        assert rows(run.folder)[-1] == row
+        self.told.append(("round", run, row["round"]))
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        assert json.loads((run.folder / "summary.json").read_text()) == summary
+        self.told.append(("end", run, summary["method"]))
+
+
+class Raising(halfmoon.NullCallback):
+    """Raise in a round, and count how often it is asked."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error, self.asked = at, error, 0
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self.asked += 1
+        if row["round"] == self.at:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that nobody tracked."""
+    return halfmoon.run(config(tmp_path_factory.mktemp("plain") / "run")).folder
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the same run, tracked."""
+    return halfmoon.run(config(tmp_path_factory.mktemp("tracked") / "run"), TensorBoard()).folder
+
+
+# Callbacks
+
+
+def test_a_callback_knows_which_run_it_sees(tmp_path: Path) -> None:
+    """Two methods, one after the other: each is told of with its own folder and configuration."""
+    notes = Notes()
+    chosen = config(tmp_path / "run", rounds=2, baselines=("fedavg",), seed=3)
+    halfmoon.run(chosen, notes)
+    first, second = (told[1] for told in notes.told if told[0] == "begin")
+    assert (first.folder, second.folder) == (tmp_path / "run", tmp_path / "run" / "baselines" / "fedavg")
+    assert [run.config.method for run in (first, second)] == ["fedavg-fixmatch", "fedavg"]
+    assert (first.rounds, first.first, first.config.seed, second.title) == (2, 0, 3, "FedAvg (labeled only)")
+    assert notes.told == [
+        each
+        for run in (first, second)
+        for each in (("begin", run), ("round", run, 1), ("round", run, 2), ("end", run, run.config.method))
+    ]
+
+
+def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Path, plain: Path) -> None:
+    notes, broken = Notes(), Raising(2, OSError("no answer"))
+    with pytest.warns(RuntimeWarning) as said:
+        outcome = halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(broken, notes))
+    words = "Raising failed while looking on (OSError: no answer); the run goes on without it."
+    assert [str(each.message) for each in said] == [words]
+    assert broken.asked == 2
+    assert [told[2] for told in notes.told if told[0] == "round"] == [1, 2, 3, 4]
+    assert outcome.summaries[0]["finished"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
+
+
+def test_a_single_callback_is_guarded_by_every_way_to_play(tmp_path: Path) -> None:
+    """Run, compare, and resume after KeyboardInterrupt, which passes."""
+    short = {"rounds": 2, "method": "fedavg"}
+    with pytest.raises(KeyboardInterrupt):
+        halfmoon.run(config(tmp_path / "run", **short), Raising(1, KeyboardInterrupt()))
+    with pytest.warns(RuntimeWarning, match="goes on without it"):
+        assert halfmoon.resume(tmp_path / "run", Raising(2, ValueError())).summaries[0]["finished"]
+    broken = Raising(1, ValueError())
+    with pytest.warns(RuntimeWarning, match="goes on without it"):
+        halfmoon.compare(config(tmp_path / "both", **short), ["fedavg"], [0, 1], broken)
+    assert broken.asked == 1
+
+
+def test_the_command_line_says_that_a_tracker_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TensorBoard, "begin", fail)
+    words = "run --method fedavg --rounds 2 --steps 2 --width 4 --threads 1 --tracker tensorboard --run-dir r"
+    assert cli.main(words.split()) == 0
+    said = capsys.readouterr().err
+    failed = "TensorBoard failed while looking on (OSError: [Errno 28] No space left on device)"
+    assert f"\nhalfmoon: {failed}; the run goes on without it.\n" in said
+    assert "Warning" not in said
+
+
+# TensorBoard
+
+
+def test_tensorboard_reads_what_metrics_say(tracked: Path) -> None:
+    found = read(tracked)
+    assert found == expected(tracked)
+    assert [step for step, _ in found["test/accuracy"]] == [2, 4]
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
+    assert {name.split("/")[0] for name in found} >= {"train", "pseudo", "cost", "test"}
+
+
+def test_the_configuration_is_a_text(tracked: Path) -> None:
+    events = EventAccumulator(str(tracked / EVENTS)).Reload()
+    (text,) = events.Tensors("config/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert shown == f"```toml\n{(tracked / 'config.toml').read_text()}```"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_tracker_changes_no_byte_of_a_run(tracked: Path, plain: Path, name: str) -> None:
+    assert (tracked / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_a_tracker_can_be_sent_to_the_process_that_plays(tmp_path: Path, plain: Path) -> None:
+    """As sweeps do: what arrives there tracks as well."""
+    halfmoon.run(config(tmp_path / "run"), pickle.loads(pickle.dumps(TensorBoard())))
+    assert read(tmp_path / "run") == expected(plain)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["tracked before", "not tracked before"])
+def test_a_resumed_run_doubles_and_misses_no_step(tmp_path: Path, plain: Path, before: bool) -> None:
+    """Stopped after round 3, when the newest checkpoint is of round 2, it plays round 3 again.
+
+    A TensorBoard that has read the first files drops their steps: it is the same reader, before and after.
+    """
+    board = TensorBoard()
+    watches = halfmoon.Callbacks(*([board] if before else []), Raising(3, KeyboardInterrupt()))
+    chosen = config(tmp_path / "run", checkpoint_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        halfmoon.run(chosen, watches)
+    assert len(rows(tmp_path / "run")) == 3
+    reader = EventAccumulator(str(tmp_path / "run" / EVENTS)).Reload() if before else None
+    if before:
+        time.sleep(1.1)  # a reader follows the names of event files, in which time goes by seconds
+    notes = Notes()
+    halfmoon.resume(tmp_path / "run", halfmoon.Callbacks(board, notes))
+    assert notes.told[0][1].first == 2
+    assert read(tmp_path / "run") == expected(plain)
+    if reader is not None:
+        assert [each.step for each in reader.Reload().Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+def test_a_replay_is_what_a_tracker_would_have_written(tmp_path: Path, plain: Path) -> None:
+    """Twice is as good as once; the times are those of timings.jsonl, back from the last write of metrics.jsonl."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (copy / name).write_bytes((plain / name).read_bytes())
+    again = {"round": 4, "seconds": 10.0}  # played once more after a kill: the later row counts
+    seconds = [5.0, 7.0, 2.0, 99.0]
+    lines = [{"round": k + 1, "seconds": value} for k, value in enumerate(seconds)] + [again]
+    (copy / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(copy / "metrics.jsonl", (1000.0, 1000.0))
+    for _ in range(2):
+        assert replay(copy) == copy / EVENTS
+    assert read(copy) == expected(plain)
+    events = EventAccumulator(str(copy / EVENTS)).Reload()
+    # 1000 s is the end of round 4, which took 10 s; round 3 took 2 s, round 2 took 7 s.
+    assert [each.wall_time for each in events.Scalars("cost/forward")] == [981.0, 988.0, 990.0, 1000.0]
+
+
+def test_scalars_are_the_numbers_of_a_row() -> None:
+    row = {"round": 3, "cohort": [1, 2], "pseudo": None, "test": {"accuracy": 1, "per_class": [0.5], "loss": None}}
+    assert scalars(row) == {"test/accuracy": 1.0}
+    assert scalars({"round": 1, "prior": {"js": {"app_u": 0.5}, "app_u": [0.1]}, "over": True}) == {
+        "prior/js/app_u": 0.5
+    }
+
+
+def test_a_number_that_is_not_finite_stays_out(tmp_path: Path) -> None:
+    """As in metrics.jsonl, where it is null: what is tracked and what is replayed agree."""
+    (tmp_path / "config.toml").write_text('method = "fedavg"\n')
+    board, run = TensorBoard(), RunInfo(tmp_path, config(tmp_path), "FedAvg")
+    board.begin(run)
+    board.round(run, {"round": 1, "train": {"loss": float("nan"), "m": 0.25}})
+    board.end(run, {})
+    assert read(tmp_path) == {"train/m": [(1, 0.25)]}
+
+
+# What goes wrong
+
+
+def test_without_the_extra_a_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert cli.main(["run", "--tracker", "tensorboard"]) == 2
+    said = capsys.readouterr().err
+    assert said == "halfmoon: TensorBoard is not installed; install halfmoon[tensorboard] to use it.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["run", "compare --methods fedavg", "resume r"])
+def test_an_unknown_tracker_is_a_sentence(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command.split(), "--tracker", "tensorbord"]) == 2
+    assert capsys.readouterr().err == "halfmoon: unknown tracker 'tensorbord': did you mean 'tensorboard'?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replay_of_no_run_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(halfmoon.UserError, match="is not a run folder"):
+        replay(tmp_path)
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / EVENTS).write_text("a file is in the way")
+    with pytest.raises(halfmoon.UserError, match="the event files cannot be written"):
+        replay(tmp_path)
+
+
+def test_every_run_of_a_comparison_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "compare --methods fedavg fedavg-fixmatch --rounds 2 --steps 2 --width 4 --threads 1 --run-dir r --json"
+    assert cli.main([*words.split(), "--tracker", "tensorboard"]) == 0
+    for name in ("fedavg-seed0", "fedavg-fixmatch-seed0"):
+        assert read(tmp_path / "r" / name) == expected(tmp_path / "r" / name)
+    # A finished comparison is not told of: nothing is begun anew.
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("events.*")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner.resume(tmp_path / "r", tracker("tensorboard"))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("events.*")} == files
+    assert len(files) == 2

@@ -1,0 +1,647 @@
+"""Sums of which the server sees no single term: the arithmetic, the masks, and what a site tells, and tells once."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scenes import begin, furthest, play
+from scipy.stats import chi2, chisquare
+from sympy import isprime
+from test_contract import scene
+
+from halfmoon.aggregation import AggregationContext, changed
+from halfmoon.config.schema import Config
+from halfmoon.contract.checks import SIZES
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.engine.loop import TooFew
+from halfmoon.federation.protocol.messages import Joined, Reply, Request, read, write
+from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.server.secure_sum import MaskedSum, layout, shown, summed
+from halfmoon.federation.server.validation import check_schema
+from halfmoon.federation.site import secure_sum
+from halfmoon.federation.site.runtime import NOTHING, Refused
+from halfmoon.federation.site.secure_sum import BEGIN, MASK, REVEAL, Part
+from halfmoon.secure.fixed_point import SCALE, Sums, TooLarge, check_upload, contribution, mean, sound
+from halfmoon.secure.masking import (
+    PRIME,
+    Cohort,
+    Party,
+    Scene,
+    UnreadableShare,
+    agree,
+    coefficients,
+    derive,
+    joined,
+    lasting,
+    public,
+    split,
+    threshold,
+    unmasked,
+)
+
+FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Do without a disk that survives the machine's fall."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+# ---- Shamir's shares and the primitives around them
+
+
+def test_shares_are_the_published_ones() -> None:
+    """The example of Wikipedia's article on Shamir's secret sharing: 1234 + 166 x + 94 x^2 modulo 1613."""
+    shares = split(1234, 3, range(1, 7), [166, 94], prime=1613)
+    assert shares == [1494, 329, 965, 176, 1188, 775]
+    assert joined({2: 329, 4: 176, 5: 1188}, prime=1613) == 1234
+
+
+def test_the_field_is_a_field() -> None:
+    assert isprime(PRIME)
+    assert not any(isprime(2**256 + k) for k in range(297))
+
+
+def test_any_of_enough_shares_tell_a_secret_and_fewer_tell_nothing() -> None:
+    """In a field of 11, one share of two is compatible with each secret just once: all are as likely as before."""
+    secret = int.from_bytes(bytes(range(32)), "big")
+    shares = dict(zip(range(1, 8), split(secret, 4, range(1, 8), coefficients(b"k" * 32, 3)), strict=True))
+    for some in ((1, 2, 3, 4), (7, 5, 2, 3), (1, 2, 3, 4, 5, 6, 7)):
+        assert joined({k: shares[k] for k in some}) == secret
+    assert joined({k: shares[k] for k in (1, 2, 3)}) != secret
+    for share in range(11):
+        secrets = [s for s in range(11) for drawn in range(11) if split(s, 2, [3], [drawn], prime=11) == [share]]
+        assert sorted(secrets) == list(range(11))
+
+
+def test_keys_are_agreed_on_as_rfc_7748_says() -> None:
+    """Section 5.2: X25519 of 9 and 9, once, and a thousand times over; a point of low order is no key."""
+    k = u = bytes([9]) + bytes(31)
+    assert public(k).hex() == "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079"
+    for _ in range(1000):
+        k, u = agree(k, u), k
+    assert k.hex() == "684cf59ba83309552800ef566f2f4d3c1c3887c49360e3875f2eb94d99532c51"
+    with pytest.raises(UnreadableShare, match="public key is none"):
+        agree(k, bytes(32))
+
+
+def test_more_than_two_thirds_have_to_stay() -> None:
+    assert [threshold(k) for k in (3, 4, 5, 6, 10, 30)] == [3, 3, 4, 5, 7, 21]
+
+
+# ---- fixed point
+
+
+def test_a_contribution_is_hand_made_numbers() -> None:
+    """3 (0.5, -1/4), and the weight 3, in units of 2^-24; 2^-26 is half of a half of a unit: it rounds to none."""
+    change = {"a": torch.tensor([0.5, -0.25]), "b": torch.tensor([[2.0**-26]])}
+    vector = contribution(change, 3.0, 2)
+    assert vector.tolist() == [3 * 2**23, -3 * 2**22, 1, 3 * 2**24]  # 0.75 of a unit rounds to 1
+    assert contribution(change, 1.0, 2).tolist() == [2**23, -(2**22), 0, 2**24]
+    got, weight = mean(vector + contribution(change, 1.0, 2), change)
+    assert weight == 4
+    assert got["a"].tolist() == [0.5, -0.25]
+    assert got["b"].shape == (1, 1)
+    nothing, weight = mean(torch.zeros(4, dtype=torch.int64), change)
+    assert (weight, nothing["a"].tolist()) == (0, [0, 0])
+
+
+def test_what_would_not_fit_is_refused() -> None:
+    """The sum over k clients has to stay below 2^62; no number that is not finite passes."""
+    most = 2.0**62 / SCALE / 4
+    contribution({"a": torch.tensor([np.nextafter(most, 0.0)], dtype=torch.float64)}, 1.0, 4)
+    for value in (most, -most, float("inf"), float("nan")):
+        with pytest.raises(TooLarge, match="too large for a sum of 4"):
+            contribution({"a": torch.tensor([value], dtype=torch.float64)}, 1.0, 4)
+    with pytest.raises(TooLarge):
+        contribution({"a": torch.tensor([1.0])}, 2.0**37, 4)
+    assert sound(torch.tensor([-(2**61), 2**61]))
+    assert not sound(torch.tensor([2**62, 1]))
+    assert not sound(torch.tensor([1, -1]))
+
+
+def asked(down: Tree, clients: int, wanted: int | None = None) -> AggregationContext:
+    return AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), wanted or clients, True)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
+    """Against exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
+    g = torch.Generator().manual_seed(1)
+    down = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
+    k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
+    up = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}, "weight": weights}
+    places, got = Sums(even).uploads(asked(down, k), up)
+    assert list(places) == list(range(k))
+    assert got["stats"] == {}
+    assert got["weight"].tolist() == [1.0] * k
+    w = [Fraction(1) if even else Fraction(v) for v in weights.tolist()]
+    bound = k * Fraction(1, 2**25) / sum(w)
+    worst = Fraction(0)
+    for j in range(200):
+        exact = sum(a * Fraction(float(x)) for a, x in zip(w, up["params"]["w"][:, j], strict=True)) / sum(w)
+        values = got["params"]["w"][:, j].tolist()
+        assert len(set(values)) == 1
+        worst = max(worst, abs(Fraction(values[0]) - exact))
+    assert bound / 50 < worst <= bound + Fraction(1, 2**50)
+
+
+def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
+    down = {"params": {"w": torch.zeros(2)}}
+    up = {"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}, "weight": torch.ones(3)}
+    aggregator = Sums(False)
+    places, got = aggregator.uploads(asked(down, 3), up)
+    assert list(places) == [0]
+    assert got["params"]["w"].tolist() == [[1.0, 2.0]]
+    assert aggregator.row() == {"summed": 1}
+    places, _ = aggregator.uploads(asked(down, 3), {**up, "params": {"w": torch.full((3, 2), 1e30)}})
+    assert list(places) == []
+    places, got = aggregator.uploads(asked(down, 3), {"params": {"w": torch.ones(3, 2)}, "weight": torch.zeros(3)})
+    assert (got["weight"].tolist(), got["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
+
+
+def test_an_upload_with_more_than_an_update_is_refused() -> None:
+    with pytest.raises(UserError, match="'appu' goes up beside the update"):
+        check_upload(["params/w", "appu", "weight"], {"params/w": None})
+    with pytest.raises(UserError, match="nothing says what an upload weighs"):
+        check_upload(["params/w"], {"params/w": None})
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg-fixmatch", "fixmatch-feddpl", "feddure", "fedloke", "fml"])
+def test_the_mean_of_a_sum_does_for_a_method(name: str) -> None:
+    """Its server does with it what it does with single uploads, to the bound of 3 clients, in double precision."""
+    made, shared, plain = scene(name, "both")
+    _, _, summing = scene(name, "both", aggregators=[Sums(False)])
+    (one,), (two,) = (play(made, each, begin(made, shared), range(1)) for each in (plain, summing))
+    weights = 3 if name == "fml" else sum(sum(SIZES[k]) for k in one.report.cohort)  # FML's are 1
+    assert 0 < furthest(two.server, one.server) <= 3 * 2**-25 / weights + 1e-12
+    assert two.report.aggregator == {"summed": 3}
+
+
+def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
+    """Loop and vmap differ in the last digits of float64; a unit of 2^-24 may turn with them, of 3 clients."""
+    played = []
+    for executor in ("loop", "vmap"):
+        made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[Sums(False)])
+        played.append(play(made, runtime, begin(made, shared), range(1))[0])
+    loop, lifted = played
+    weights = sum(sum(SIZES[k]) for k in loop.report.cohort)
+    assert furthest(lifted.server, loop.server) <= 3 * 2**-24 / weights + 1e-12
+    assert lifted.report.aggregator == loop.report.aggregator == {"summed": 3}
+
+
+def test_a_branch_without_leaves_stays() -> None:
+    """Networks without statistics have {"stats": {}}; so has an aggregate in the place of their uploads."""
+    up = {"params": {"w": torch.ones(2, 3)}, "stats": {}, "weight": torch.ones(2)}
+    down = {"params": {"w": torch.zeros(3)}, "stats": {}}
+    new = changed(up, asked(down, 2), {"params/w": torch.full((3,), 5.0)})
+    assert list(new) == ["params", "stats", "weight"]
+    assert new["stats"] == {}
+    assert new["params"]["w"].tolist() == [[5.0] * 3] * 2
+
+
+def test_a_sum_of_two_is_no_sum() -> None:
+    with pytest.raises(UserError, match="secure_aggregation needs a cohort of 3 or more, not 2"):
+        Config(method="fedavg", cohort=2, secure_aggregation=True)
+
+
+# ---- sites and a server without a network
+
+
+DOWN = {"params": {"w": torch.zeros(40, 30), "b": torch.zeros(7)}, "stats": {}}
+
+
+@dataclass
+class Village:
+    """Sites with made-up updates, which answer as real ones do; `drops` says who is away at which stage."""
+
+    folder: Path
+    count: int
+    drops: Mapping[str, set[int]] = field(default_factory=dict)
+    seen: list[bytes] = field(default_factory=list)
+    round: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(5)
+        shapes = {"w": (40, 30), "b": (7,)}
+        self.updates = [
+            {name: rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()} for _ in range(self.count)
+        ]
+        self.weights = rng.integers(1, 500, self.count).tolist()
+
+    @property
+    def names(self) -> list[str]:
+        return [f"site-{k}" for k in range(self.count)]
+
+    def part(self, k: int) -> Part:
+        """Return a site's part as a new process finds it."""
+        home = self.folder / f"home-{k}"
+        home.mkdir(parents=True, exist_ok=True)
+        return Part(secure_sum.secret(home), home / RUN, k, self.count, False)
+
+    def key(self, k: int) -> bytes:
+        return bytes.fromhex(secure_sum.shown(self.folder / f"home-{k}", FEDERATION))
+
+    def upload(self, k: int) -> Tree:
+        moved = {name: torch.from_numpy(leaf) for name, leaf in self.updates[k].items()}
+        return {"params": moved, "stats": {}, "weight": torch.tensor(float(self.weights[k]), dtype=torch.float64)}
+
+    def do(self, k: int) -> Callable[[Request], Reply]:
+        def done(request: Request) -> Reply:
+            plain = Reply.of(request, VERSION, NOTHING)
+            return replace(plain, up=self.upload(k)) if request.work else plain
+
+        return done
+
+    def answer(self, k: int, data: bytes) -> bytes:
+        request = read(data, Request)
+        return write(self.part(k).answer(request, self.do(k)))
+
+    def requests(self) -> dict[str, Request]:
+        for k in range(self.count):
+            self.part(k)
+        plain = Request(FEDERATION, VERSION, RUN, self.round, 0, 0, "train", down=DOWN)
+        return dict.fromkeys(self.names, plain)
+
+    def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+        """Carry requests to the sites, in bytes, and their replies back."""
+        replies = {}
+        for name, request in requests.items():
+            k, stage = self.names.index(name), next(iter(request.masks))
+            if k in self.drops.get(stage, set()):
+                continue
+            self.seen.append(write(request))
+            self.seen.append(self.answer(k, self.seen[-1]))
+            replies[name] = read(self.seen[-1], Reply)
+            assert check_schema(replies[name].up, {}, pattern) is None
+        return replies
+
+    def sum(self) -> MaskedSum:
+        numbers = {name: k for k, name in enumerate(self.names)}
+        requests = self.requests()
+        keys = {name: self.key(k) for k, name in enumerate(self.names)}
+        return MaskedSum(requests, numbers, keys, self.ask, "round 1, query 1 (train)")
+
+    def play(self) -> torch.Tensor:
+        """Return the sum of one question."""
+        sum = self.sum()
+        like = layout(spec_of(self.upload(0)), spec_of(DOWN))
+        return sum.total(self.ask(sum.begin(), summed(like), "the work"))
+
+
+def exact(village: Village, there: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of the contributions of some sites, int64, and the weighted mean of their updates, in float64."""
+    flat = np.stack([np.concatenate([u["w"].ravel(), u["b"]]) for u in village.updates])[there].astype("f8")
+    weights = np.array(village.weights, "f8")[there]
+    parts = np.round(np.c_[flat, np.ones(len(there))] * weights[:, None] * 2.0**24).astype("i8")
+    return parts.sum(0), (flat * weights[:, None]).sum(0) / weights.sum()
+
+
+STAGES = (BEGIN, MASK, REVEAL)
+DROPS = [
+    {},
+    *({stage: {4}} for stage in STAGES),
+    *({stage: {0, 5, 9}} for stage in STAGES),
+    {BEGIN: {2}, MASK: {2, 7}, REVEAL: {2, 7, 8}},
+]
+
+
+@pytest.mark.parametrize(
+    "drops", DROPS, ids=lambda drops: ",".join(f"{s}-{len(d)}" for s, d in drops.items()) or "none"
+)
+def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path: Path) -> None:
+    """Ten sites, of which none, one or three (30 %) drop out before each stage: the sum is that of those who trained.
+
+    As whole numbers it is exact; as a mean it is off by the rounding of k numbers to units of 2^-24.
+    """
+    village = Village(tmp_path, 10, drops)
+    total = village.play()
+    there = [k for k in range(10) if k not in drops.get(BEGIN, set()) | drops.get(MASK, set())]
+    whole, average = exact(village, there)
+    assert np.array_equal(total.numpy(), whole)
+    got, weight = mean(total, {"w": torch.empty(1207, dtype=torch.float64)})
+    assert weight == sum(village.weights[k] for k in there)
+    assert np.abs(got["w"].numpy() - average).max() <= len(there) * 2.0**-25 / weight + 1e-15
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> None:
+    """Four of ten are gone: the server says so and has no sum."""
+    village = Village(tmp_path, 10, {stage: {1, 2, 3, 4}})
+    with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
+        village.play()
+
+
+def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> None:
+    """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
+    village = Village(tmp_path, 10, {MASK: {9}})
+    sum, told = village.sum(), {}
+    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0)), spec_of(DOWN))), "the work")
+    village.drops = {REVEAL: {6, 7, 8}}
+    with pytest.raises(TooFew, match="a sum needs 7"):
+        sum.total(replies)
+    answers = [read(data, Reply) for data in village.seen[-12:][1::2]]
+    masking = sum._masking
+    assert masking is not None
+    for k, said in enumerate(answers):
+        told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.up["shares"])}
+    vectors = {k: replies[f"site-{k}"].up["sum"].numpy().view(np.uint64) for k in range(9)}
+    with pytest.raises(UnreadableShare, match="6 sites have stayed to the end, and 7 are needed"):
+        unmasked(masking, vectors, told)
+    party = Party(secure_sum.secret(tmp_path / "home-9"), 9, masking.cohort)
+    assert joined({k + 1: shares[9] for k, shares in told.items()}) != int.from_bytes(party.private, "big")
+
+
+def spread_of(vector: np.ndarray) -> float:
+    """Return the p-value of a vector's bytes being uniform (chi-square)."""
+    return float(chisquare(np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)).pvalue)
+
+
+def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) -> None:
+    """Bytes are uniform, of each site, and of the difference of two rounds with equal updates; plain ones are not."""
+    village = Village(tmp_path, 4)
+    vectors: dict[tuple[int, int], np.ndarray] = {}
+    for village.round in range(2):
+        village.seen.clear()
+        village.play()
+        for data in village.seen:
+            with suppress(UserError):
+                reply = read(data, Reply)
+                if "sum" in reply.up:
+                    vectors[village.round, len(vectors) % 4] = reply.up["sum"].numpy()
+    assert len(vectors) == 8
+    values = [spread_of(each) for each in vectors.values()]
+    values += [spread_of(vectors[0, k] - vectors[1, k]) for k in range(4)]
+    values += [spread_of(vectors[0, k] - vectors[0, j]) for k in range(4) for j in range(k)]
+    # Fisher's method, over all of them together, and none on its own beyond what one of eighteen may be by chance.
+    assert min(values) > 1e-5
+    assert chi2.sf(-2 * np.log(values).sum(), 2 * len(values)) > 1e-5
+    assert spread_of(exact(village, [0])[0]) < 1e-9
+    assert not (vectors[0, 0] == vectors[1, 0]).any()
+
+
+def stages(village: Village) -> dict[str, Request]:
+    """Play one question, and return what site 0 was asked at each stage."""
+    village.play()
+    asked: dict[str, Request] = {}
+    for data in village.seen:
+        with suppress(UserError):
+            request = read(data, Request)
+            asked.setdefault(next(iter(request.masks)), request)
+    return asked
+
+
+def altered(request: Request, stage: str, **leaves: Any) -> Request:
+    return replace(request, masks={stage: {**request.masks[stage], **leaves}})
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Path) -> None:
+    """A server that asks again, after a restart, or with changes: at each stage a site answers one question."""
+    village = Village(tmp_path, 5)
+    first = stages(village)
+    answers = {stage: village.answer(0, write(request)) for stage, request in first.items()}
+    assert all(answer in village.seen for answer in answers.values())
+    begin, mask, reveal = (first[stage] for stage in STAGES)
+    others = [
+        altered(begin, BEGIN, sites=numbers(0, 1, 2, 3), keys=begin.masks[BEGIN]["keys"][:4]),
+        altered(mask, MASK, sites=numbers(0, 1, 2, 3), keys=mask.masks[MASK]["keys"][:4]),
+        altered(reveal, REVEAL, survived=numbers(0, 1, 2, 3)),
+        altered(reveal, REVEAL, survived=numbers(0, 2, 3, 4)),
+    ]
+    for other in others:
+        with pytest.raises(Refused, match="answered for that round already"):
+            village.answer(0, write(other))
+    assert {stage: village.answer(0, write(request)) for stage, request in first.items()} == answers
+
+
+def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None:
+    """Two vectors under one mask would tell their difference: of one site alone."""
+    village = Village(tmp_path, 4)
+    first = stages(village)
+    village.updates[0]["b"][3] += 2.0**-20
+    with pytest.raises(Refused, match="answered for that round already"):
+        village.answer(0, write(first[MASK]))
+
+
+def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> None:
+    """Of those whose vectors came it tells the seed's share, of the others the key's: as they were dealt."""
+    village = Village(tmp_path, 7, {MASK: {6}})
+    first = stages(village)
+    said = read(village.answer(0, write(first[REVEAL])), Reply).up["shares"]
+    begin = first[BEGIN].masks[BEGIN]
+    cohort = Cohort(
+        Scene(FEDERATION, RUN, 0, 0, 0), tuple(range(7)), tuple(row.numpy().tobytes() for row in begin["keys"])
+    )
+    for k in range(7):
+        party = Party(secure_sum.secret(tmp_path / f"home-{k}"), k, cohort)
+        for purpose, held, mine in (("seed", party.seed, k != 6), ("private", party.private, k == 6)):
+            key = derive(party.secret, f"shares of the {purpose}", cohort.digest, k)
+            (share,) = split(int.from_bytes(held, "big"), 5, [1], coefficients(key, 4))
+            assert (said[k].numpy().tobytes() == share.to_bytes(33, "big")) is mine
+
+
+def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
+    village = Village(tmp_path, 5)
+    first = stages(village)
+    begin, mask, reveal = (replace(first[stage], round=1) for stage in STAGES)
+    keys, round_keys = begin.masks[BEGIN]["keys"], mask.masks[MASK]["keys"]
+    own = torch.from_numpy(np.frombuffer(public(b"x" * 32), np.uint8).copy())
+
+    def refused(request: Request, words: str) -> None:
+        with pytest.raises(Refused, match=words):
+            village.answer(0, write(request))
+
+    refused(replace(mask, masks={}), "sees sums alone")
+    refused(replace(begin, work="train"), "a work and for the rest of a sum at once")
+    refused(altered(begin, BEGIN, sites=numbers(0, 1), keys=keys[:2]), "of fewer than 3 it hides nothing")
+    refused(altered(begin, BEGIN, sites=numbers(0, 1, 1), keys=keys[:3]), "names a site twice")
+    refused(altered(begin, BEGIN, sites=numbers(0, 1, 5), keys=keys[:3]), "site number 5, and the federation has 5")
+    refused(altered(begin, BEGIN, sites=numbers(0, 1, -1), keys=keys[:3]), "site number -1")
+    refused(altered(begin, BEGIN, sites=numbers(0, 2, 1), keys=keys[:3]), "in the order of their numbers")
+    refused(altered(begin, BEGIN, sites=numbers(1, 2, 3), keys=keys[1:4]), "without this site")
+    refused(altered(begin, BEGIN, keys=torch.cat([own[None], keys[1:]])), "another key of this site than its own")
+    refused(mask, "has not begun")
+    refused(reveal, "has not begun")
+    village.answer(0, write(begin))
+    refused(reveal, "before this site has sent anything under one")
+    here = village.part(0)._party(begin, secure_sum._Visit(tmp_path / "home-0" / RUN / "sums", begin))
+    mine = torch.from_numpy(np.frombuffer(public(here.private), np.uint8).copy())[None]
+    rest = torch.cat([mine, round_keys[1:]])
+    refused(altered(mask, MASK, sites=numbers(0, 1, 2), keys=rest[:3]), "3 sites have dealt shares, and 4 are needed")
+    refused(mask, "or has another key of this one")  # of round 0
+    good = altered(mask, MASK, keys=rest)
+    village.answer(0, write(good))
+    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2)), "sum of 3 sites of 5, and 4 are needed")
+    refused(altered(reveal, REVEAL, survived=numbers(1, 2, 3, 4)), "leaves out this one's")
+    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 3, 7)), "sites whose updates it cannot have")
+    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 2, 3)), "sites whose updates it cannot have")
+    refused(
+        altered(reveal, REVEAL, shares=reveal.masks[REVEAL]["shares"][:4]), "other sites than those that have dealt"
+    )
+    with pytest.raises(UnreadableShare, match="the shares that site number 0 has dealt cannot be read"):
+        village.answer(0, write(reveal))  # those of round 0
+
+
+def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Path) -> None:
+    village = Village(tmp_path, 4)
+    first = stages(village)
+    for path in tmp_path.glob("home-0/*/sums/*"):
+        held = json.loads(path.read_text())
+        del held[REVEAL]
+        path.write_text(json.dumps(held))
+    shares = first[REVEAL].masks[REVEAL]["shares"].clone()
+    shares[2, 5] ^= 1
+    with pytest.raises(UnreadableShare, match="site number 2"):
+        village.answer(0, write(altered(first[REVEAL], REVEAL, shares=shares)))
+
+
+def test_a_site_whose_key_is_none_is_left_out(tmp_path: Path) -> None:
+    """With a point of low order nobody can agree: the others would all fail over it."""
+    village = Village(tmp_path, 4)
+    original = village.ask
+
+    def ask(requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+        replies = original(requests, pattern, what)
+        if BEGIN in next(iter(requests.values())).masks:
+            bad = {**replies["site-2"].up, "key": torch.zeros(32, dtype=torch.uint8)}
+            replies["site-2"] = replace(replies["site-2"], up=bad)
+        return replies
+
+    village.ask = ask
+    assert np.array_equal(village.play().numpy(), exact(village, [0, 1, 3])[0])
+
+
+def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
+    """Shares of another key, and a vector under other masks: the round has no sum."""
+    village = Village(tmp_path, 4)
+    sum = village.sum()
+    like = layout(spec_of(village.upload(0)), spec_of(DOWN))
+    replies = village.ask(sum.begin(), summed(like), "the work")
+    noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
+    spoiled = {**replies, "site-1": replace(replies["site-1"], up={"sum": noise})}
+    with pytest.raises(TooFew, match="from which the masks do not come off"):
+        sum.total(spoiled)
+
+
+MALFORMED: list[Tree] = [
+    {"end": {"sites": numbers(0)}},
+    {BEGIN: {"sites": numbers(0, 1, 2)}},
+    {BEGIN: {"sites": numbers(0, 1, 2), "keys": torch.zeros(3, 31, dtype=torch.uint8)}},
+    {BEGIN: {"sites": numbers(0, 1, 2), "keys": torch.zeros(2, 32, dtype=torch.uint8)}},
+    {BEGIN: {"sites": torch.zeros(3), "keys": torch.zeros(3, 32, dtype=torch.uint8)}},
+    {BEGIN: {"sites": torch.tensor(3), "keys": torch.zeros(3, 32, dtype=torch.uint8)}},
+    {BEGIN: {"sites": {}, "keys": torch.zeros(3, 32, dtype=torch.uint8)}},
+    {MASK: {"sites": numbers(*range(9)), "keys": torch.zeros(9, 32, dtype=torch.uint8)}},
+    {REVEAL: {"survived": numbers(0, 1, 2), "shares": torch.zeros(3, 5, dtype=torch.uint8)}},
+    {BEGIN: {}, MASK: {}},
+]
+
+
+@pytest.mark.parametrize("masks", MALFORMED, ids=range(len(MALFORMED)))
+def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
+    from federations import terms
+
+    with pytest.raises(Refused, match="for a masked sum cannot be used: it"):
+        secure_sum.look(spec_of(masks), terms(cohort=3, secure_aggregation=True))
+
+
+def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
+    from federations import TERMS
+
+    secure_sum.look({}, TERMS)
+    with pytest.raises(Refused, match="nobody agreed on such sums"):
+        secure_sum.look(spec_of({BEGIN: {"sites": numbers(0)}}), TERMS)
+
+
+def test_a_sites_secret_is_its_owners_alone_and_what_it_puts_down_holds_none(tmp_path: Path) -> None:
+    village = Village(tmp_path, 4)
+    village.play()
+    path = tmp_path / "home-0" / "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    held = path.read_bytes()
+    assert len(held) == 32
+    party = village.part(0)._party(
+        village.requests()["site-0"],
+        secure_sum._Visit(tmp_path / "home-0" / RUN / "sums", village.requests()["site-0"]),
+    )
+    hidden = [held, party.private, party.seed, lasting(held, FEDERATION)]
+    notes = [each.read_bytes() for each in (tmp_path / "home-0" / RUN).rglob("*.json")]
+    assert len(notes) == 1
+    for secret in hidden:
+        assert not [note for note in [*notes, *village.seen] if secret in note or secret.hex().encode() in note]
+    path.write_bytes(b"short")
+    with pytest.raises(UserError, match="is damaged: put it back"):
+        secure_sum.secret(path.parent)
+
+
+def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
+    """It does not answer a second time as if it had never answered."""
+    village = Village(tmp_path, 4)
+    first = stages(village)
+    (path,) = (tmp_path / "home-0" / RUN / "sums").iterdir()
+    path.write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        village.answer(0, write(first[REVEAL]))
+
+
+def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
+    said = {
+        f"site-{k}": Joined(FEDERATION, VERSION, f"site-{k}", 1, 1, 0, key)
+        for k, key in enumerate(["", "ab" * 32, "AB" * 32, "ab" * 31, "zz" * 32])
+    }
+    assert shown(said) == {"site-1": bytes.fromhex("ab" * 32)}
+    assert shown({"site-0": Joined(FEDERATION, VERSION, "site-0", 1, 1, 0, "00" * 32)}) == {}  # of low order
+    village = Village(tmp_path, 5)
+    sum = village.sum()
+    sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
+    with pytest.raises(TooFew, match="has 2 sites of 5 that could be asked, and a sum needs 3"):
+        sum.begin()
+    assert not village.seen
+
+
+# Whom a site takes part with
+
+
+def test_no_sum_is_of_fewer_sites_than_the_agreed_cohort(tmp_path: Path):
+    """A server that leaves honest sites out, until one is alone with invented ones, is refused by each of them."""
+    made = Village(tmp_path, 5)
+    made.requests()
+    begin = made.sum()
+    begin.requests = dict(list(begin.requests.items())[:4])
+
+    def part(k: int) -> Part:
+        return replace(Village.part(made, k), least=5)
+
+    made.part = part  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="all agreed on cohorts of 5"):
+        begin.begin()
+
+
+def test_another_key_of_a_site_than_before_is_refused(tmp_path: Path):
+    """What the review did: two invented keys beside a site's own; the first sum has made the real ones known."""
+    made = Village(tmp_path, 4)
+    made.play()
+    made.round += 1
+    forged = made.sum()
+    forged.keys = {**forged.keys, "site-2": public(bytes(range(32)))}
+    with pytest.raises(Refused, match="site number 2 has another key"):
+        forged.begin()

@@ -1,0 +1,117 @@
+"""Disks that refuse the Nth call or lose their power at it: a run goes on to the same bytes, or says a sentence."""
+
+from __future__ import annotations
+
+import errno
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failing_disk import Disk, PowerLoss, failing
+
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.federation.site.memory import Memory
+from halfmoon.runs import runner
+
+RUN: dict[str, Any] = {
+    "data": "digits", "clients": 3, "cohort": 2, "network": "small", "width": 2, "steps": 1, "method": "fedloke",
+    "device": "cpu", "executor": "loop", "threads": 1, "labels_per_class": 3.0, "rounds": 2, "evaluate_every": 2,
+}  # fmt: skip
+REFUSALS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
+FILES = ("model.safetensors", "metrics.jsonl", "split.parquet", "checkpoint-000002.safetensors")
+
+
+def outcome(folder: Path) -> list[bytes]:
+    """Play a run, or go on with one, and return the files that count."""
+    runner.cell(Config(**RUN), folder)
+    return [(folder / name).read_bytes() for name in FILES]
+
+
+def calls(folder: Path) -> int:
+    """Return how many calls a run makes."""
+    with failing(Disk(folder)) as disk:
+        outcome(folder)
+    return disk.count
+
+
+def played(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> str:
+    """Return what came of a run whose disk fails at a call: "same", or the sentence; fail over anything else."""
+    disk = Disk(folder, at, number)
+    try:
+        with failing(disk):
+            outcome(folder)
+    except (PowerLoss, UserError, OSError):
+        pass
+    if number is None:
+        disk.lose(random.Random(at))
+    try:
+        assert outcome(folder) == wanted, f"other bytes after call {at} with {number}"
+    except UserError as error:
+        return str(error)
+    return "same"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], int]:
+    """Return what a run makes whose disk is sound, and how many calls it takes."""
+    folder = tmp_path_factory.mktemp("straight")
+    return outcome(folder / "run"), calls(folder / "again")
+
+
+@pytest.mark.parametrize("number", [*REFUSALS, None], ids=["EIO", "ENOSPC", "EMFILE", "power"])
+def test_a_run_survives_its_disk(straight: tuple[list[bytes], int], tmp_path: Path, number: int | None):
+    """A few calls, spread over the whole run; benchmarks/failing_disks.py plays every one."""
+    wanted, count = straight
+    assert count > 50
+    for at in random.Random(number).sample(range(count), 5):
+        assert played(tmp_path / str(at), at, number, wanted)
+
+
+def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
+    """A write without a flush may be gone, whole or in part; after a flush it never is."""
+    import os
+
+    lengths = set()
+    for seed in range(30):
+        path = tmp_path / str(seed)
+        with failing(Disk(tmp_path)) as disk:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT)
+            os.write(handle, b"safe")
+            os.fsync(handle)
+            os.write(handle, b"gone")
+            os.close(handle)
+        disk.lose(random.Random(seed))
+        assert path.read_bytes().startswith(b"safe")
+        lengths.add(len(path.read_bytes()))
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("number", [*REFUSALS, None])
+def test_a_sites_memory_is_the_old_one_or_the_new_one(tmp_path: Path, number: int | None):
+    """At every call of a write: what a site remembers of the visit before is there, or all of the new one."""
+
+    def memory(folder: Path, round: int) -> Memory:
+        return Memory(folder, (round, 0, 0), (round - 1, 0, 0) if round else None, torch.device("cpu"), lambda _: None)
+
+    def tree(value: float) -> Tree:
+        return {"w": torch.full((100,), value)}
+
+    for at in range(12):
+        folder = tmp_path / str(at)
+        memory(folder, 0).put("0", tree(1.0))
+        disk = Disk(folder, at, number)
+        try:
+            with failing(disk):
+                memory(folder, 1).put("0", tree(2.0))
+        except (PowerLoss, OSError):
+            pass
+        if number is None:
+            disk.lose(random.Random(at))
+        found = memory(folder, 2).get("0")
+        assert found is not None
+        assert float(found["w"][0]) in (1.0, 2.0)
+        assert found["w"].unique().numel() == 1

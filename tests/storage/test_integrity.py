@@ -1,0 +1,195 @@
+"""Checksums: what was changed on a disk is refused with a sentence, or changes no number; the review's cases first."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.inference import load_model
+from halfmoon.report.run_reader import Run
+from halfmoon.runs import runner
+from halfmoon.storage import integrity
+from halfmoon.storage.integrity import Unsealed, seal, unseal
+
+SMALL: dict[str, Any] = {
+    "data": "digits", "clients": 4, "cohort": 2, "network": "small", "width": 2, "steps": 1, "method": "fedloke",
+    "device": "cpu", "executor": "loop", "threads": 1, "evaluate_every": 1, "labels_per_class": 4.0,
+}  # fmt: skip
+ROUNDS = 3
+
+
+class Stop(KeyboardInterrupt):
+    """In place of a kill."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    runner.cell(Config(**SMALL, rounds=ROUNDS), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the same run, stopped after two rounds."""
+    from halfmoon.runs.callbacks import NullCallback
+
+    class Ending(NullCallback):
+        def round(self, run: Any, row: Any) -> None:
+            if row["round"] == ROUNDS - 1:
+                raise Stop
+
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(Stop):
+        runner.cell(Config(**SMALL, rounds=ROUNDS), folder, Ending())
+    return folder
+
+
+def test_a_seal_finds_every_changed_bit():
+    """Of the value, of the key, of the seal itself, of blanks; the whole object comes back otherwise."""
+    data = seal({"a": [1, 2.5], "b": {"c": "ä"}})
+    assert unseal(data) == {"a": [1, 2.5], "b": {"c": "ä"}}
+    for place in range(len(data)):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            with pytest.raises(Unsealed):
+                unseal(bytes(changed))
+    for cut in (data[:-1], b"", b"[]", b"{}", b"7"):
+        with pytest.raises(Unsealed):
+            unseal(cut)
+
+
+def copy(folder: Path, to: Path) -> Path:
+    """Return a copy of a run's folder."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(folder, to)
+    return to
+
+
+def test_one_digit_of_an_accuracy_is_found_before_it_is_believed(stopped: Path, finished: Path, tmp_path: Path):
+    """In a stopped run by the checkpoint (resume and report), in a finished one by its checksum."""
+    for source, calls in ((stopped, (runner.resume, Run.read)), (finished, (Run.read,))):
+        for call in calls:
+            path = copy(source, tmp_path / "run") / "metrics.jsonl"
+            text = path.read_text()
+            at = text.index('"accuracy": ') + len('"accuracy": 0.')
+            path.write_text(text[:at] + str((int(text[at]) + 3) % 10) + text[at + 1 :])
+            with pytest.raises(UserError, match=r"metrics\.jsonl was changed since it was written"):
+                call(tmp_path / "run")
+
+
+def test_one_bit_of_a_finished_model_is_found(finished: Path, tmp_path: Path):
+    """Whether the run's folder is given or the file alone, which carries its own checksum."""
+    whole = (finished / "model.safetensors").read_bytes()
+    path = tmp_path / "model.safetensors"
+    for place in (len(whole) - 1, len(whole) // 2, 20):
+        changed = bytearray(whole)
+        changed[place] ^= 0x40
+        path.write_bytes(changed)
+        with pytest.raises(UserError):
+            load_model(path)
+    path.write_bytes(whole)
+    assert load_model(path).classes
+
+
+def test_a_damaged_timing_stops_nothing(stopped: Path, finished: Path, tmp_path: Path):
+    """The review's run stopped over it before its model was written."""
+    folder = copy(stopped, tmp_path / "run")
+    timings = (folder / "timings.jsonl").read_bytes()
+    (folder / "timings.jsonl").write_bytes(b"{nonsense\n\xff\xfe\n" + timings[5:])
+    runner.resume(folder)
+    assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+    assert Run.read(folder).seconds() is not None
+
+
+# Every file, at many places
+
+
+def numbers(folder: Path) -> tuple[Any, ...]:
+    """Return every number that somebody reads from a folder: of its rows, its summary, its split and its model."""
+    run = Run.read(folder)
+    summary = {key: value for key, value in (run.summary or {}).items() if key != "seconds"}
+    model: tuple[Any, ...] = ()
+    if run.summary is not None:
+        images = np.arange(2 * 64, dtype=np.uint8).reshape(2, 8, 8, 1)
+        model = tuple(load_model(folder).probabilities(images).ravel().tolist())
+    return json.dumps(run.rows), json.dumps(summary), json.dumps(run.split), model
+
+
+def resumed(folder: Path) -> tuple[Any, ...]:
+    """Go on with a run to its end, and return its numbers."""
+    runner.resume(folder)
+    return numbers(folder)
+
+
+ACTS: dict[str, Callable[[bytes, random.Random], bytes | None]] = {
+    "flip": lambda data, chance: _flipped(data, chance),
+    "cut": lambda data, chance: data[: chance.randrange(len(data))] if data else data,
+    "delete": lambda data, chance: None,
+}
+
+
+def _flipped(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data)
+    if changed:
+        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def damaged(folder: Path, to: Path, name: str, act: str, chance: random.Random, read: Callable[[Path], Any]) -> str:
+    """Return what came of reading a copy in which one file is damaged: the sentence, or "equal"; fail else."""
+    path = copy(folder, to) / name
+    data = ACTS[act](path.read_bytes(), chance)
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    try:
+        found = read(to)
+    except UserError as error:
+        return str(error)
+    wanted = WANTED[0]
+    if name == "split.json" and data is None:  # nothing is told of the split, which is no other number
+        wanted = (*wanted[:2], "null", *wanted[3:])
+    assert found == wanted, f"{name}, {act}: other numbers"
+    return "equal"
+
+
+WANTED: list[Any] = []
+
+
+def names(folder: Path) -> list[str]:
+    """Return the files of a folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("act", list(ACTS))
+def test_a_damaged_file_is_refused_or_changes_no_number(stopped: Path, finished: Path, tmp_path: Path, act: str):
+    """A place of each file of a finished run, and of a stopped one that goes on; the benchmark plays hundreds."""
+    chance = random.Random(act)
+    WANTED[:] = [numbers(finished)]
+    for name in names(finished):
+        damaged(finished, tmp_path / "run", name, act, chance, numbers)
+    for name in chance.sample(names(stopped), 6):
+        damaged(stopped, tmp_path / "run", name, act, chance, resumed)
+
+
+def test_a_folder_without_checksums_is_read_unchecked_and_damaged_checksums_are_said(finished: Path, tmp_path: Path):
+    """Their loss loses no number; what they say is believed only where they are whole."""
+    folder = copy(finished, tmp_path / "run")
+    (folder / integrity.SUMS).unlink()
+    assert numbers(folder) == numbers(finished)
+    (folder / integrity.SUMS).write_text("{}")
+    with pytest.raises(UserError, match=r"checksums\.json is damaged"):
+        Run.read(folder)

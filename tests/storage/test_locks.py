@@ -1,0 +1,103 @@
+"""One process a folder, also where the file system has no locks: said, replaced, and taken over from the dead."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfmoon.storage import atomic_io, locks
+from halfmoon.storage.locks import Held
+from halfmoon.storage.run_folder import Busy, RunFolder
+
+
+@pytest.fixture
+def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the file system have no locks, as some network ones do (ENOLCK)."""
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
+    """A second one is refused, and goes through once the first is free."""
+    one = locks.take(tmp_path / "l")
+    with pytest.raises(Held):
+        locks.take(tmp_path / "l")
+    one.free()
+    again = locks.take(tmp_path / "l")
+    assert again.remark == ""
+    again.free()
+    assert [path.name for path in tmp_path.iterdir()] == ["l"]
+
+
+@pytest.mark.usefixtures("lockless")
+def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: Path):
+    """The sentence names the process that is there, and what to do where it is not; afterwards nothing is left."""
+    one = locks.take(tmp_path / "l")
+    assert "has no locks" in one.remark
+    with pytest.raises(Held, match=r"is at work.*remove the file"):
+        locks.take(tmp_path / "l")
+    one.free()
+    locks.take(tmp_path / "l").free()
+    assert [path.name for path in tmp_path.iterdir()] == ["l"]
+
+
+@pytest.mark.usefixtures("lockless")
+@pytest.mark.parametrize("change", [{"process": 2**22 + 1}, {"began": "1"}, {"boot": "another"}])
+def test_the_file_of_a_dead_process_is_replaced(tmp_path: Path, change: dict[str, object]):
+    """Its number is nobody's, or by now another process', or the machine has started anew."""
+    one = locks.take(tmp_path / "l")
+    assert one.owner is not None
+    facts = json.loads(one.owner.read_bytes())
+    one.owner.write_text(json.dumps({**facts, **change}))
+    two = locks.take(tmp_path / "l")
+    assert json.loads(one.owner.read_bytes()) == facts
+    two.free()
+
+
+@pytest.mark.usefixtures("lockless")
+def test_the_file_of_another_machine_and_a_damaged_one_are_left_to_people(tmp_path: Path):
+    """Nobody here can say whether that process lives."""
+    owner = tmp_path / "l.owner"
+    owner.write_text('{"host": "elsewhere", "process": 7, "boot": "", "began": ""}')
+    with pytest.raises(Held, match="process 7 on elsewhere"):
+        locks.take(tmp_path / "l")
+    owner.write_text("{")
+    with pytest.raises(Held, match="cannot be read"):
+        locks.take(tmp_path / "l")
+
+
+@pytest.mark.usefixtures("lockless")
+def test_two_runs_never_share_a_folder_without_locks(tmp_path: Path):
+    """What the review found: both ended with 0, and rounds stood twice in metrics.jsonl."""
+    with RunFolder.create(tmp_path / "run", "", "a" * 64) as folder:
+        assert "has no locks" in folder.remark
+        with pytest.raises(Busy, match="another process is running"):
+            RunFolder.open(tmp_path / "run").log({"round": 1})
+    with RunFolder.open(tmp_path / "run") as again:
+        again.log({"round": 1})
+
+
+@pytest.mark.usefixtures("lockless")
+def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: Path):
+    """A real process, killed in the midst of it."""
+    code = (
+        "import fcntl, os, sys\n"
+        "def refuse(*_): raise OSError(37, 'No locks available')\n"
+        "fcntl.flock = refuse\n"
+        "from pathlib import Path; from halfmoon.storage import locks\n"
+        "locks.take(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path / "l"], check=False).returncode == -9
+    assert (tmp_path / "l.owner").exists()
+    lock = locks.take(tmp_path / "l")
+    assert atomic_io.parsed((tmp_path / "l.owner").read_bytes())["process"] != 0
+    lock.free()

@@ -1,0 +1,615 @@
+"""The store: what is put comes back with every bit, from memory, from a spilled file and from a commit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree, flatten
+from halfmoon.storage import manifest
+from halfmoon.storage.manifest import START, Commit, Contents, Damaged, sweep, verify
+from halfmoon.storage.state_store import StateView, Store
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush nothing: it guards against a loss of power, which no test can cause; that it is called is tested below."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def same(a: Tree | None, b: Tree | None) -> bool:
+    """Compare the nesting, the order of names, types, shapes, memory order and every bit (of a NaN too)."""
+    if a is None or b is None:
+        return a is b
+
+    def facts(tree: Tree) -> list:
+        return [
+            (key, facts(value))
+            if isinstance(value, dict)
+            else (key, value.dtype, value.shape, value.stride(), value.contiguous().view(-1).view(torch.uint8).tolist())
+            for key, value in tree.items()
+        ]
+
+    return facts(a) == facts(b)
+
+
+def ten(number: float) -> Tree:
+    """Return a tree of 40 bytes."""
+    return {"w": torch.full((10,), float(number))}
+
+
+def named(store: Store, suffix: str) -> list[str]:
+    """Return the store's files of a kind."""
+    assert store.folder is not None
+    return sorted(path.name for path in store.folder.glob(f"*{suffix}"))
+
+
+def reread(store: Store, mark: Commit, version: int = 0, cap: int = 0) -> Store:
+    """Return what a new process finds at a commit."""
+    assert store.folder is not None
+    again = Store(store.folder, cap)
+    again.restore(sweep(verify(store.folder, mark), version))
+    return again
+
+
+ODD = torch.tensor([0x7FC00001, 0x7F800001, -0x400000], dtype=torch.int32).view(
+    torch.float32
+)  # NaNs that differ in bits
+
+TREES: dict[str, Tree] = {
+    "float32": {"w": torch.randn(3, 4), "odd": ODD, "zero": torch.tensor([-0.0, 1e-45, float("inf")])},
+    "float64": {"w": torch.randn(5, dtype=torch.float64)},
+    "int64": {"n": torch.tensor([2**63 - 1, -(2**63), 0])},
+    "bool": {"mask": torch.tensor([[True], [False]])},
+    "small types": {"h": torch.randn(3).half(), "b": torch.randn(3).bfloat16(), "u": torch.tensor([0, 255]).byte()},
+    "mixed": {"z": {"b": torch.tensor([True]), "a": torch.tensor(1.5, dtype=torch.float64)}, "a": torch.arange(3)},
+    "scalars": {"f": torch.tensor(0.1), "n": torch.tensor(7), "t": torch.tensor(True)},
+    "no rows": {"w": torch.empty(0, 3), "n": torch.empty(0, dtype=torch.int64)},
+    "empty": {},
+    "empty inside": {"memory": {}, "deep": {"er": {}}},
+    "channels last": {"w": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "t": torch.randn(2, 3).t()},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("where", ["memory", "spill", "commit", "spilled commit"])
+def test_every_bit_comes_back(tmp_path: Path, name: str, where: str) -> None:
+    store = Store(tmp_path / "clients", 0 if "spill" in where else 10**6)
+    store.put("17", TREES[name])
+    if "commit" in where:
+        store = reread(store, store.commit(0))
+    assert same(store.get("17"), TREES[name])
+    assert "17" in store
+    assert store.nbytes == sum(leaf.numel() * leaf.element_size() for leaf in flatten(TREES[name]).values())
+
+
+def test_what_was_never_put_is_none(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients")
+    assert store.get("17") is None
+    assert "17" not in store
+    store.discard("17")
+    assert (store.keys(), store.nbytes, store.resident, store.changed) == ([], 0, 0, False)
+    assert store.commit(0) == START
+    assert not (tmp_path / "clients").exists()
+
+
+def test_a_put_is_a_copy_of_its_own() -> None:
+    """Neither a later change of the caller's tensor nor the rest of the memory it is a slice of is kept."""
+    store = Store()
+    whole = torch.zeros(1000, 10)
+    store.put("a", {"w": whole[3]})
+    whole += 1
+    found = store.get("a")
+    assert found is not None
+    assert found["w"].tolist() == [0.0] * 10
+    assert found["w"].untyped_storage().nbytes() == 40
+
+
+def test_the_least_recently_used_leave_memory_first(tmp_path: Path) -> None:
+    """Entries of 40 bytes under a cap of 100: two fit. a, b, read a, put c: b goes; put d: a goes; read b: nothing."""
+    store = Store(tmp_path / "clients", 100)
+    store.put("a", ten(1))
+    store.put("b", ten(2))
+    assert not (tmp_path / "clients").exists()
+    assert store.get("a") is not None
+    store.put("c", ten(3))
+    assert (named(store, ".spill"), store.resident, store.nbytes) == (["b.1.spill"], 80, 120)
+    store.put("d", ten(4))
+    assert (named(store, ".spill"), store.resident, store.nbytes) == (["a.2.spill", "b.1.spill"], 80, 160)
+    assert same(store.get("b"), ten(2))
+    assert (named(store, ".spill"), store.resident) == (["a.2.spill", "b.1.spill"], 80)
+    assert store.keys() == ["a", "b", "c", "d"]
+
+
+def test_a_cap_is_reached_exactly(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients", 80)
+    store.put("a", ten(1))
+    store.put("b", ten(2))
+    assert (store.resident, store.folder is not None and store.folder.exists()) == (80, False)
+
+
+def test_an_entry_larger_than_the_cap_goes_to_disk_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients", 100)
+    store.put("a", ten(1))
+    large = {"w": torch.arange(50.0)}
+    store.put("b", large)
+    assert (store.resident, store.nbytes, named(store, ".spill")) == (40, 240, ["b.1.spill"])
+    assert same(store.get("b"), large)
+
+
+def test_a_new_tree_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    """In memory and on disk; who has mapped the old one keeps it, and no file stays behind."""
+    store = Store(tmp_path / "clients", 0)
+    store.put("a", ten(1))
+    before = store.get("a")
+    store.put("a", {"v": torch.zeros(3)})
+    assert same(before, ten(1))
+    assert same(store.get("a"), {"v": torch.zeros(3)})
+    assert (named(store, ".spill"), store.nbytes) == (["a.2.spill"], 12)
+    store.discard("a")
+    assert (named(store, ""), store.nbytes, store.get("a")) == ([], 0, None)
+    resident = Store(tmp_path / "other", 100)
+    for number in range(5):
+        resident.put("a", ten(number))
+    assert (resident.resident, resident.nbytes) == (40, 40)
+    assert same(resident.get("a"), ten(4))
+
+
+def test_keys_of_any_letters_have_files_of_their_own(tmp_path: Path) -> None:
+    keys = ["17", "helpers/17", "helpers", "../up", "a b", "ü%", "a-000001", "a"]
+    store = Store(tmp_path / "clients", 0)
+    for number, key in enumerate(keys):
+        store.put(key, ten(number))
+    again = reread(store, store.commit(1))
+    for number, key in enumerate(keys):
+        assert same(again.get(key), ten(number))
+    assert again.keys() == sorted(keys)
+    assert [path.name for path in tmp_path.iterdir()] == ["clients"]
+
+
+def test_a_folder_of_its_own_comes_with_the_first_spill_and_goes_with_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = Store(None, 50)
+    store.put("a", ten(1))
+    assert list(tmp_path.iterdir()) == []
+    store.put("b", ten(2))
+    assert same(store.get("a"), ten(1))
+    (made,) = tmp_path.iterdir()
+    assert [path.name for path in made.iterdir()] == ["a.1.spill"]
+    del store
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settling_moves_what_was_spilled(tmp_path: Path) -> None:
+    store = Store(None, 50)
+    store.put("a", ten(1))
+    store.put("b", ten(2))
+    with pytest.raises(ValueError, match="settle it first"):
+        store.commit(0)
+    store.settle(tmp_path / "clients")
+    store.settle(tmp_path / "clients")
+    assert same(store.get("a"), ten(1))
+    again = reread(store, store.commit(0))
+    assert same(again.get("a"), ten(1))
+    assert same(again.get("b"), ten(2))
+    with pytest.raises(ValueError, match="keeps its files in"):
+        store.settle(tmp_path / "elsewhere")
+
+
+# Mapped, not read
+
+
+def memory() -> tuple[int, int]:
+    """Return the process' bytes in memory: its own, and those of mapped files."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024, int(lines["RssFile"].split()[0]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
+    """Of 40 MB, `get` takes no memory, a touch of all of it only the file's own pages, and letting go gives them back.
+
+    A mapped leaf is changed in place for its holder alone.
+    """
+    size = 40_000_000
+    store = Store(tmp_path / "clients", 0)
+    store.put("a", {"w": torch.ones(size // 4), "b": torch.zeros(3)})
+    gc.collect()
+    own, files = memory()
+    found = store.get("a")
+    assert found is not None
+    assert "a.1.spill" in Path("/proc/self/maps").read_text()
+    got = memory()
+    assert got[0] - own < size / 20
+    assert got[1] - files < size / 4  # the system may map some pages around the first
+    assert int(found["w"].view(torch.int32).bitwise_and(1).sum(dtype=torch.int64)) == 0
+    touched = memory()
+    assert touched[1] - files > size * 0.9
+    assert touched[0] - own < size * 1.5  # the sum's own rows, no second copy that stays
+    found["w"][:10] = 5
+    assert store.resident == 0
+    del found
+    gc.collect()
+    assert "a.1.spill" not in Path("/proc/self/maps").read_text()
+    assert memory()[1] - files < size / 4
+    again = store.get("a")
+    assert again is not None
+    assert again["w"][:10].tolist() == [1.0] * 10
+
+
+# Commits
+
+
+def test_a_commit_names_the_files_after_key_and_version(tmp_path: Path) -> None:
+    """One immutable file a changed tree, which any reader of safetensors opens; the manifest is only appended to."""
+    store = Store(tmp_path / "clients")
+    store.put("17", ten(1))
+    store.put("3", ten(2))
+    first = store.commit(0)
+    text = (tmp_path / "clients" / "manifest.jsonl").read_bytes()
+    store.put("3", ten(3))
+    second = store.commit(4)
+    files = ["17-000000", "3-000000", "3-000004"]
+    assert named(store, "") == [
+        *(f"{file}.{kind}" for file in files for kind in ("copy", "safetensors")),
+        "manifest.jsonl",
+        "manifest.second",
+    ]
+    assert (tmp_path / "clients" / "manifest.jsonl").read_bytes()[: first.length] == text
+    assert first.length == len(text)
+    assert second.length == (tmp_path / "clients" / "manifest.jsonl").stat().st_size > first.length
+    with safe_open(tmp_path / "clients" / "3-000004.safetensors", "pt") as file:
+        assert file.get_tensor("w").tolist() == [3.0] * 10
+    assert store.commit(5) == second  # nothing has changed
+    assert not store.changed
+
+
+def test_both_kept_commits_are_whole_until_the_older_is_pruned(tmp_path: Path) -> None:
+    """Versions 1, 2, 3 of a; b is put once. Pruned to 2: version 1 of a is gone, the later commits are whole."""
+    store = Store(tmp_path / "clients")
+    store.put("b", ten(9))
+    marks = {}
+    for version in (1, 2, 3):
+        store.put("a", ten(version))
+        marks[version] = store.commit(version)
+    store.prune(2)
+    assert named(store, "safetensors") == ["a-000002.safetensors", "a-000003.safetensors", "b-000001.safetensors"]
+    for version in (2, 3):
+        contents = verify(tmp_path / "clients", marks[version])
+        assert contents.entries["a"].file == f"a-{version:06d}.safetensors"
+        assert contents.entries["b"].file == "b-000001.safetensors"
+    with pytest.raises(Damaged, match="a-000001"):
+        verify(tmp_path / "clients", marks[1])
+    store.prune(3)
+    assert named(store, "safetensors") == ["a-000003.safetensors", "b-000001.safetensors"]
+
+
+def test_a_discarded_tree_is_there_in_the_commit_before(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients", 0)
+    store.put("a", ten(1))
+    store.put("b", ten(2))
+    first = store.commit(1)
+    store.discard("a")
+    assert store.changed
+    second = store.commit(2)
+    assert list(verify(tmp_path / "clients", first).entries) == ["a", "b"]
+    again = reread(store, second, version=1)
+    assert again.keys() == ["b"]
+    assert named(again, "safetensors") == ["a-000001.safetensors", "b-000001.safetensors"]
+    again.prune(2)
+    assert named(again, "safetensors") == ["b-000001.safetensors"]
+    again.put("a", ten(3))
+    assert same(reread(again, again.commit(3)).get("a"), ten(3))
+
+
+def test_what_is_committed_needs_no_second_file(tmp_path: Path) -> None:
+    """A spilled tree becomes the commit's file, and a committed one leaves memory without a write."""
+    store = Store(tmp_path / "clients", 50)
+    store.put("a", ten(1))
+    store.put("b", ten(2))  # pushes a out
+    spilled = (tmp_path / "clients" / "a.1.spill").stat()
+    store.commit(0)
+    kept = (tmp_path / "clients" / "a-000000.safetensors").stat()
+    assert (kept.st_ino, kept.st_mtime_ns) == (spilled.st_ino, spilled.st_mtime_ns)
+    before = named(store, "")
+    store.put("c", ten(3))  # pushes b out
+    assert store.resident == 40
+    assert named(store, "") == before
+    for key, number in (("a", 1), ("b", 2), ("c", 3)):
+        assert same(store.get(key), ten(number))
+
+
+def test_versions_go_up(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients")
+    store.put("a", ten(1))
+    mark = store.commit(3)
+    for each in (store, reread(store, mark)):
+        each.put("a", ten(2))
+        with pytest.raises(ValueError, match="version 3 cannot be committed after version 3"):
+            each.commit(3)
+
+
+def test_everything_is_flushed_before_the_manifest_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is flushed, then renamed; then the manifest is written and flushed; then the names, by the folder."""
+    calls: list[str] = []
+    opened: dict[int, str] = {}
+    real_open, real_replace = os.open, os.replace
+
+    def watched(path: Path, *rest: int) -> int:
+        handle = real_open(path, *rest)
+        opened[handle] = Path(path).name
+        return handle
+
+    def replaced(old: Path, new: Path) -> None:
+        calls.append(f"rename {Path(new).name}")
+        real_replace(old, new)
+
+    store = Store(tmp_path / "clients", 50)
+    store.put("a", ten(1))
+    store.put("b", ten(2))
+    monkeypatch.setattr(os, "open", watched)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "fsync", lambda handle: calls.append(f"flush {opened[handle]}"))
+    store.commit(0)
+    assert calls == [
+        "flush a.1.spill",
+        "rename a-000000.safetensors",
+        "flush .b-000000.safetensors.partial",
+        "rename b-000000.safetensors",
+        "flush manifest.second",
+        "flush manifest.jsonl",
+        "flush clients",
+    ]
+
+
+@pytest.mark.parametrize("clients", [10, 200])
+def test_a_commit_costs_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
+    """Five of 10 or of 200 clients with 4 kB each: 5 files of 4 kB and the five lines, below 5 x 4.5 kB."""
+    store = Store(tmp_path / "clients")
+    for client in range(clients):
+        store.put(str(client), {"w": torch.full((1000,), float(client))})
+    store.commit(0)
+    written = 0
+    real = os.write
+
+    def count(handle: int, data: bytes) -> int:
+        nonlocal written
+        written += len(data)
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", count)
+    for client in range(5):
+        store.put(str(client), {"w": torch.full((1000,), 0.5)})
+    store.commit(1)
+    store.prune(0)
+    assert 5 * 4000 < written < 5 * 4500
+
+
+def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
+    """Puts, reads, discards, commits, prunes and crashes in random order: at every instant the store is the dict.
+
+    After a crash the newest commit comes back, or the one before it, and the folder holds exactly the files that the
+    two name.
+    """
+    for seed in range(12):
+        chance = random.Random(seed)
+        folder, cap = tmp_path / str(seed), chance.choice([0, 60, 200, 10**6])
+        store = Store(folder, cap)
+        now: dict[str, Tree] = {}
+        saved: list[tuple[int, Commit, dict[str, Tree]]] = [(0, START, {})]
+        for _ in range(120):
+            act, key = chance.choice(["put"] * 4 + ["get", "discard", "commit", "crash"]), chance.choice("abcdef")
+            if act == "put":
+                now[key] = {"w": torch.tensor([chance.random()] * chance.randrange(0, 25))}
+                store.put(key, now[key])
+            elif act == "discard":
+                now.pop(key, None)
+                store.discard(key)
+            elif act == "commit":
+                version = saved[-1][0] + 1
+                saved = [*saved[-1:], (version, store.commit(version), dict(now))]
+                if chance.random() < 0.7:  # else it dies before it comes to that
+                    store.prune(saved[0][0])
+            elif act == "crash":
+                if len(saved) > 1 and chance.random() < 0.3:
+                    saved.pop()  # the newest checkpoint was damaged
+                version, mark, kept = saved[-1]
+                now = dict(kept)
+                store = Store(folder, cap)
+                store.restore(sweep(verify(folder, mark), saved[0][0]))
+                names = {e.file for _, m, _ in saved for e in verify(folder, m).entries.values()}
+                copies = {name.replace(".safetensors", ".copy") for name in names}
+                assert set(named(store, "")) - {"manifest.jsonl", "manifest.second"} == names | copies
+            assert store.keys() == sorted(now)
+            assert same(store.get(key), now.get(key))
+            assert store.nbytes == sum(4 * len(each["w"]) for each in now.values())
+            assert store.resident <= min(cap, store.nbytes)
+        assert all(same(store.get(each), now[each]) for each in now)
+
+
+# Damage
+
+
+def test_any_changed_byte_is_found(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients")
+    store.put("a", ten(1))
+    first = store.commit(0)
+    store.put("b", ten(2))
+    second = store.commit(1)
+    for path in sorted((tmp_path / "clients").iterdir()):
+        if path.suffix in (".copy", ".second"):
+            path.unlink()  # without a second copy
+            path.mkdir()
+    for path in sorted((tmp_path / "clients").glob("*s*.*s*")):
+        if path.is_dir():
+            continue
+        whole = path.read_bytes()
+        for place in {*range(0, len(whole), 41), len(whole) - 1}:
+            changed = bytearray(whole)
+            changed[place] ^= 0x20
+            path.write_bytes(changed)
+            with pytest.raises(Damaged, match=f"clients/{path.name}"):
+                verify(tmp_path / "clients", second)
+        for cut in (whole[:-1], b""):
+            path.write_bytes(cut)
+            with pytest.raises(Damaged, match="cut"):
+                verify(tmp_path / "clients", second)
+        path.unlink()
+        with pytest.raises(Damaged, match=f"clients/{path.name}"):
+            verify(tmp_path / "clients", second)
+        if path.name == "b-000001.safetensors":  # the first commit knows nothing of it
+            assert list(verify(tmp_path / "clients", first).entries) == ["a"]
+        path.write_bytes(whole)
+    assert list(verify(tmp_path / "clients", second).entries) == ["a", "b"]
+
+
+def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
+    """Orphans of a killed process go, and the manifest's last lines; what somebody else put there stays."""
+    folder = tmp_path / "clients"
+    store = Store(folder, 0)
+    store.put("a", ten(1))
+    mark = store.commit(0)
+    store.put("a", ten(2))
+    store.commit(1)
+    store.put("a", ten(3))
+    (folder / ".a-000002.safetensors.partial").write_bytes(b"ha")
+    for name in ("thesis.txt", "model.safetensors"):
+        (folder / name).write_text("mine")
+    (folder / "more").mkdir()
+    sweep(verify(folder, mark), 0)
+    ours = ["a-000000.copy", "a-000000.safetensors", "manifest.jsonl", "manifest.second"]
+    assert named(store, "") == sorted([*ours, "model.safetensors", "more", "thesis.txt"])
+    assert (folder / "manifest.jsonl").stat().st_size == mark.length
+    sweep(Contents(folder, START, -1, {}, []), 0)
+    assert named(store, "safetensors") == ["model.safetensors"]
+    sweep(Contents(tmp_path / "nowhere", START, -1, {}, []), 0)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_commit_that_failed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever write the disk refuses: the commit before is whole, and the next try leaves the same bytes."""
+
+    def prepared(name: str) -> tuple[Store, Commit]:
+        store = Store(tmp_path / name, 50)
+        store.put("a", ten(1))
+        mark = store.commit(0)
+        store.put("a", ten(2))
+        store.put("b", ten(3))
+        return store, mark
+
+    straight, _ = prepared("straight")
+    wanted = straight.commit(1)
+    real = os.write
+    for at in range(10):
+        store, before = prepared(str(at))
+        calls = 0
+
+        def failing(handle: int, data: bytes, limit: int = at) -> int:
+            nonlocal calls
+            calls += 1
+            if calls > limit:
+                real(handle, bytes(data)[: len(data) // 2])
+                raise OSError(28, "No space left on device")
+            return real(handle, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", failing)
+            try:
+                store.commit(1)
+                break
+            except OSError:
+                assert not named(store, ".partial")
+        assert list(verify(tmp_path / str(at), before).entries) == ["a"]
+        assert store.commit(1) == wanted
+        for path in (tmp_path / "straight").iterdir():
+            assert (tmp_path / str(at) / path.name).read_bytes() == path.read_bytes()
+        assert named(store, "") == named(straight, "")
+    assert at == 3  # b's file and the manifest twice; a was spilled before
+
+
+def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(
+        UserError, match=r"the state of '17' \(\d+ bytes\) cannot be written .*free some space"
+    ) as raised:
+        Store(tmp_path / "taken", 0).put("17", ten(1))
+    assert isinstance(raised.value.__cause__, OSError)
+    store = Store(tmp_path / "clients", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match="No space left"):
+            store.put("17", ten(1))
+    assert named(store, "") == []
+    store.put("17", ten(1))
+    shutil.rmtree(tmp_path / "clients")
+    with pytest.raises(UserError, match="the state of '17' cannot be read"):
+        store.get("17")
+    with pytest.raises(UserError, match="cannot hold -1 bytes"):
+        Store(None, -1)
+
+
+# Shelves
+
+
+def test_shelves_share_a_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "clients", 60)
+    mine, helpers = StateView(store, "client/", CPU), StateView(store, "helpers/", CPU)
+    mine.put("17", ten(1))
+    helpers.put("17", ten(2))
+    helpers.put("3", ten(3))
+    assert (mine.keys(), helpers.keys()) == (["17"], ["17", "3"])
+    assert (store.held("client/"), store.held("helpers/"), store.nbytes) == (40, 80, 120)
+    assert same(mine.get("17"), ten(1))
+    assert same(helpers.get("17"), ten(2))
+    assert mine.get("3") is None
+
+
+def test_a_shelf_gives_copies(tmp_path: Path) -> None:
+    """In memory or mapped: a change in place stays with its holder, and every leaf starts where PyTorch starts one."""
+    for cap in (0, 1000):
+        state_store = StateView(Store(tmp_path / str(cap), cap), "", CPU)
+        state_store.put("a", {"b": torch.zeros(3), "w": torch.ones(10)})
+        found = state_store.get("a")
+        assert found is not None
+        assert [leaf.data_ptr() % 64 for leaf in flatten(found).values()] == [0, 0]
+        found["w"] += 1
+        assert same(state_store.get("a"), {"b": torch.zeros(3), "w": torch.ones(10)})
+
+
+def test_a_shelf_gives_its_trees_on_its_device() -> None:
+    """The device without memory stands for a GPU: the leaves arrive there, of the same type and shape."""
+    store = Store()
+    store.put("a", {"w": torch.ones(2, dtype=torch.float64)})
+    found = StateView(store, "", torch.device("meta")).get("a")
+    assert found is not None
+    assert (found["w"].device.type, found["w"].dtype, found["w"].shape) == ("meta", torch.float64, (2,))
+
+
+def test_the_manifest_says_what_it_says(tmp_path: Path) -> None:
+    """The line of a tree, by hand: 40 bytes of numbers; and of one that was discarded."""
+    store = Store(tmp_path / "clients")
+    store.put("17", ten(1))
+    store.commit(2)
+    store.discard("17")
+    store.commit(3)
+    data = (tmp_path / "clients" / "17-000002.safetensors").read_bytes()
+    one, two = (tmp_path / "clients" / manifest.MANIFEST).read_text().splitlines()
+    assert one == (
+        '{"version": 2, "key": "17", "file": "17-000002.safetensors", '
+        f'"sha256": "{manifest.atomic_io.digest(data)}", "size": {len(data)}, "nbytes": 40}}'
+    )
+    assert two == '{"version": 3, "key": "17", "file": null}'

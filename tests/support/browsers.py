@@ -1,0 +1,86 @@
+"""A headless Chromium for the tests of pages, and a page's app served in a thread."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+DRIVER = shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None, reason="no Chromium with its driver: apt-get install chromium chromium-driver"
+)
+TOKEN = "a-token-of-the-tests"
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Start a browser without a screen; its console is kept."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER or ""
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    driver.set_script_timeout(10)
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve a page's app behind its guard in a thread, and give its address."""
+    uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'halfmoon[pages]'")
+    from halfmoon.pages.server import HOST, Guard, listening
+
+    sock = listening(None)
+    port = sock.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(Guard(app, TOKEN, port), log_level="error", lifespan="off", ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{port}/{TOKEN}/"
+    finally:
+        server.should_exit = True
+        thread.join(5)
+        sock.close()
+
+
+def until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
+    """Wait until something is true, and return it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+def sized(browser: Any, width: int, height: int = 900, dark: bool = False) -> None:
+    """Give the browser's window a size and a color scheme."""
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700},
+    )
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+
+
+def press(browser: Any, *keys: str) -> None:
+    """Press keys, wherever the focus is."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    for key in keys:
+        ActionChains(browser, duration=0).send_keys(key).perform()

@@ -1,0 +1,94 @@
+"""A network of one weight and a federation that answers by the book: for numbers that can be derived by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import StateStore
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+from halfmoon.models import Network
+from halfmoon.models.passes import Run
+from halfmoon.storage.state_store import StateView, Store
+
+
+@dataclass(frozen=True)
+class Pixel(Network):
+    """Logits (w x, 0), x the mean of an image; its moments are those of x, and nothing is normalized by them."""
+
+    channels: int = 1
+    classes: int = 2
+    width: int = 1
+
+    def init(self, generator: torch.Generator) -> Tree:
+        stats = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
+        return {"params": {"pixel": {"norm": {"bias": torch.ones(1)}}}, "stats": stats}
+
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        z = run.params["pixel"]["norm"]["bias"] * x.mean((1, 2, 3))
+        return torch.stack([z, torch.zeros_like(z)], -1)
+
+    def train(self, params: Tree, x: Tensor) -> tuple[Tensor, Tree]:
+        seen = x.mean((1, 2, 3))
+        var = seen.var() if len(seen) > 1 else seen.sum() * 0
+        return self.predict(params, {}, x), {"pixel": {"mean": seen.mean()[None], "var": var[None]}}
+
+    def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
+        z = params["pixel"]["norm"]["bias"] * x.mean((1, 2, 3))
+        return torch.stack([z, torch.zeros_like(z)], -1)
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        pass
+
+
+def weight(value: float) -> Tree:
+    """Return the parameters of `Pixel` with w = value."""
+    return {"pixel": {"norm": {"bias": torch.tensor([value], dtype=torch.float64)}}}
+
+
+def value(params: Tree) -> float:
+    """Return w."""
+    return float(params["pixel"]["norm"]["bias"])
+
+
+def pixels(values: Sequence[float]) -> Tensor:
+    """Return images (n, 1, 1, 1), as a network sees them."""
+    return torch.tensor(list(values), dtype=torch.float64).reshape(-1, 1, 1, 1)
+
+
+Answer = Callable[[Any, Any], Sequence[Tree]]
+"""What clients say to (down, who is asked): one upload each."""
+
+
+@dataclass
+class Told:
+    """A federation whose clients say what they are told to say; `asked` keeps (work, clients), -2 for the server."""
+
+    answers: Mapping[str, Answer]
+    clients: int = 4
+    cohort: Tensor = field(default_factory=lambda: torch.arange(2))
+    labeled: int = 1
+    asked: list[tuple[str, list[int]]] = field(default_factory=list)
+    downlinks: list[Tree] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.answered: Tensor = self.cohort
+        self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
+
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+        self.answered = self.cohort if to is None else to
+        return tree.stack(list(self._ask(work, down, self.answered.tolist())))
+
+    def ask_server(self, work: str, down: Tree) -> Tree:
+        (up,) = self._ask(work, down, [-2])
+        return up
+
+    def _ask(self, work: str, down: Tree, who: list[int]) -> Any:
+        self.asked.append((work, who))
+        self.downlinks.append(down)
+        return self.answers[work](down, who)

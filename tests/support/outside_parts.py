@@ -1,0 +1,33 @@
+"""Parts as users bring them: networks and methods that the package does not know."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_models import TorchSmall
+
+
+def small(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Return the small network of width 4, as a module."""
+    return TorchSmall(channels, classes, 4)
+
+
+def grouped(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Return the small network of width 4 with group normalization."""
+    return TorchSmall(channels, classes, 4, "group")
+
+
+class Patches(nn.Module):
+    """Patches of 4x4 pixels, a layer normalization, attention over the patches, and a head."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(channels, 8, 4, 4)
+        self.norm, self.mix = nn.LayerNorm(8), nn.Linear(8, 24)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.cut(x).flatten(2).transpose(1, 2)
+        q, k, v = self.mix(self.norm(z)).chunk(3, -1)
+        z = z + (q @ k.transpose(1, 2) / 8**0.5).softmax(-1) @ v
+        return self.head(F.gelu(z).mean(1))

@@ -1,0 +1,250 @@
+"""Whole federations of three small sites in one process, and all that crossed the grid on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from safetensors.numpy import load_file
+
+from halfmoon.config import schema as settings
+from halfmoon.core import tree
+from halfmoon.federation.flower import client_app, local
+from halfmoon.federation.flower.link import GridPost, unwrapped
+from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read
+from halfmoon.federation.server import sessions
+from halfmoon.federation.server.plan import load
+from halfmoon.federation.site_data import export
+from halfmoon.federation.site_data.prepare import open_site
+from halfmoon.methods import registry
+from halfmoon.runs.factory import ImageSpec, source, split_of
+
+SMALL = {"data": "digits", "data_share": 0.03, "clients": 3, "setting": "iid-dir", "label_ratio": 0.4}
+PLACES: dict[str, dict[str, Any]] = {
+    "clients": {"method": "fedavg"},
+    "some": {"method": "fedavg", "labels_at": "some", "labeled_clients": 2},
+    "server": {"method": "semifl", "labels_at": "server"},
+    "all": {"method": "fedavg-sl", "label_ratio": 1.0},
+}
+"""Where labels lie; "all": every image of every site has one."""
+
+SECRET = "ward-7-b41"
+"""The name of the folder that all folders of a federation lie in: it is in every path of a site and of the server."""
+
+CLASSES = tuple(f"diagnosis-{k}" for k in range(10))
+"""What a federation calls the ten digits."""
+
+SHORT = {"rounds": 2, "cohort": 2, "width": 4, "labeled_batch": 4, "unlabeled_batch": 4}
+EAGER = {"tau": 0.12, "threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2}
+"""Options under which methods are sure of guesses from the start: one of ten classes has ln 10 = 2.3 nats at most."""
+
+CASES = [
+    (name, place)
+    for name in registry.names()
+    if not registry.entry(name).pooled
+    for place in (("all",) if registry.entry(name).all_labels else registry.entry(name).places)
+]
+"""Every federated method of the catalog, with labels wherever it can use them."""
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message to the site `node`, and what that answered."""
+
+    node: int
+    message: Message
+    reply: Message
+
+    @property
+    def asked(self) -> Offer | Request | Final:
+        """Return what was asked."""
+        return read(unwrapped(self.message.content), Offer, Request, Final)
+
+    @property
+    def said(self) -> Joined | Reply | Refusal | Delivered:
+        """Return what was answered."""
+        return read(unwrapped(self.reply.content), Joined, Reply, Refusal, Delivered)
+
+
+@dataclass(eq=False)
+class Town:
+    """Three sites, and a folder for the test images and one for the server's own, below `folder`."""
+
+    folder: Path
+    words: str  # of federation.toml
+    runs: Path
+    _count: list[int] = field(default_factory=list)
+
+    @cached_property
+    def form(self) -> ImageSpec:
+        """Return what the images are like."""
+        return load(self.folder / "federation.toml").terms.form
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the sites."""
+        return sorted(each.name for each in self.folder.glob("site-*"))
+
+    def images(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return a folder's images, uint8 (N, 8, 8, 1), and their labels, int64 (N,), -1 where there is none."""
+        home = self.folder / name / ".halfmoon"
+        baselines = home / "8x8x1"  # where the server decodes
+        found = open_site(self.folder / name, baselines if baselines.exists() else home)
+        assert found is not None
+        assert found.images is not None
+        return np.array(found.images), found.labels
+
+    def write(self, method: str, table: str = "", **options: Any) -> Path:
+        """Return a federation.toml, written without what is None; `table` is added to its table [federation]."""
+        given = {"method": method, **SHORT, **options}
+        own = given.pop("options", {})
+        kept = [line for line in self.words.splitlines() if line.split(" = ")[0] not in given]
+        at = kept.index("[federation]")
+        lines = [f"{name} = {json.dumps(value)}" for name, value in given.items() if value is not None]
+        mine = ["[options]", *(f"{name} = {json.dumps(value)}" for name, value in own.items())]
+        self._count.append(1)
+        path = self.folder / f"{method}-{len(self._count)}.toml"
+        path.write_text("\n".join([*lines, *kept[:at], *mine, *kept[at:], table]) + "\n")
+        return path
+
+    def play(self, file: Path, name: str = "") -> Path:
+        """Play a federation as far as it goes, through Flower's two apps; return its run folder."""
+        run = self.runs / (name or file.stem)
+        local.rehearse(file, run, self.folder)
+        return run
+
+    def forget(self) -> None:
+        """Have all sites forget what they remember, and their processes end."""
+        client_app._member.cache_clear()
+        for name in self.names:
+            shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
+
+
+def found(place: str, folder: Path) -> Town:
+    """Write three sites with labels at this place."""
+    config = settings.resolve({**SMALL, **SHORT, **PLACES[place]}, {})
+    data = source(config)
+    split = split_of(config, data)
+    # Of other names: "0" to "9" are everywhere.
+    out = folder / SECRET / place
+    export(config, replace(data, classes=CLASSES), split, out)
+    return Town(out, (out / "federation.toml").read_text(), folder / SECRET / "runs" / place)
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Do without what a rehearsal need not wait for: a disk that survives the machine's fall, a look every 0.1 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr(sessions, "PAUSE", 0.001)
+        yield
+
+
+@contextmanager
+def recorded() -> Iterator[list[Letter]]:
+    """Give a list that takes in all that crosses the grid, both ways."""
+    letters: list[Letter] = []
+    original = local.LocalGrid._answered
+
+    def answered(self: local.LocalGrid, message: Message) -> Message:
+        reply = original(self, message)
+        letters.append(Letter(message.metadata.dst_node_id, message, reply))
+        return reply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local.LocalGrid, "_answered", answered)
+        yield letters
+
+
+class Stop(BaseException):
+    """What ends a server's process in a test: nothing catches it."""
+
+
+def eager(method: str) -> dict[str, Any]:
+    """Return the options of `EAGER` that a method has."""
+    return {name: value for name, value in EAGER.items() if name in registry.options(method)}
+
+
+def visit_of(asked: Request) -> tuple[int, int]:
+    """Return the round and the trip of a request."""
+    return asked.round, asked.query
+
+
+@contextmanager
+def stopping(
+    visit: tuple[int, int | str],
+    after: bool = False,
+    place: Callable[[Request], tuple[int, int | str]] = visit_of,
+) -> Iterator[None]:
+    """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
+    original = GridPost.send
+
+    def send(self: GridPost, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Any:
+        here = not asks and visit in [place(read(data, Request)) for data in mail.values()]
+        if here and not after:
+            raise Stop
+        message_ids = original(self, mail, seconds, asks)
+        if here:
+            raise Stop
+        return message_ids
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Stop):
+        patch.setattr(GridPost, "send", send)
+        yield
+        raise AssertionError("it was not stopped")
+
+
+@contextmanager
+def before_each_message(do: Callable[[], None]) -> Iterator[None]:
+    """Call `do` before every message to a site."""
+    original = local.LocalGrid._answered
+
+    def answered(self: local.LocalGrid, message: Message) -> Message:
+        do()
+        return original(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local.LocalGrid, "_answered", answered)
+        yield
+
+
+def bits(run: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return the tensors of a run's model as bytes."""
+    leaves = load_file(run / "model.safetensors")
+    return {name: (str(leaf.dtype), leaf.shape, leaf.tobytes()) for name, leaf in leaves.items()}
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def parts(up: dict[str, Any]) -> set[str]:
+    """Return what an upload has tensors of."""
+    return {path.split("/")[0] for path in tree.flatten(up)}
+
+
+def pixels(images: np.ndarray, mean: float, std: float) -> set[bytes]:
+    """Return every row of pixels of images, uint8 (N, H, W, 1), as its bytes, and as numbers in 0..1 and normalized.
+
+    Rows of few different values are left out: zeros are everywhere.
+    """
+    lines = images[..., 0].reshape(-1, images.shape[2])
+    lines = np.array([line for line in lines if len(set(line.tolist()) - {0}) >= 4])
+    assert len(lines) >= len(images)
+    shares = lines / 255
+    forms = [lines, *(each.astype(kind) for each in (shares, (shares - mean) / std) for kind in ("f4", "f8"))]
+    # As a network normalizes: in float32 from the start.
+    single = lines.astype("f4") / np.float32(255)
+    forms += [single, (single - np.float32(mean)) / np.float32(std)]
+    return {line.tobytes() for form in forms for line in form}

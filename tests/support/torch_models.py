@@ -1,0 +1,143 @@
+"""The networks once more as ordinary `torch.nn` modules: an oracle for the pure functions."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfmoon.core import tree
+from halfmoon.models import Network, ResNet9, SmallCNN, WideResNet
+
+
+def normalization(channels: int, norm: str) -> nn.Module:
+    """Return the normalization of a kind; groups are counted down from 32 to the first that divides the channels."""
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    if norm == "none":
+        return nn.Identity()
+    groups = min(32, channels)
+    while channels % groups:
+        groups -= 1
+    return nn.GroupNorm(groups, channels)
+
+
+class Block(nn.Module):
+    """Convolution, normalization, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, norm: str = "batch") -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm != "none")
+        self.norm = normalization(outputs, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class TorchResNet9(nn.Module):
+    """ResNet-9 with the layers of the papers."""
+
+    def __init__(self, channels: int, classes: int, w: int, norm: str = "batch") -> None:
+        super().__init__()
+        self.prep, self.layer1 = Block(channels, w, norm), Block(w, 2 * w, norm)
+        self.res1a, self.res1b = Block(2 * w, 2 * w, norm), Block(2 * w, 2 * w, norm)
+        self.layer2, self.layer3 = Block(2 * w, 4 * w, norm), Block(4 * w, 8 * w, norm)
+        self.res3a, self.res3b = Block(8 * w, 8 * w, norm), Block(8 * w, 8 * w, norm)
+        self.head = nn.Linear(8 * w, classes, bias=norm != "none")
+        self.pool = nn.MaxPool2d(2)
+
+    def features(self, x: Tensor) -> Tensor:
+        z = self.pool(self.layer1(self.prep(x)))
+        z = z + self.res1b(self.res1a(z))
+        z = self.pool(self.layer3(self.pool(self.layer2(z))))
+        z = z + self.res3b(self.res3a(z))
+        return nn.AdaptiveMaxPool2d(1)(z).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class TorchSmall(nn.Module):
+    """The small network."""
+
+    def __init__(self, channels: int, classes: int, w: int, norm: str = "batch") -> None:
+        super().__init__()
+        self.conv1, self.conv2 = Block(channels, w, norm), Block(w, 2 * w, norm)
+        self.conv3 = Block(2 * w, 2 * w, norm)
+        self.head = nn.Linear(2 * w, classes, bias=norm != "none")
+        self.pool = nn.MaxPool2d(2)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.conv3(self.pool(self.conv2(self.pool(self.conv1(x))))).mean((-2, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class Unit(nn.Module):
+    """A convolution without bias, and the normalization in front of it where it has one."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, norm: str | None = None) -> None:
+        super().__init__()
+        if norm is not None:
+            self.norm = normalization(inputs, norm)
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+
+
+class TorchWide(nn.Module):
+    """WRN-depth-k; block n is made of the modules block{n}a, block{n}b and, where channels change, block{n}shortcut."""
+
+    def __init__(self, channels: int, classes: int, k: int, depth: int = 28, norm: str = "batch") -> None:
+        super().__init__()
+        self.stem = Unit(channels, 16, 3)
+        widths = [16] + [w * k for w in (16, 32, 64) for _ in range((depth - 4) // 6)]
+        self.blocks: list[list[Unit]] = []
+        for n, (old, new) in enumerate(itertools.pairwise(widths), 1):
+            stride = 2 if n > 1 and old != new else 1
+            block = [Unit(old, new, 3, stride, norm), Unit(new, new, 3, 1, norm)]
+            if old != new:
+                block.append(Unit(old, new, 1, stride))
+            for name, unit in zip(("a", "b", "shortcut"), block, strict=False):
+                self.add_module(f"block{n}{name}", unit)
+            self.blocks.append(block)
+        self.final = nn.ModuleDict({"norm": normalization(widths[-1], norm)})
+        self.head = nn.Linear(widths[-1], classes, bias=norm != "none")
+
+    def features(self, x: Tensor) -> Tensor:
+        z = self.stem.conv(x)
+        for first, second, *short in self.blocks:
+            seen = F.relu(first.norm(z))
+            inner = second.conv(F.relu(second.norm(first.conv(seen))))
+            z = inner + (short[0].conv(seen) if short else z)
+        return nn.AdaptiveAvgPool2d(1)(F.relu(self.final["norm"](z))).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def module_of(network: Network) -> nn.Module:
+    """Return a fresh module with the layers of `network`."""
+    if isinstance(network, WideResNet):
+        return TorchWide(network.channels, network.classes, network.width, network.depth, network.norm)
+    make = {ResNet9: TorchResNet9, SmallCNN: TorchSmall}[type(network)]
+    return make(network.channels, network.classes, network.width, network.norm)
+
+
+def state_dict(model: dict) -> dict[str, Tensor]:
+    """Name the leaves of {"params", "stats"} as the modules do."""
+    named = {path.replace("/", "."): leaf.clone() for path, leaf in tree.flatten(model["params"]).items()}
+    for layer, stats in model["stats"].items():
+        named[f"{layer}.norm.running_mean"] = stats["mean"].clone()
+        named[f"{layer}.norm.running_var"] = stats["var"].clone()
+        named[f"{layer}.norm.num_batches_tracked"] = torch.tensor(0)
+    return named
+
+
+def twin(module: nn.Module, model: dict) -> nn.Module:
+    """Return the module with the parameters and statistics of `model`."""
+    like = model["params"]["head"]["weight"]
+    module = module.to(like.dtype)
+    module.load_state_dict(state_dict(model))
+    return module.train()

@@ -1,0 +1,78 @@
+"""A rehearsal with the sites' own folders: who holds what, what is held out, and the rows of the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfmoon import Config, UserError
+from halfmoon.cli.main import main
+from halfmoon.data import load
+from halfmoon.sweep import own_sites
+
+
+def site(place: Path, labels: int, count: int) -> Path:
+    """Write a folder of digits, labeled in the first `labels` rows."""
+    place.mkdir(parents=True)
+    source, start = load("digits"), len(place.name) * 100
+    lines = ["path,label"]
+    for k in range(count):
+        Image.fromarray(source.train.images[start + k, :, :, 0]).save(place / f"{k:03d}.png")
+        if k < labels:
+            lines.append(f"{k:03d}.png,{source.train.labels[start + k] % 2}")
+    (place / "labels.csv").write_text("\n".join(lines))
+    (place / "classes.txt").write_text("0\n1\n")
+    return place
+
+
+def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> None:
+    """A third of each class is held out; one site's split has its rows alone; half of the labels are half of each."""
+    folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 18, 24)]
+    rows = own_sites._written(Config(), folders, tmp_path / "data", print)
+    source = load(str(tmp_path / "data"))
+    held = len(source.test)
+    assert len(source.train) == len(rows.client) == 44 - held
+    assert 30 // 3 - 4 <= held <= 30 // 3
+    assert source.classes == ("0", "1")
+    assert source.train.images.shape[1:] == (8, 8, 3)
+    whole = rows.split()
+    assert [len(whole.rows(k, True)) + len(whole.rows(k, False)) for k in (0, 1)] == np.bincount(rows.client).tolist()
+    alone = rows.split(site=1)
+    assert alone.clients == 1
+    assert len(alone.rows(0, True)) == int((rows.labeled & (rows.client == 1)).sum())
+    half = rows.split(own_sites._share(rows, 0.5))
+    assert 0 < half.labeled.sum() < whole.labeled.sum()
+    assert int((half.client == -1).sum()) == int(whole.labeled.sum() - half.labeled.sum())
+
+
+def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all."""
+    folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]
+    words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--json"]
+    assert main([*words, "--channels", "1", "--run-dir", str(tmp_path / "r")]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == [
+        "a alone", "bb alone", "all labels in one place", "federation, labels only",
+        "federation, fedavg-fixmatch, 25% of the labels", "federation, fedavg-fixmatch, 50% of the labels",
+        "federation, fedavg-fixmatch, all labels",
+    ]  # fmt: skip
+    labels = [row["labels"] for row in rows]
+    assert labels[2] == labels[3] == labels[6] == labels[0] + labels[1]
+    assert 0 < labels[4] < labels[5] < labels[6]
+    assert all(0 <= row["accuracy"] <= 1 for row in rows)
+
+
+def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tmp_path: Path) -> None:
+    """Also where only one folder is given, or the same one twice."""
+    file = tmp_path / "wards.toml"
+    file.write_text('rounds = 2\n[federation]\nsites = ["a", "b"]\nclasses = ["0", "1"]\nimage = [1, 8, 8]\n')
+    with pytest.raises(UserError, match=r"halfmoon serve .*wards.toml` plays it.*halfmoon run --config .* --sites"):
+        main(["run", "--config", str(file), "--debug"])
+    folder = site(tmp_path / "a", 12, 14)
+    for folders in ([folder], [folder, folder]):
+        with pytest.raises(UserError, match="two sites or more, each once"):
+            own_sites.rehearse(Config(), folders, tmp_path / "r", print)

@@ -1,0 +1,322 @@
+"""A sweep on a real Ray cluster of two workers on this machine, one of which is killed in the middle of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from halfmoon.cli import main as cli
+from halfmoon.core.errors import UserError
+from halfmoon.engine.loop import Row
+from halfmoon.runs.callbacks import NullCallback, RunInfo
+from halfmoon.sweep import grid, recipe
+from halfmoon.sweep.engines import TRIES, Done, Here, SweepTask
+from halfmoon.sweep.play import Step, sweep
+from halfmoon.sweep.ray_engine import Rays, Share, share
+from halfmoon.sweep.sweep_folder import SweepFolder
+
+RECIPE = """
+title = "Mine, Table 1"
+paper = "Mine"
+item = "Table 1"
+about = "two methods"
+rows = "method"
+seeds = [0, 1]
+
+[protocol]
+data = "digits"
+rounds = 5
+clients = 4
+cohort = 2
+steps = 2
+width = 4
+threads = 1
+device = "cpu"
+
+[axes.method.fedavg]
+title = "FedAvg"
+set = { method = "fedavg" }
+
+[axes.method.feddure]
+title = "FedDure"
+set = { method = "feddure" }
+"""
+DOOMED, LAST = "feddure", 3
+"""The method one of whose runs is killed, and the round after which it is."""
+
+
+class Witness(NullCallback):
+    """Write down, in one file, who played which round; the first doomed run stops after round 3, until it is killed."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    def begin(self, run: RunInfo) -> None:
+        self._note("begin", run, run.first)
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self._note("round", run, row["round"])
+        if run.config.method == DOOMED and row["round"] == LAST:
+            try:
+                mark = os.open(self.notes.with_name("doomed"), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                return
+            os.write(mark, f"{os.getpid()} {run.folder}\n".encode())
+            time.sleep(300)
+
+    def _note(self, what: str, run: RunInfo, number: int) -> None:
+        words = json.dumps({"what": what, "run": run.folder.name, "round": number, "pid": os.getpid()}) + "\n"
+        handle = os.open(self.notes, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.write(handle, words.encode())
+        os.close(handle)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Give a cluster of two workers."""
+    module = pytest.importorskip("ray", reason="Ray is not installed: pip install 'halfmoon[ray]' to test its engine")
+    before = os.environ.get("RAY_USAGE_STATS_ENABLED")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    options = {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+    # Workers unpickle the witness of this file, and so have to find it.
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": paths}}
+    # Ray makes its workers nice: beside other tests on few cores they would hardly get to compute.
+    system = {"worker_niceness": 0}
+    module.init(**options, runtime_env=environment, log_to_driver=False, logging_level="ERROR", _system_config=system)
+    yield module
+    module.shutdown()
+    if before is None:
+        del os.environ["RAY_USAGE_STATS_ENABLED"]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def played(path: Path, out: Path, engine: Any) -> tuple[SweepFolder, list[Step]]:
+    """Play the recipe of a file, and return its folder and what was told."""
+    found = recipe.load(str(path))
+    folder, steps = SweepFolder(out, found, None), list[Step]()
+    assert sweep(folder, grid.cells(found, {}), engine, steps.append) == []
+    return folder, steps
+
+
+def runs(folder: SweepFolder) -> dict[str, Path]:
+    """Return the run folders of a sweep by identity."""
+    return {run["identity"]: folder.run(run["identity"]) for cell in folder.read()["cells"] for run in cell["runs"]}
+
+
+def kill_the_doomed(notes: Path, killed: list[tuple[int, Path, int]]) -> None:
+    """Wait for the run that stops, see that it has a checkpoint, and kill its process."""
+    mark = notes.with_name("doomed")
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        if mark.exists() and mark.read_text().endswith("\n"):
+            pid, folder = mark.read_text().split()
+            newest = max(int(path.stem.split("-")[1]) for path in Path(folder).glob("checkpoint-*.json"))
+            os.kill(int(pid), signal.SIGKILL)
+            killed.append((int(pid), Path(folder), newest))
+            return
+        time.sleep(0.05)
+
+
+# Without a cluster
+
+
+def node(alive: bool = True, **resources: float) -> dict[str, Any]:
+    """Return what Ray says of a machine."""
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
+    """16 and 8 processors, 4 runs on each: 2 a run. Four runs share two GPUs: half of one each; one gets one whole."""
+    nodes = [node(CPU=16.0, GPU=4.0), node(CPU=8.0, GPU=2.0), node(False, CPU=1.0), node(memory=1.0)]
+    assert share(nodes, 4) == Share(2, 0.5)
+    assert share(nodes, 1) == Share(8, 1.0)
+    assert share(nodes, 6) == Share(1, 0.3333)  # rounded down: six of them fit into two
+    assert share([node(CPU=2.0)], 4) == Share(1, 0.0)
+    with pytest.raises(UserError, match="no machine with processors"):
+        share([node(False, CPU=4.0), node(memory=1.0)], 1)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False) -> dict[str, Any]:
+    """Return what is asked of a Ray with 4 processors and 1 GPU for a task."""
+    found: dict[str, Any] = {}
+
+    def options(**given: Any) -> Any:
+        found.update(given)
+        return SimpleNamespace(remote=lambda task, watch: "ref")
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: True, nodes=lambda: [node(CPU=4.0, GPU=1.0)], cancel=lambda ref, force: None,
+        remote=lambda function: SimpleNamespace(options=options), wait=lambda refs, num_returns: (refs, []),
+        get=lambda ref: Done(SweepTask(Path("x"), ""), {}), exceptions=SimpleNamespace(RayTaskError=OSError),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    done: list[Done] = []
+    task = SweepTask(Path("cells/abc"), words, split_only)
+    Rays(jobs=2).play([task], done.append)
+    assert [one.task for one in done] == [task]
+    return found
+
+
+def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"name": "abc", "num_cpus": 2, "max_retries": TRIES - 1}
+    assert asked(monkeypatch, "") == {**common, "num_gpus": 0.5}
+    assert asked(monkeypatch, 'device = "cuda"') == {**common, "num_gpus": 0.5}
+    assert asked(monkeypatch, 'device = "cpu"') == {**common, "num_gpus": 0}
+    assert asked(monkeypatch, "", split_only=True) == {**common, "num_gpus": 0}
+
+
+def test_what_is_printed_while_runs_are_played_is_no_result(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray prints to stdout that a worker died, from a thread that lives until the cluster is left."""
+    monkeypatch.chdir(mine.parent)
+    joined: list[dict[str, Any]] = []
+
+    def ended(*_: Any, **__: Any) -> Any:
+        print("(raylet) a worker died")
+        raise KeyboardInterrupt
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda **given: joined.append(given), nodes=lambda: [node(CPU=1.0)],
+        remote=ended, shutdown=lambda: print("(raylet) one more"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    assert cli.main(["sweep", "mine.toml", "--engine", "ray", "--json"]) == 130
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["recipe"] == "mine"
+    assert printed.err.splitlines()[:2] == ["(raylet) a worker died", "(raylet) one more"]
+    assert [given["address"] for given in joined] == [None]
+
+
+def test_no_ray_and_no_cluster_are_sentences(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(mine.parent)
+    words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == "halfmoon: Ray is not installed; install halfmoon[ray] to use the engine ray.\n"
+
+    def init(**given: Any) -> None:
+        raise ConnectionError(f"Could not find {given['address']}.\n  Check it")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        "halfmoon: no Ray cluster answers at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
+        "ray start --head, or check --ray-address and RAY_ADDRESS.\n"
+    )
+    assert cli.main(["sweep", "mine.toml", "--ray-address", "10.0.0.1:6379"]) == 2
+    assert capsys.readouterr().err == "halfmoon: --ray-address goes with --engine ray.\n"
+
+
+# On a cluster; these come last, as Ray prints to the stdout of whoever is connected
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> None:
+    """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
+
+    Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of
+    which begins after the third round. What is finished is not begun again by a second sweep.
+    """
+    straight, _ = played(mine, tmp_path / "straight", Here())
+    notes, killed = tmp_path / "notes", list[tuple[int, Path, int]]()
+    killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
+    killer.start()
+    rays = Rays(jobs=2, watch=Witness(notes))
+    folder, steps = played(mine, tmp_path / "rays", rays)
+    killer.join()
+
+    ((pid, victim, newest),) = killed
+    assert newest == LAST
+    assert [step.failed for step in steps] == [None] * 4
+    assert sorted(step.number for step in steps) == [1, 2, 3, 4]
+
+    theirs = runs(straight)
+    assert runs(folder).keys() == theirs.keys()
+    for mark, path in runs(folder).items():
+        for name in ("metrics.jsonl", "model.safetensors", "split.parquet"):
+            assert (path / name).read_bytes() == (theirs[mark] / name).read_bytes(), name
+
+    told = [json.loads(line) for line in notes.read_text().splitlines()]
+    rounds = sorted((each["run"], each["round"]) for each in told if each["what"] == "round")
+    assert rounds == sorted((path.name, number) for path in theirs.values() for number in range(1, 6))
+    of_victim = [(each["round"], each["pid"] == pid) for each in told if each["run"] == victim.name]
+    assert of_victim == [(0, True), (1, True), (2, True), (3, True), (3, False), (4, False), (5, False)]
+    begun = [each["round"] for each in told if each["what"] == "begin"]
+    assert sorted(begun) == [0, 0, 0, 0, LAST]
+    workers = {each["pid"] for each in told}
+    assert len(workers) >= 2
+    assert os.getpid() not in workers
+
+    _, steps = played(mine, tmp_path / "rays", rays)
+    assert [step.before for step in steps] == [True] * 4
+    assert len(notes.read_text().splitlines()) == len(told)
+
+
+def test_the_command_plays_on_ray(
+    ray: Any, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a relative --out, which workers see where the command sees it, and a tracker, which looks on there."""
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "sweep mine.toml --engine ray --jobs 2 --only method=fedavg --seeds 0 --out here --tracker tensorboard --json"
+    )
+    assert cli.main(words.split()) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (run,) = [run for cell in printed["cells"] for run in cell["runs"]]
+    assert run["finished"]
+    path = tmp_path / "here" / "mine" / run["folder"]
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == 5
+    assert list((path / "tensorboard").iterdir())
+    assert ray.is_initialized()  # a cluster that was there before is left as it was
+
+
+@pytest.mark.slow
+def test_a_mistake_and_a_worker_that_always_dies_are_sentences(ray: Any, tmp_path: Path) -> None:
+    """The others are played, and a task that fails by its user's mistake is not begun again."""
+    rays, done = Rays(jobs=2, watch=Deadly()), dict[str, Done]()
+    tasks = [
+        SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
+        SweepTask(tmp_path / "dead", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\nseed = 1\ndevice = "cpu"\n'),
+        SweepTask(tmp_path / "sound", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\ndevice = "cpu"\n'),
+    ]
+
+    def note(one: Done) -> None:
+        done[one.task.folder.name] = one
+
+    rays.play(tasks, note)
+    assert done["wrong"].failed == "unknown method 'fedure': did you mean 'feddure'?"
+    died = f"its worker died {TRIES} times: killed, or out of memory."
+    assert done["dead"].failed is not None
+    assert done["dead"].failed.endswith(died)
+    assert (done["sound"].failed, done["sound"].task) == (None, tasks[2])
+    assert (tmp_path / "tries").read_text() == "x" * TRIES
+
+
+class Deadly(NullCallback):
+    """Kill the worker of a run with seed 1."""
+
+    def begin(self, run: RunInfo) -> None:
+        if run.config.seed == 1:
+            with (run.folder.parent / "tries").open("a") as file:
+                file.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)

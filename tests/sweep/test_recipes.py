@@ -1,0 +1,886 @@
+"""Recipes: all that ship are valid and hold every published number, and what is wrong in one's own is one sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import tomllib
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from halfmoon.cli import main as cli
+from halfmoon.config.schema import Config, identity, method_options
+from halfmoon.core.errors import UserError
+from halfmoon.methods import registry
+from halfmoon.runs import factory, runner
+from halfmoon.storage import toml
+from halfmoon.sweep import recipe
+from halfmoon.sweep.engines import Here
+from halfmoon.sweep.grid import Cell, cells, selection
+from halfmoon.sweep.play import Step, sweep
+from halfmoon.sweep.published import lookup
+from halfmoon.sweep.recipe import Recipe
+from halfmoon.sweep.recipe_file import INHERITED, layered, read
+from halfmoon.sweep.sweep_folder import SweepFolder
+
+FOLDER = Path(str(resources.files("halfmoon"))) / "recipes"
+NAMES = recipe.names()
+SCALES = (None, "small", "tiny")
+ASKED = {
+    "feddure": ("table1", "table2", "figure3", "figure4", "figure5", "figure6", "figure6cd"),
+    "fedloke": (
+        *("table1", "table2", "table4", "table5", "table6"),
+        *("figure2", "figure4", "figure5", "figure6", "figure7"),
+    ),
+    "feddb": ("table1", "table2", "table3", "table4", "figure1", "figure3", "figure5", "figure6", "figure7"),
+    "semifl": ("table1", "table2", "figure2", "figure5", "figure6"),
+    "proxyfl": ("table1",),
+    "fl2": ("table1",),
+    "cbafed": ("table1", "table3"),
+    "twinsight": ("table1", "table2"),
+}
+"""The tables and figures of the papers that the library is to play."""
+
+
+@cache
+def loaded(name: str) -> Recipe:
+    return recipe.load(name)
+
+
+@cache
+def every_cell(name: str, scale: str | None) -> tuple[Cell, ...]:
+    """Return all cells of a recipe with seed 0, those that are not the paper's too."""
+    found = loaded(name)
+    only = {axis: tuple(value.name for value in values) for axis, values in found.axes.items()}
+    return tuple(cells(found, only, [0], found.scale(scale) if scale else None))
+
+
+def mark(cell: Cell) -> str:
+    """Return the identity of a cell's run with seed 0."""
+    return identity(cell.configs[0], cell.configs[0].method)
+
+
+def cell_at(name: str, scale: str | None = None, **at: str) -> Cell:
+    (found,) = (cell for cell in every_cell(name, scale) if cell.at == at)
+    return found
+
+
+# What ships
+
+
+def test_every_table_and_figure_has_its_recipe() -> None:
+    wanted = {f"{paper}-{item}" for paper, items in ASKED.items() for item in items}
+    assert wanted <= set(NAMES)
+    assert set(NAMES) - wanted == {"fedloke-figure6a"}  # another kind of picture than 6b and 6c
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cell_is_a_valid_configuration_and_a_run_of_its_own(name: str, scale: str | None) -> None:
+    """Scales that set what an axis sets would make equal runs of different cells.
+
+    Training in one place is the same in both settings of SemiFL's Figure 2; the local and the global model of FedLoKe's
+    Figure 4 are measured in one run; FedDure's Figure 5 begins at the same point in both panels.
+    """
+    found = every_cell(name, scale)
+    marks = Counter((mark(cell), cell.measure) for cell in found)
+    same = {cell.at["method"] for cell in found if marks[mark(cell), cell.measure] > 1}
+    alike = {"semifl-figure2": {"supervised", "partially-supervised"}}
+    if name == "feddure-figure5":
+        same = {cell.at["iterations"] for cell in found if marks[mark(cell), cell.measure] > 1}
+        alike = {name: {"1"}}
+    assert same == alike.get(name, set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_recipe_says_of_itself(name: str) -> None:
+    found = loaded(name)
+    assert {"(FL)^2": "fl2", "Twin-sight": "twinsight"}.get(found.paper, found.paper.lower()) == name.partition("-")[0]
+    assert found.title == f"{found.paper}, {found.item}"
+    assert found.about[0].islower() or found.about[0].isupper()
+    assert not found.about.endswith(".")
+    assert not found.reading or found.reading.endswith(".")
+    assert {"small", "tiny"} <= set(found.scales)
+    assert "digits" in {value.name for value in found.axes["dataset"] if value.extra}
+    assert (found.kind == "lines") == (found.x is not None)
+    if found.x:
+        assert [value.name for value in found.axes[found.x]] == sorted(
+            (value.name for value in found.axes[found.x]), key=float
+        )
+
+
+def test_the_scales_say_how_many_rounds_they_play() -> None:
+    """A scale's words are all that marks its numbers: the rounds in them are those of its cells."""
+    for name in NAMES:
+        for scale in ("small", "tiny"):
+            about = loaded(name).scale(scale).about
+            rounds = {cell.configs[0].rounds for cell in every_cell(name, scale)}
+            if name == "feddure-figure5":
+                assert re.search(r"rounds \(.*\d+ to \d+ where", about)
+            else:
+                assert rounds == {30 if name.startswith("semifl") and scale == "small" else max(rounds)}
+                assert f"{rounds.pop()} of " in about, (name, scale)
+
+
+def test_every_when_of_the_bases_meets_a_cell() -> None:
+    """One that meets none is a mistake in the name of an axis or a value."""
+    bases = {path.stem: tomllib.loads(path.read_text()) for path in FOLDER.glob("_*.toml")}
+    assert sorted(bases) == ["_cbafed", "_feddb", "_feddure", "_fedloke", "_proxyfl", "_semifl", "_twinsight"]
+    for base, keys in bases.items():
+        over = [name for name in NAMES if name.startswith(base.removeprefix("_"))]
+        ats = [cell.at for name in over for cell in every_cell(name, None)]
+        whens = [*keys.get("when", ()), *(each for scale in keys["scales"].values() for each in scale.get("when", ()))]
+        for when in whens:
+            meant = {axis: [names] if isinstance(names, str) else names for axis, names in when["at"].items()}
+            assert any(all(at.get(axis) in names for axis, names in meant.items()) for at in ats), (base, when)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_when_of_a_recipe_and_every_skip_meets_a_cell(name: str) -> None:
+    found = loaded(name)
+    ats = [cell.at for cell in every_cell(name, None)]
+    own = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    inherited = read(FOLDER / f"{name}.toml")[INHERITED]
+    for when in found.when[inherited[""] :]:
+        assert any(when.meets(at) for at in ats), when
+    for scale, value in found.scales.items():
+        for when in value.when[inherited[scale] :]:
+            assert any(when.meets(at) for at in ats), when
+    for skipped in found.skip:
+        assert not any(recipe.meets(skipped, at) for at in ats)
+    assert len(found.skip) == len(own.get("skip", ()))
+
+
+def test_digits_can_be_shared_out_at_the_tiny_scale() -> None:
+    """The embedded images are few: every tiny cell on them has a split all the same."""
+    data, seen = None, set[Any]()
+    for name in NAMES:
+        for cell in every_cell(name, "tiny"):
+            config = cell.configs[0]
+            scenario = factory.scenario(config)
+            if config.data == "digits" and scenario not in seen:
+                data = data or factory.source(config)
+                seen.add(scenario)
+                split = factory.split_of(config, data)
+                assert split.clients == config.clients
+    assert len(seen) > 30
+
+
+COUNTS = {
+    "cifar10": [5000] * 10,
+    "fashion_mnist": [6000] * 10,
+    "cinic10": [9000] * 10,
+    "svhn": [4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659],
+    "cifar100": [500] * 100,
+    "tiny_imagenet": [500] * 200,
+}
+"""The training images of each class."""
+
+
+def test_the_papers_images_can_be_shared_out() -> None:
+    """Every full-scale cell has a split of as many images as its data set has, and no client is without a label."""
+    draw = np.random.default_rng(0)
+    labels = {name: draw.permutation(np.repeat(np.arange(len(each)), each)) for name, each in COUNTS.items()}
+    seen = set[Any]()
+    for name in NAMES:
+        for config in (cell.configs[0] for cell in every_cell(name, None)):
+            case = (config.data, factory.scenario(config))
+            if case in seen or config.data == "digits":
+                continue
+            seen.add(case)
+            split = case[1].split(labels[config.data], len(COUNTS[config.data]))
+            held = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
+            some = {"server": 0, "some": config.labeled_clients, "clients": config.clients}[config.labels_at]
+            assert (held > 0).sum() == some, (name, config.data)
+    assert {data for data, _ in seen} == set(COUNTS)
+
+
+# The published numbers
+
+DATASETS = {
+    "CIFAR-10": "cifar10",
+    "CIFAR-100": "cifar100",
+    "SVHN": "svhn",
+    "CINIC-10": "cinic10",
+    "Fashion-MNIST": "fashion_mnist",
+    "TinyImageNet": "tiny_imagenet",
+}
+METHODS = {
+    "FedAvg (labeled only)": "fedavg",
+    "FedAvg+UDA": "fedavg-uda",
+    "FedProx+UDA": "fedprox-uda",
+    "FedAvg+FixMatch": "fedavg-fixmatch",
+    "FedProx+FixMatch": "fedprox-fixmatch",
+    "FedDure w/o C-reg": "feddure-without-creg",
+    "FedDure w/o F-reg": "feddure-without-freg",
+    "FixMatch (centralized)": "fixmatch",
+    "Fully Supervised": "supervised",
+    "Partially Supervised": "partially-supervised",
+    "Pseudo-Labeling": "pseudo-label",
+    "Mean Teacher": "mean-teacher",
+    "HeteroFL (fully supervised)": "heterofl",
+    "SemiFL (client side)": "semifl",
+    "SemiFL, one part only (a)": "global-labels",
+    "SemiFL, one part only (b)": "alternate",
+    "FedProx (labeled only)": "fedprox",
+    "FedAvg+FlexMatch": "flexmatch",
+    "(FL)^2": "fl2",
+    "FedAvg upper bound": "upper",
+    "FedAvg lower bound": "lower",
+    "FedProx lower bound": "fedprox-lower",
+    "FedAvg+FreeMatch": "fedavg-freematch",
+    "FedProx+FreeMatch": "fedprox-freematch",
+}
+SETTINGS = {
+    "(IID, IID)": "iid-iid",
+    "(IID, DIR)": "iid-dir",
+    "(DIR, DIR)": "dir-dir",
+    "IID": "iid",
+    "Dir(0.01)": "dir-0_01",
+    "Dir(0.1)": "dir-0_1",
+    "Dir(0.3)": "dir-0_3",
+    "Dir(0.5)": "dir-0_5",
+    "2 classes per client": "k2",
+    "centralized": "centralized",
+    "pair-block Dirichlet 0.1": "pair-0_1",
+    "pair-block Dirichlet 0.5": "pair-0_5",
+    "pair-block Dirichlet 1": "pair-1",
+}
+
+
+class Place(NamedTuple):
+    """Where a published number stands."""
+
+    name: str
+    at: dict[str, str]
+
+
+def place_of(row: dict[str, str]) -> Place:
+    """Return the cell that a row of the published numbers belongs to, found without the recipes' own words."""
+    paper, table, count = row["paper"], row["table"], row["labels"].partition(" ")[0]
+    first, *rest = row["setting"].split(", ") if not row["setting"].startswith("(") else [row["setting"]]
+    method = METHODS.get(row["method"], row["method"].lower())
+    at = {"dataset": DATASETS[row["dataset"]], "setting": SETTINGS.get(first, first), "method": method}
+    if paper == "FedDB":
+        at["method"] = "fixmatch" if method == "fedavg-fixmatch" else method
+    if paper == "FedLoKe" and table in "12":
+        del at["setting"]
+        at["labels"] = {"r=1%": "r1", "r=5%": "r5", "r=10%": "r10"}[row["labels"]]
+    if paper == "FedLoKe" and table == "6":
+        del at["setting"]
+        at["clients"] = rest[0].removesuffix(" clients")
+    if paper == "SemiFL" and table == "1":
+        low = {"CIFAR-100": "2500"}.get(row["dataset"], "250")
+        at["labels"] = {low: "low", "all": "all"}.get(count, "high")
+    if paper in ("CBAFed", "Twin-sight"):
+        del at["setting"]
+        paper = paper.replace("-", "")
+    if paper == "(FL)^2":
+        paper = "fl2"
+        most = {"CIFAR-10": "40", "SVHN": "250", "CIFAR-100": "400"}[row["dataset"]]
+        at["labels"] = "high" if count == most else "low"
+    return Place(f"{paper.lower()}-table{table}", at)
+
+
+ROWS = list(csv.DictReader((FOLDER / "published.csv").read_text().splitlines()))
+
+
+def test_every_published_number_stands_in_one_cell() -> None:
+    """All rows of the file, by a way that does not go through the recipes' words; and no number stands elsewhere."""
+    numbers: dict[str, int] = Counter()
+    taken = set()
+    for row in ROWS:
+        name, at = place_of(row)
+        published = cell_at(name, **at).published
+        assert published is not None, (name, at)
+        assert published.mean == float(row["mean"])
+        assert published.deviation == (float(row["std"]) if row["std"] else None)
+        assert published.note == row["note"]
+        numbers[name] += 1
+        taken.add((name, *sorted(at.items())))
+    assert len(taken) == len(ROWS) == 820
+    for name in NAMES:
+        if "-table" in name and name != "feddb-table4":
+            shown = sum(cell.published is not None for cell in every_cell(name, None))
+            assert shown == numbers[name], name
+
+
+def test_labels_of_the_runs_are_those_of_the_published_rows() -> None:
+    """Where the file says how many images are labeled, that is what is played; SemiFL's full rows use none of them."""
+    for row in ROWS:
+        name, at = place_of(row)
+        config = cell_at(name, **at).configs[0]
+        words = row["labels"]
+        if words.endswith(" labels") and words != "all labels":
+            assert config.labels == int(words.split()[0]), row
+        elif words.startswith("r="):
+            assert config.label_ratio == pytest.approx(float(words[2:-1]) / 100)
+        elif words == "5 per class and client":
+            assert config.labels_per_class == 5
+
+
+def test_numbers_of_the_ablation_are_those_of_the_tables() -> None:
+    """FedDB's Table 4 has rows of FixMatch and FixMatch-FedDPL: the numbers, and here the runs, of Tables 1 to 3."""
+    pairs = {"neither": "fixmatch", "dpl": "fixmatch-feddpl", "both": "feddb"}
+    for table, setting in {"1": "iid", "2": "dir-0_3", "3": "dir-0_1"}.items():
+        for four, one in pairs.items():
+            here = cell_at("feddb-table4", dataset="svhn", setting=setting, method=four)
+            there = cell_at(f"feddb-table{table}", dataset="svhn", setting=setting, method=one)
+            assert here.published == there.published
+            assert mark(here) == mark(there)
+
+
+def test_a_number_that_two_rows_claim_is_none() -> None:
+    assert lookup({"paper": "FedDure", "table": "1"}) is None
+    assert lookup({"paper": "FedDure", "table": "9"}) is None
+
+
+# Protocols, from the notes on the papers
+
+
+def test_protocols_by_hand() -> None:
+    """A cell of each paper, against numbers copied from the notes (rounds, batches, optimizer, labels)."""
+    table = cell_at("semifl-table1", dataset="cifar100", setting="k2", labels="low", method="semifl").configs[0]
+    assert (table.width, table.labels, table.server_batch, table.rounds) == (8, 2500, 250, 800)
+    digits = cell_at("semifl-table1", dataset="svhn", setting="iid", labels="high", method="fedrgd").configs[0]
+    assert (digits.labels, digits.server_batch, digits.norm, digits.flip) == (1000, 10, "batch", None)
+    few = cell_at("semifl-table1", dataset="cifar10", setting="iid", labels="low", method="fedmatch").configs[0]
+    assert (few.labels, few.server_batch, few.method) == (250, 10, "fedmatch-semifl")
+    alone = cell_at(
+        "semifl-table1", dataset="svhn", setting="centralized", labels="high", method="partially-supervised"
+    ).configs[0]
+    assert (alone.rounds, alone.epochs, alone.lr, alone.labeled_batch) == (400, 1, 0.1, 10)
+    long = cell_at("semifl-table1", dataset="cifar10", setting="centralized", labels="low", method="fixmatch")
+    assert long.configs[0].rounds * (long.configs[0].steps or 0) == 2**20
+    assert long.configs[0].unlabeled_batch == 7 * 64
+    for name in ("feddb-table1", "fedloke-table5"):
+        setting = {"feddb-table1": "iid", "fedloke-table5": "dir-0_1"}[name]
+        data = {"feddb-table1": "svhn", "fedloke-table5": "tiny_imagenet"}[name]
+        assert cell_at(name, dataset=data, setting=setting, method="fedrgd").configs[0].norm == "group"
+    assert cell_at("feddb-table1", dataset="svhn", setting="iid", method="feddb").configs[0].labels == 1000
+    assert cell_at("feddb-table2", dataset="svhn", setting="dir-0_3", method="feddb").configs[0].labels == 4000
+
+
+def test_feddures_tables_play_what_the_paper_fixes() -> None:
+    """5e-4 for eta, eta_s and eta_w (Section 4.1), no bias, raw logits; the scaled-down ones play the defaults."""
+    for name in ("feddure-table1", "feddure-table2", "feddure-figure4", "feddure-figure6cd"):
+        for cell in every_cell(name, None):
+            config = cell.configs[0]
+            if config.method.startswith("feddure"):
+                made = registry.make(config.method, method_options(config, config.method))
+                assert (config.preset, config.lr, made.regulator_lr) == ("paper", 5e-4, None)
+                assert (made.regulator_bias, made.regulator_input, made.hidden) == (0.0, "logits", 128)
+        assert {cell.configs[0].preset for cell in every_cell(name, "small")} == {"none"}
+
+
+def test_sages_protocol_by_hand() -> None:
+    """Section 2 of the notes: 5 * floor(images of a client / 128) steps, of which 228,000 to 560,000 are a run."""
+    images = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "cinic10": 90_000}
+    totals = {"cifar10": 228_000, "cifar100": 380_000, "svhn": 168_000, "cinic10": 560_000}
+    for data, count in images.items():
+        config = cell_at("proxyfl-table1", dataset=data, setting="pair-0_1", method="sage").configs[0]
+        assert config.steps == 5 * (count // 20 // 128)
+        assert config.steps * config.cohort * config.rounds == totals[data]
+        assert (config.labeled_batch, config.unlabeled_batch, config.schedule) == (128, 256, "constant")
+
+
+def test_rows_of_semifls_table_2_are_the_authors() -> None:
+    """SemiFL alone has Mixup; labels of the moment come under the batch's statistics; the controls lose momentum."""
+    rows = {
+        "fedavg-fixmatch": ("batch", {"fine_tune": False, "labels": "step", "mix_weight": 0.0}),
+        "global-labels": ("running", {"fine_tune": False, "mix_weight": 0.0}),
+        "alternate": ("batch", {"labels": "step", "mix_weight": 0.0}),
+        "semifl": ("running", {}),
+    }
+    plain = {f"{name}-plain": (where, {**rows[name][1], "server_momentum": 0.0}) for name, (where, _) in rows.items()}
+    del plain["alternate-plain"], plain["semifl-plain"]
+    for name, (labeling, options) in {**rows, **plain}.items():
+        config = cell_at("semifl-table2", dataset="cifar10", setting="iid", method=name).configs[0]
+        assert (config.labeling, config.options.get("semifl", {})) == (labeling, options), name
+
+
+def test_statistics_and_constants_are_each_papers_code() -> None:
+    """FedDB labels and tests under batch statistics; FedLoKe does not normalize; SemiFL and FedDB have their own."""
+    fedloke = cell_at("fedloke-table1", dataset="cifar10", labels="r5", method="fedloke").configs[0]
+    feddb = cell_at("feddb-table1", dataset="cifar10", setting="iid", method="feddb").configs[0]
+    semifl, fedrgd = (
+        cell_at("semifl-table1", dataset="cifar10", setting="iid", labels="high", method=method).configs[0]
+        for method in ("semifl", "fedrgd")
+    )
+    assert (fedloke.pixel_mean, fedloke.pixel_std) == ((0.0,), (1.0,))
+    assert feddb.pixel_std == semifl.pixel_std == fedrgd.pixel_std == (0.2023, 0.1994, 0.2010)
+    assert (feddb.labeling, feddb.test_statistics) == ("batch", "batch")
+    assert (semifl.labeling, semifl.test_statistics) == ("running", "running")
+    assert (fedrgd.labeling, fedrgd.options["fedrgd"]["mean"]) == ("batch", "used")
+    svhn = cell_at("feddb-table1", dataset="svhn", setting="iid", method="feddb").configs[0]
+    assert svhn.pixel_std is None
+
+
+def test_figure_6_of_feddure_labels_the_shares_that_it_names() -> None:
+    """On CIFAR-10, 50,000 images: labels * classes * clients / 50,000 is the share at full scale."""
+    for cell in every_cell("feddure-figure6", None):
+        config, share = cell.configs[0], float(cell.at["share"]) / 100
+        assert config.labels_per_class is not None
+        assert config.labels_per_class * 10 * config.clients / 50_000 == pytest.approx(share)
+    for cell in every_cell("feddure-figure6", "small"):
+        assert cell.configs[0].label_ratio == pytest.approx(float(cell.at["share"]) / 100)
+        assert cell.configs[0].labels_per_class is None
+
+
+def test_figure_7_of_fedloke_takes_the_steps_of_all_images() -> None:
+    """1000 images of a client, 50 of them labeled: ceil(950 / 32) = 30 steps; SVHN 1465, 73 labeled: 44."""
+    whole = cell_at("fedloke-figure7", dataset="cifar10", method="fedloke", share="1").configs[0]
+    assert (whole.steps, whole.epoch, whole.unlabeled_batch) == (None, "unlabeled", 32)
+    for data, images in (("cifar10", 50_000 // 50), ("svhn", 73_257 // 50)):
+        unlabeled = images - int(0.05 * images)
+        part = cell_at("fedloke-figure7", dataset=data, method="fedloke", share="0.4").configs[0]
+        assert part.steps == -(-unlabeled // 32)
+    none = cell_at("fedloke-figure7", dataset="svhn", method="fedrgd", share="0").configs[0]
+    assert none.options == {"fedrgd": {"unlabeled_weight": 0.0}}
+
+
+# Cells that recipes share
+
+
+def test_recipes_share_runs_of_equal_configuration(tmp_path: Path) -> None:
+    """FedDure's row of its Table 2 is the one of Table 1, and the folder is one."""
+    one = cell_at("feddure-table1", dataset="cifar10", setting="dir-dir", method="feddure")
+    two = cell_at("feddure-table2", dataset="cifar10", setting="dir-dir", method="feddure")
+    other = cell_at("feddure-table2", dataset="cifar10", setting="iid-dir", method="feddure")
+    assert mark(one) == mark(two) != mark(other)
+    folders = {
+        SweepFolder(tmp_path, loaded(name), None).run(mark(one)) for name in ("feddure-table1", "feddure-table2")
+    }
+    assert len(folders) == 1
+
+
+@pytest.mark.parametrize(
+    ("figure", "table", "at", "there"),
+    [
+        ("feddure-figure5", "feddure-table1", {"fixed": "total", "iterations": "1"}, {"setting": "dir-dir"}),
+        ("feddure-figure6", "feddure-table1", {"setting": "iid-dir", "share": "10"}, {"setting": "iid-dir"}),
+        ("feddure-figure6cd", "feddure-table1", {"cohort": "5"}, {"setting": "dir-dir"}),
+        ("feddure-figure4", "feddure-table1", {"setting": "dir-dir", "gamma": "0.5"}, {"setting": "dir-dir"}),
+        ("fedloke-figure5", "fedloke-table4", {"alpha": "0.1"}, {"setting": "dir-0_1"}),
+        ("fedloke-figure7", "fedloke-table1", {"share": "1"}, {"labels": "r5"}),
+        ("feddb-figure5", "feddb-table1", {"setting": "iid"}, {"setting": "iid"}),
+        ("feddb-figure6", "feddb-table2", {"setting": "dir-0_3"}, {"setting": "dir-0_3"}),
+        ("feddb-figure7", "feddb-table2", {"setting": "dir-0_3"}, {"setting": "dir-0_3"}),
+        ("semifl-figure6", "semifl-table2", {"setting": "k2"}, {"setting": "k2"}),
+        (
+            "semifl-figure5",
+            "semifl-table1",
+            {"setting": "k2", "labels": "low"},
+            {"setting": "k2", "labels": "low"},
+        ),
+    ],
+)
+def test_figures_share_the_runs_of_tables(figure: str, table: str, at: dict[str, str], there: dict[str, str]) -> None:
+    method = {"feddure": "feddure", "fedloke": "fedloke", "feddb": "feddb", "semifl": "semifl"}[figure.split("-")[0]]
+    common = {"dataset": "cifar100" if method == "feddb" else "cifar10", "method": method}
+    assert mark(cell_at(figure, **common, **at)) == mark(cell_at(table, **common, **there))
+
+
+# One's own recipes
+
+MINE = """
+title = "Mine, Table 1"
+paper = "Mine"
+item = "Table 1"
+about = "two methods"
+rows = "method"
+seeds = [0, 3]
+
+[protocol]
+data = "digits"
+rounds = 2
+clients = 4
+cohort = 2
+steps = 2
+width = 4
+
+[axes.method.fedavg]
+title = "FedAvg"
+set = { method = "fedavg" }
+
+[axes.method.feddure]
+title = "FedDure"
+set = { method = "feddure", options = { feddure = { hidden = 8 } } }
+
+[axes.amount.few]
+title = "few"
+set = { labels_per_class = 1 }
+
+[axes.amount.many]
+title = "many"
+set = { label_ratio = 0.1 }
+extra = true
+
+[scales.half]
+about = "1 of 2 rounds"
+set = { rounds = 1 }
+"""
+
+
+def write(folder: Path, text: str = MINE, name: str = "mine.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refused(folder: Path, text: str, **more: Any) -> str:
+    """Return the sentence with which a recipe, or its cells, are refused."""
+    with pytest.raises(UserError) as caught:
+        cells(recipe.load(str(write(folder, text))), **{"only": {}, **more})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    mine = recipe.load(str(write(tmp_path)))
+    assert (mine.name, mine.kind, mine.columns, mine.seeds) == ("mine", "table", ("amount",), (0, 3))
+    found = cells(mine, {})
+    assert [cell.at for cell in found] == [
+        {"method": "fedavg", "amount": "few"},
+        {"method": "feddure", "amount": "few"},
+    ]
+    assert all(cell.published is None for cell in found)
+    assert {seed: (c.seed, c.split_seed) for seed, c in found[0].configs.items()} == {0: (0, 0), 3: (3, 3)}
+    assert found[0].configs[0].options == {}  # only its own method's
+    assert found[1].configs[3].options == {"feddure": {"hidden": 8}}
+    assert [cell.configs[0].rounds for cell in cells(mine, {}, scale=mine.scale("half"))] == [1, 1]
+    assert [cell.configs[5].threads for cell in cells(mine, {}, [5], over={"threads": 1})] == [1, 1]
+
+
+def test_the_order_of_the_grid_is_that_of_the_axes(tmp_path: Path) -> None:
+    mine = recipe.load(str(write(tmp_path)))
+    only = selection(mine, ["amount=many,amount=few", "method=feddure,method=fedavg"])
+    assert only == {"amount": ("many", "few"), "method": ("feddure", "fedavg")}
+    assert [cell.words for cell in cells(mine, only)] == [
+        "method=fedavg, amount=few",
+        "method=fedavg, amount=many",
+        "method=feddure, amount=few",
+        "method=feddure, amount=many",
+    ]
+
+
+def test_later_layers_win() -> None:
+    below = {"rounds": 3, "labels": 40, "options": {"feddure": {"hidden": 8, "warmup": 1}}, "epochs": 2}
+    above = {"label_ratio": 0.1, "options": {"feddure": {"warmup": 2}, "fedloke": {"ema": 0.5}}, "unset": ["epochs"]}
+    assert layered([below, above]) == {
+        "rounds": 3,
+        "label_ratio": 0.1,
+        "options": {"feddure": {"hidden": 8, "warmup": 2}, "fedloke": {"ema": 0.5}},
+    }
+    assert layered([{"unset": ["rounds"], "rounds": 4}]) == {"rounds": 4}
+    assert layered([{"rounds": 1}, {"rounds": 2}, {"unset": ["lr"]}]) == {"rounds": 2}
+    assert layered([]) == {}
+
+
+def test_layers_of_a_cell(tmp_path: Path) -> None:
+    """Protocol, the values in the order of the axes, `when`, the scale, its `when`, the command line."""
+    more = """
+when = [{ at = { method = "fedavg", amount = ["few", "many"] }, set = { rounds = 7, cohort = 3 } }]
+"""
+    over = """
+[[scales.half.when]]
+at = { method = "fedavg" }
+set = { cohort = 4 }
+"""
+    text = more + MINE.replace("labels_per_class = 1 }", "labels_per_class = 1, rounds = 5 }") + over
+    mine = recipe.load(str(write(tmp_path, text)))
+    only = selection(mine, ["amount=few"])
+    plain = [cell.configs[0] for cell in cells(mine, only)]
+    assert [(c.rounds, c.cohort, c.labels_per_class) for c in plain] == [(7, 3, 1), (5, 2, 1)]
+    scaled = [cell.configs[0] for cell in cells(mine, only, scale=mine.scale("half"))]
+    assert [(c.rounds, c.cohort) for c in scaled] == [(1, 4), (1, 2)]
+    over_all = [cell.configs[0] for cell in cells(mine, only, scale=mine.scale("half"), over={"rounds": 9})]
+    assert [c.rounds for c in over_all] == [9, 9]
+
+
+def test_a_recipe_over_another(tmp_path: Path) -> None:
+    """Own axes of values from below, own values, own protocol on top, and both files' say about a scale."""
+    write(tmp_path, MINE, "below.toml")
+    text = """
+title = "Over"
+extends = "below"
+seeds = [1]
+
+[protocol]
+rounds = 6
+
+[axes]
+amount = ["many"]
+
+[axes.method]
+fedavg = {}
+
+[axes.method.late]
+set = { method = "feddure", options = { feddure = { warmup = 1 } } }
+
+[scales.half]
+set = { cohort = 1, unset = ["steps"] }
+when = [{ at = { method = "late" }, set = { cohort = 2 } }]
+
+[scales.third]
+about = "a third"
+"""
+    found = recipe.load(str(write(tmp_path, text, "over.toml")))
+    assert (found.title, found.paper, found.seeds) == ("Over", "Mine", (1,))
+    assert [value.name for value in found.axes["method"]] == ["fedavg", "late"]
+    assert [value.name for value in found.axes["amount"]] == ["many"]
+    assert set(found.scales) == {"half", "third"}
+    assert found.scale("half").about == "1 of 2 rounds"
+    only = {"amount": ("many",)}
+    assert [(c.configs[1].rounds, c.configs[1].steps) for c in cells(found, only)] == [(6, 2), (6, 2)]
+    scaled = [cell.configs[1] for cell in cells(found, only, scale=found.scale("half"))]
+    assert [(c.rounds, c.cohort, c.steps) for c in scaled] == [(1, 1, None), (1, 2, None)]
+
+
+def test_a_recipe_may_extend_what_ships(tmp_path: Path) -> None:
+    text = 'extends = "_feddure"\n[axes]\ndataset = ["digits"]\nmethod = ["fedavg"]\n[protocol]\nrounds = 3\n'
+    (cell,) = cells(recipe.load(str(write(tmp_path, text))), {"dataset": ("digits",)})
+    assert (cell.configs[0].rounds, cell.configs[0].clients, cell.configs[0].lr) == (3, 100, 5e-4)
+
+
+def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
+    text = 'skip = [{ method = "fedavg", amount = ["many"] }]\n' + MINE
+    mine = recipe.load(str(write(tmp_path, text)))
+    only = selection(mine, ["amount=few,amount=many"])
+    assert [cell.words for cell in cells(mine, only)] == [
+        "method=fedavg, amount=few",
+        "method=feddure, amount=few",
+        "method=feddure, amount=many",
+    ]
+    assert "none of these cells" in refused(tmp_path, text, only={"method": ("fedavg",), "amount": ("many",)})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('rows = "method"', 'rows = "method"\nrow = 1', "mine.toml: unknown field 'row': did you mean 'rows'?"),
+        ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; see halfmoon.sweep.recipe"),
+        ("rounds = 2", "rouns = 2", "mine.toml, protocol: unknown option 'rouns': did you mean 'rounds'?"),
+        ("rounds = 2", "rounds = 2.5", "cell method=fedavg, amount=few: rounds in mine is 2.5: it must be"),
+        ("rounds = 2", "cohort = 9\nrounds = 2", "mine.toml is not valid TOML: Cannot overwrite a value"),
+        ("rounds = 2", "rounds = 0", "cell method=fedavg, amount=few: rounds is 0: it must be at least 1."),
+        ("hidden = 8", "hiden = 8", "method feddure has no option 'hiden': did you mean 'hidden'?"),
+        ("hidden = 8", "hidden = [8]", "it must be a number, text, true or false"),
+        (
+            'method = "fedavg" }',
+            'method = "fedavg", labels_at = "server" }',
+            "method=fedavg, amount=few: method fedavg needs",
+        ),
+        (
+            "width = 4",
+            'width = 4\nlabels_at = "server"',
+            "cell method=fedavg, amount=few: method fedavg needs labels at",
+        ),
+        ('rows = "method"', 'rows = "methods"', "rows is 'methods', which is no axis: did you mean 'method'?"),
+        ('rows = "method"', 'rows = "method"\nx = "gamma"', "x is 'gamma', which is no axis"),
+        ('rows = "method"', 'rows = "method"\ncolumns = ["amout"]', "columns has 'amout', which is no axis"),
+        ('rows = "method"', 'rows = "method"\nkind = "tabel"', "kind is 'tabel': did you mean 'table'?"),
+        ("seeds = [0, 3]", "seeds = [0, 0]", "seeds must be different whole numbers from 0, in a list."),
+        ("seeds = [0, 3]", "seeds = []", "seeds must be different whole numbers"),
+        ("seeds = [0, 3]", "seeds = 3", "mine.toml: seeds must be a list."),
+        ("seeds = [0, 3]", "skip = [{ metod = 'fedavg' }]", "skip: 'metod' is no axis: did you mean 'method'?"),
+        (
+            "seeds = [0, 3]",
+            "skip = [{ method = 'fedavgg' }]",
+            "axis method has no value 'fedavgg': did you mean 'fedavg'?",
+        ),
+        ("seeds = [0, 3]", "skip = [{}]", "skip: an entry without an axis would leave out every cell"),
+        ("seeds = [0, 3]", "when = [{ at = { amount = 'none' } }]", "when: axis amount has no value 'none'"),
+        ("seeds = [0, 3]", "when = [{ where = {} }]", "when: unknown field 'where'"),
+        (
+            "seeds = [0, 3]",
+            "when = [{ at = { amount = 3 } }]",
+            "amount must be the name of a value, or a list of names.",
+        ),
+        ("extra = true", "extra = true\nmore = 1", "value many: unknown field 'more'"),
+        ('about = "1 of 2 rounds"', "", "recipe mine, scale half: about is missing"),
+        ("set = { rounds = 1 }", "set = { round = 1 }", "scale half: unknown option 'round': did you mean 'rounds'?"),
+        ("set = { rounds = 1 }", "sets = { rounds = 1 }", "scale half: unknown field 'sets': did you mean 'set'?"),
+        ("set = { rounds = 1 }", "set = { unset = 3 }", "scale half: unset must be a list of options."),
+        ("set = { rounds = 1 }", "set = { unset = ['round'] }", "unknown option 'round': did you mean 'rounds'?"),
+        ("seeds = [0, 3]", 'published = { tabel = "1" }', "published: unknown field 'tabel': did you mean 'table'?"),
+        ("seeds = [0, 3]", 'measure = "tset"', "recipe mine: measure is 'tset': did you mean 'test'?"),
+        ("extra = true", 'extra = true\nmeasure = "used up"', "value many: measure is 'used up': did you mean 'used'?"),
+        ("seeds = [0, 3]", 'panels = { a = { amount = "none" } }', "panel a: axis amount has no value 'none'"),
+        ("seeds = [0, 3]", 'extends = "mine"', "mine.toml: it extends mine, which leads back to itself."),
+        ("seeds = [0, 3]", 'extends = "nowhere"', "nowhere.toml cannot be read"),
+        ("seeds = [0, 3]", 'extends = "../a"', "leads back to itself"),
+        ("[axes.amount.few]", "[axes.amount.few", "mine.toml is not valid TOML"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in MINE
+    assert said in refused(tmp_path, MINE.replace(old, new, 1))
+
+
+def test_a_value_that_the_base_does_not_have(tmp_path: Path) -> None:
+    text = 'extends = "_feddure"\n[axes]\ndataset = ["cifar"]\n'
+    assert "mine.toml: axis dataset has no value 'cifar': did you mean 'cifar10'?" in refused(tmp_path, text)
+    text = 'extends = "_feddure"\nwhen = [{ at = { dataset = "svhn" } }]\n[axes]\ndataset = ["cifar10"]\n'
+    assert "recipe mine, when: axis dataset has no value 'svhn'" in refused(tmp_path, text)
+
+
+def test_what_only_may_say() -> None:
+    found = loaded("feddure-table1")
+    for words, said in {
+        "dataset": "--only 'dataset' is not AXIS=VALUE: write, for example, --only dataset=cifar10,setting=iid-iid.",
+        "data=cifar10": "--only: recipe feddure-table1 has no axis 'data': did you mean 'dataset'?",
+        "dataset=cifar": "--only: axis dataset of recipe feddure-table1 has no value 'cifar': did you mean 'cifar10'?",
+        "": "is not AXIS=VALUE",
+    }.items():
+        with pytest.raises(UserError, match="--only") as caught:
+            selection(found, [words])
+        assert said in str(caught.value)
+    with pytest.raises(UserError, match=r"recipe feddure-table1 has no scale 'smal': did you mean 'small'\?"):
+        found.scale("smal")
+    with pytest.raises(UserError, match=r"unknown recipe 'feddure-tabel1': did you mean 'feddure-table1'\?"):
+        recipe.load("feddure-tabel1")
+    with pytest.raises(UserError, match=r"nowhere\.toml cannot be read"):
+        recipe.load("nowhere.toml")
+
+
+def test_an_axis_of_extras_alone_is_an_empty_selection(tmp_path: Path) -> None:
+    text = MINE.replace('[axes.amount.few]\ntitle = "few"\nset = { labels_per_class = 1 }\n', "")
+    assert refused(tmp_path, text) == "recipe mine: nothing of axis amount is selected; name its values with --only."
+
+
+def test_a_cell_that_no_method_supports_is_named(tmp_path: Path) -> None:
+    text = MINE.replace("steps = 2", 'steps = 2\nlabels_at = "server"').replace(
+        'set = { method = "fedavg" }', 'set = { method = "semifl" }'
+    )
+    said = refused(tmp_path, text)
+    assert "recipe mine, cell method=feddure, amount=few: method feddure needs labels at every client" in said
+
+
+def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy of nested keys in which what stands at `path` is `value`."""
+    if not path:
+        return value
+    copy: Any = dict(node) if isinstance(node, dict) else list(node)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], value)
+    return copy
+
+
+def paths(node: Any, here: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Return the paths of all keys and entries below a node."""
+    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [at for key, value in below for at in [(*here, key), *paths(value, (*here, key))]]
+
+
+FULL = tomllib.loads(
+    'skip = [{ method = "fedavg", amount = ["many"] }]\n'
+    'when = [{ at = { amount = ["few"] }, set = { unset = ["lr"] }, published = { table = "1" } }]\n'
+    'published = { table = "1" }\nkind = "lines"\nx = "amount"\ncolumns = ["amount"]\nreading = "so"\n'
+    + MINE
+    + '[[scales.half.when]]\nat = { method = "fedavg" }\nset = { unset = ["steps"] }\n'
+)
+
+
+@hypothesis_settings(deadline=None, max_examples=150, database=None)
+@given(
+    path=st.sampled_from(paths(FULL)), value=st.sampled_from([3, 1.5, True, "a", [], {}, [3], ["a"], {"a": 3}, [{}]])
+)
+def test_damage_is_a_sentence_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, path: tuple[str | int, ...], value: Any
+) -> None:
+    """Anything in any place of a recipe: it is played as it stands there, or refused in words, and nothing else."""
+    keys = replaced(FULL, path, value)
+    text = "\n".join(f"{toml.key(name)} = {inline(each)}" for name, each in keys.items())
+    assert "\n" not in complaint(write(tmp_path_factory.getbasetemp(), text, "damaged.toml"))
+
+
+def complaint(file: Path) -> str:
+    """Return the sentence with which a recipe or its cells are refused, none where they are played."""
+    try:
+        found = recipe.load(str(file))
+        assert all(isinstance(c, Config) for cell in cells(found, {}) for c in cell.configs.values())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def inline(value: Any) -> str:
+    """Return a value as TOML on one line, tables in braces."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml.key(name)} = {inline(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return toml.value(value)
+
+
+# Played
+
+
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [
+        ("feddure-table2", ["setting=dir-dir", "method=fedavg-fixmatch,method=feddure-without-freg"]),
+        ("feddure-figure6", ["method=fedavg-fixmatch", "setting=dir-dir", "share=2,share=20"]),
+        ("fedloke-figure4", ["alpha=0.5", "model=fml-local,model=fml-global"]),
+        ("feddb-figure3", ["method=fixmatch,method=feddb"]),
+        ("feddure-figure3", ["setting=fedmatch-noniid,setting=dir-dir"]),
+    ],
+)
+def test_a_recipe_of_each_kind_is_played(tmp_path: Path, name: str, only: list[str]) -> None:
+    """Two cells on the embedded digits at the tiny scale, two rounds long, of a table, lines, curves and splits."""
+    found = loaded(name)
+    scale = found.scale("tiny")
+    asked = cells(found, selection(found, ["dataset=digits", *only]), [0], scale, {"device": "cpu"})
+    asked = [replace(cell, configs={0: replace(cell.configs[0], rounds=2)}) for cell in asked]
+    assert len(asked) == 2
+    folder, steps = SweepFolder(tmp_path, found, scale), list[Step]()
+    assert sweep(folder, asked, Here(), steps.append) == []
+    facts = folder.read()
+    assert {step.failed for step in steps} == {None}
+    assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
+    trained = [("accuracy" in run) for cell in facts["cells"] for run in cell["runs"]]
+    assert trained == [found.kind != "splits"] * 2
+    if name == "fedloke-figure4":  # one run, measured twice
+        assert len(steps) == 1
+        local, whole = (cell["runs"][0]["accuracy"]["last"] for cell in facts["cells"])
+        rows = [json.loads(line) for line in (folder.run(mark(asked[0])) / "metrics.jsonl").read_text().splitlines()]
+        models = rows[-1]["pseudo"]["models"]
+        assert (local, whole) == (models["local"]["accuracy"], models["global"]["accuracy"])
+        assert local != whole
+
+
+TAUGHT = {
+    "feddure-table2": "setting=dir-dir,method=fedavg-fixmatch",
+    "fedloke-table4": "setting=dir-0_5,method=fedavg-fixmatch",
+    "feddb-table2": "method=fedavg",
+    "semifl-table2": "setting=iid,method=semifl",
+    "proxyfl-table1": "setting=pair-0_1,method=sage",
+}
+"""A quick cell of each paper."""
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_the_tiny_scale_teaches(tmp_path: Path, name: str) -> None:
+    """Three times chance on the embedded digits, in a second or two; four rounds of three steps taught nothing."""
+    found = loaded(name)
+    only = selection(found, ["dataset=digits", TAUGHT[name]])
+    (cell,) = cells(found, only, [0], found.scale("tiny"), {"device": "cpu"})
+    assert runner.cell(cell.configs[0], tmp_path)["accuracy"]["last"] > 0.3
+
+
+def test_sweep_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = write(tmp_path, MINE.replace("rounds = 2", "rouns = 2"))
+    assert cli.main(["sweep", str(file), "--out", str(tmp_path)]) != 0
+    assert "unknown option 'rouns': did you mean 'rounds'?" in capsys.readouterr().err
+    assert not list(tmp_path.glob("mine*/"))

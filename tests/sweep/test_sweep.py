@@ -1,0 +1,507 @@
+"""Sweeps: nothing is played twice, kills and busy folders end in the bytes of a straight sweep, sweep.json says it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import Shell
+
+from halfmoon.cli import main as cli
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.engine.loop import Row
+from halfmoon.runs import runner
+from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
+from halfmoon.sweep import play as playing
+from halfmoon.sweep import recipe
+from halfmoon.sweep.engines import Done, Engine, Here, Note, Processes, SweepTask
+from halfmoon.sweep.grid import cells, selection
+from halfmoon.sweep.play import Step, sweep
+from halfmoon.sweep.sweep_folder import FORMAT, SweepFolder
+
+RECIPE = """
+title = "Mine, Table 1"
+paper = "FedDure"
+item = "Table 1"
+about = "two methods"
+reading = "as it is"
+columns = ["amount"]
+rows = "method"
+
+[protocol]
+data = "digits"
+rounds = 5
+clients = 4
+cohort = 2
+steps = 2
+width = 4
+device = "cpu"
+threads = 1
+
+[axes.amount.few]
+title = "few"
+set = { labels_per_class = 1 }
+
+[axes.amount.more]
+title = "more"
+set = { labels_per_class = 2 }
+
+[axes.method.fedavg]
+title = "FedAvg (labeled only)"
+set = { method = "fedavg" }
+
+[axes.method.fedavg-fixmatch]
+title = "FedAvg+FixMatch"
+set = { method = "fedavg-fixmatch" }
+
+[scales.short]
+about = "2 of 5 rounds"
+set = { rounds = 2 }
+"""
+MINE = ["amount=few"]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    made = Shell(tmp_path_factory.mktemp("shell"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the metrics of two cells that nothing disturbed, by the names of their folders."""
+    path = tmp_path_factory.mktemp("straight") / "mine.toml"
+    path.write_text(RECIPE)
+    folder, _, failed = played(path, *MINE, scale=None)
+    assert failed == []
+    return metrics(folder.out)
+
+
+def played(
+    path: Path, *only: str, scale: str | None = "short", seeds: tuple[int, ...] = (0,), engine: Engine | None = None
+) -> tuple[SweepFolder, list[Step], list[str]]:
+    """Play cells of a recipe's file in this process; return its folder, what was told, and what failed."""
+    found = recipe.load(str(path))
+    scaled = found.scale(scale) if scale else None
+    folder, steps = SweepFolder(path.parent / "out", found, scaled, "halfmoon sweep"), list[Step]()
+    asked = cells(found, selection(found, only), seeds, scaled)
+    return folder, steps, sweep(folder, asked, engine or Here(), steps.append)
+
+
+def state(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Return time of change and bytes of every file below a folder."""
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    return {path.relative_to(root).as_posix(): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def metrics(out: Path) -> dict[str, bytes]:
+    """Return the metrics of every run of a sweep by its folder's name."""
+    return {path.parent.name: path.read_bytes() for path in sorted(out.glob("cells/*/metrics.jsonl"))}
+
+
+class Witness(NullCallback):
+    """Do something at a round of a method."""
+
+    def __init__(self, method: str, number: int, then: Callable[[RunInfo], None]) -> None:
+        self.method, self.number, self.then = method, number, then
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        if (run.config.method, row["round"]) == (self.method, self.number):
+            self.then(run)
+
+
+class Suicide(NullCallback):
+    """Kill the process that plays, once: after round 2 of the first run of FixMatch."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def begin(self, run: RunInfo) -> None:
+        with self.mark.with_name("begun").open("a") as file:
+            file.write(f"{run.folder.name} {run.first}\n")
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        if run.config.method == "fedavg-fixmatch" and row["round"] == 2 and not self.mark.exists():
+            self.mark.write_text(run.folder.name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# sweep.json
+
+
+def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
+    """Every key of it; `published` is FedDure's Table 1 where the recipe says that its numbers stand there."""
+    where = 'published = { table = "1", dataset = "CIFAR-10", setting = "(DIR, DIR)" }\n'
+    mine.write_text(where + RECIPE)
+    folder, steps, failed = played(mine, *MINE)
+    assert failed == []
+    facts = json.loads((folder.path / "sweep.json").read_text())
+    assert folder.path == mine.parent / "out" / "mine-short"
+    machine, versions, rows = facts.pop("machine"), facts.pop("versions"), facts.pop("cells")
+    assert facts == {
+        "format": 1,
+        "recipe": "mine",
+        "measure": "test accuracy",
+        "title": "Mine, Table 1",
+        "paper": "FedDure",
+        "item": "Table 1",
+        "about": "two methods",
+        "reading": "as it is",
+        "scale": {"name": "short", "about": "2 of 5 rounds"},
+        "kind": "table",
+        "rows": "method",
+        "columns": ["amount"],
+        "x": None,
+        "axes": [
+            {"name": "amount", "values": [{"name": "few", "title": "few"}]},
+            {
+                "name": "method",
+                "values": [
+                    {"name": "fedavg", "title": "FedAvg (labeled only)"},
+                    {"name": "fedavg-fixmatch", "title": "FedAvg+FixMatch"},
+                ],
+            },
+        ],
+        "command": "halfmoon sweep",
+    }
+    assert set(machine) == {"cpu", "cores", "gpu"}
+    assert machine["cores"] >= 1
+    assert set(versions) == {"halfmoon", "torch", "python"}
+    assert versions["halfmoon"] == metadata.version("halfmoon")
+    assert [row["at"] for row in rows] == [
+        {"amount": "few", "method": "fedavg"},
+        {"amount": "few", "method": "fedavg-fixmatch"},
+    ]
+    assert rows[0]["published"] == {"mean": 40.34, "deviation": 0.46, "note": ""}
+    for row, step in zip(rows, steps, strict=True):
+        (run,) = row["runs"]
+        summary = json.loads((folder.path / run["folder"] / "summary.json").read_text())
+        assert run == {
+            "seed": 0,
+            "identity": run["identity"],
+            "folder": f"../cells/{run['identity'][:16]}",
+            "finished": True,
+            "failed": None,
+            **{name: summary[name] for name in ("accuracy", "cost", "seconds")},
+        }
+        assert len(run["identity"]) == 64
+        assert step.summary == summary
+        assert (folder.path / run["folder"] / "split.json").exists()
+        assert len((folder.path / run["folder"] / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [(step.number, step.runs, step.before) for step in steps] == [(1, 2, False), (2, 2, False)]
+    assert steps[0].words == "amount=few, method=fedavg, seed 0"
+
+
+def test_what_is_finished_is_not_played_again(mine: Path) -> None:
+    folder, _, _ = played(mine, *MINE)
+    cells_before, facts = state(folder.out / "cells"), folder.read()
+    _, steps, failed = played(mine, *MINE, engine=Here(Witness("fedavg", 1, lambda run: pytest.fail("played again"))))
+    assert failed == []
+    assert [step.before for step in steps] == [True, True]
+    assert state(folder.out / "cells") == cells_before
+    assert folder.read() == facts
+
+
+def test_only_and_seeds_add_up(mine: Path) -> None:
+    """Cells and seeds of two calls stand in one sweep.json, in the order of the axes; those of a scale stay apart."""
+    played(mine, "amount=more,method=fedavg-fixmatch", seeds=(1,))
+    folder, steps, _ = played(mine, "amount=few,amount=more,method=fedavg", seeds=(0, 1))
+    assert len(steps) == 4
+    shown = [
+        (cell["at"]["amount"], cell["at"]["method"], [run["seed"] for run in cell["runs"]])
+        for cell in folder.read()["cells"]
+    ]
+    assert shown == [
+        ("few", "fedavg", [0, 1]),
+        ("more", "fedavg", [0, 1]),
+        ("more", "fedavg-fixmatch", [1]),
+    ]
+    assert all(run["finished"] for cell in folder.read()["cells"] for run in cell["runs"])
+    whole, _, _ = played(mine, "amount=few,method=fedavg", scale=None)
+    assert whole.path.name == "mine"
+    assert len(whole.read()["cells"]) == 1
+    assert len(folder.read()["cells"]) == 3
+
+
+def test_seeds_of_one_cell_add_up(mine: Path) -> None:
+    played(mine, "amount=few,method=fedavg", seeds=(4,))
+    folder, _, _ = played(mine, "amount=few,method=fedavg", seeds=(2,))
+    (cell,) = folder.read()["cells"]
+    assert sorted(run["seed"] for run in cell["runs"]) == [2, 4]
+    assert all("accuracy" in run for run in cell["runs"])
+
+
+def test_a_sweep_that_ends_meanwhile_is_not_forgotten(mine: Path) -> None:
+    """While one sweep plays, another one, of other cells, writes the same sweep.json: both stand there at the end."""
+    inner: list[str] = []
+
+    def other(run: RunInfo) -> None:
+        inner.extend(played(mine, "amount=more,method=fedavg")[2])
+
+    folder, _, failed = played(mine, *MINE, engine=Here(Witness("fedavg-fixmatch", 1, other)))
+    assert (failed, inner) == ([], [])
+    at = [(cell["at"]["amount"], cell["at"]["method"]) for cell in folder.read()["cells"]]
+    assert at == [("few", "fedavg"), ("few", "fedavg-fixmatch"), ("more", "fedavg")]
+
+
+def test_cells_of_an_older_recipe_are_dropped_but_their_runs_stay(mine: Path) -> None:
+    folder, _, _ = played(mine, "amount=few,amount=more,method=fedavg")
+    before = state(folder.out / "cells")
+    changed = RECIPE.replace("labels_per_class = 2", "labels_per_class = 3")
+    mine.write_text(changed.replace("[axes.method.fedavg]", "[axes.method.plain]"))
+    played(mine, "amount=more,method=plain")
+    at = [cell["at"] for cell in folder.read()["cells"]]
+    assert at == [{"amount": "more", "method": "plain"}]
+    after = state(folder.out / "cells")
+    assert {name: after[name] for name in before} == before
+    mine.write_text(changed)
+    _, steps, _ = played(mine, "amount=few,method=fedavg")
+    assert [step.before for step in steps] == [True]  # its run was there all the time
+
+
+def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
+    mine.write_text(RECIPE.replace("labels_per_class = 2", "labels_per_class = 1"))
+    folder, steps, _ = played(mine, "amount=few,amount=more,method=fedavg")
+    assert len(steps) == 1
+    assert len(list((folder.out / "cells").iterdir())) == 1
+    one, two = folder.read()["cells"]
+    assert one["runs"] == two["runs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "sweep.json is damaged; remove it and run the sweep again: finished runs are kept."),
+        ("[]", "is damaged"),
+        ("", "is damaged"),
+        ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {FORMAT}; remove it"),
+    ],
+)
+def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, said: str) -> None:
+    folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
+    folder.path.mkdir(parents=True)
+    (folder.path / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match=r"sweep\.json") as caught:
+        played(mine, *MINE, scale=None)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (folder.path / "sweep.json").read_text() == text
+    assert not (folder.out / "cells").exists()
+
+
+@pytest.mark.parametrize("cell", ["3", '{"at": 3, "runs": []}', '{"at": {"amount": "few"}}', '{"at": {}, "runs": [1]}'])
+def test_a_cell_in_it_that_means_nothing_is_dropped(mine: Path, cell: str) -> None:
+    folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
+    folder.path.mkdir(parents=True)
+    (folder.path / "sweep.json").write_text(f'{{"format": {FORMAT}, "cells": [{cell}]}}')
+    folder, _, failed = played(mine, "amount=few,method=fedavg", scale=None)
+    assert failed == []
+    assert [cell["at"] for cell in folder.read()["cells"]] == [{"amount": "few", "method": "fedavg"}]
+
+
+# Splits
+
+
+def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
+    """A recipe of splits leaves split.json and no metrics; a table of equal configuration trains all the same."""
+    table = mine.read_text()
+    mine.write_text('kind = "splits"\n' + table)
+    folder, steps, failed = played(mine, "amount=few,method=fedavg")
+    assert failed == []
+    (cell,) = folder.read()["cells"]
+    (run,) = cell["runs"]
+    assert run == {
+        "seed": 0,
+        "identity": run["identity"],
+        "folder": f"../splits/{run['identity'][:16]}",
+        "finished": True,
+        "failed": None,
+    }
+    made = folder.path / run["folder"]
+    assert sorted(path.name for path in made.iterdir() if path.name[0] != ".") == [
+        "checksums.json",
+        "config.toml",
+        "run.json",
+        "split.json",
+        "split.parquet",
+        "summary.json",
+    ]
+    before = state(made)
+    _, steps, _ = played(mine, "amount=few,method=fedavg")
+    assert [step.before for step in steps] == [True]
+    assert state(made) == before
+    mine.write_text(table)
+    trained, steps, _ = played(mine, "amount=few,method=fedavg")
+    assert [step.before for step in steps] == [False]
+    assert "accuracy" in trained.read()["cells"][0]["runs"][0]
+
+
+# What goes wrong
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three cells one finds no data: the exit code is 1, and sweep.json has the sentence."""
+    lost = mine.parent / "lost"
+    text = f'[axes.method.lost]\ntitle = "Lost"\nset = {{ method = "fedavg", data = "{lost}" }}\n'
+    mine.write_text(RECIPE.replace("[axes.method.fedavg]", f"{text}\n[axes.method.fedavg]"))
+    words = ["sweep", str(mine), "--out", str(mine.parent / "out"), "--scale", "short", "--only", "amount=few"]
+    assert cli.main(words) == 1
+    said = capsys.readouterr()
+    assert "failed" in said.err
+    assert "SCALED DOWN, not the paper's experiment: 2 of 5 rounds" in " ".join(said.out.split())
+    facts = json.loads((mine.parent / "out" / "mine-short" / "sweep.json").read_text())
+    runs = {cell["at"]["method"]: cell["runs"][0] for cell in facts["cells"]}
+    assert list(runs) == ["lost", "fedavg", "fedavg-fixmatch"]
+    assert [run["finished"] for run in runs.values()] == [False, True, True]
+    assert runs["lost"].keys() == {"seed", "identity", "folder", "finished", "failed"}
+    assert "lost" in runs["lost"]["failed"]
+    assert "\n" not in runs["lost"]["failed"]
+    assert cli.main([*words, "--only", "method=fedavg"]) == 0
+    assert "finished before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("a shape.\nand more"), "RuntimeError: a shape; the traceback is in "),
+        (torch.OutOfMemoryError("no room"), "out of memory (no room); play fewer --jobs, or a smaller scale."),
+    ],
+)
+def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, said: str) -> None:
+    cell = runner.cell
+
+    def broken(config: Config, path: Path, watch: Callback) -> Row:
+        if config.method == "fedavg":
+            raise error
+        return cell(config, path, watch)
+
+    monkeypatch.setattr(runner, "cell", broken)
+    folder, steps, failed = played(mine, *MINE, scale="short")
+    assert [step.failed is None for step in steps] == [False, True]
+    assert len(failed) == 1
+    assert said in failed[0]
+    traces = [path.read_text() for path in folder.out.glob("cells/*-defect.txt")]
+    assert [trace.strip().splitlines()[-1] for trace in traces] == (["and more"] if "traceback" in said else [])
+    monkeypatch.undo()
+    assert played(mine, *MINE, scale="short")[2] == [], "mended, the same command plays what is left"
+
+
+def test_processes_play_several_at_once(mine: Path) -> None:
+    folder, steps, failed = played(mine, *MINE, scale="short", engine=Processes(2))
+    assert failed == []
+    assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
+    for step in steps:
+        assert step.summary is not None
+        assert f"method={step.summary['method']}," in step.words
+    configs = [path.read_text() for path in folder.out.glob("cells/*/config.toml")]
+    assert sorted('method = "fedavg"' in config for config in configs) == [False, True]
+
+
+def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["sweep", str(mine), "--out", str(mine.parent / "out"), "--seeds", "0", "2", "--dry-run", "--json"])
+        == 0
+    )
+    listed = json.loads(capsys.readouterr().out)
+    assert [(row["cell"], row["seed"]) for row in listed][:3] == [
+        ("amount=few, method=fedavg", "0"),
+        ("amount=few, method=fedavg", "2"),
+        ("amount=few, method=fedavg-fixmatch", "0"),
+    ]
+    assert len({row["identity"] for row in listed}) == len(listed) == 8
+    assert not (mine.parent / "out").exists()
+
+
+def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, bytes]) -> None:
+    """SIGKILL in the middle of the second run; the same command ends in the metrics of a straight sweep."""
+    out = mine.parent / "killed"
+    words = f"sweep {mine} --out {out} --only amount=few"
+
+    def kill(pid: int) -> None:
+        until = time.monotonic() + 300
+        while time.monotonic() < until:
+            begun = [path for path in out.glob("cells/*/metrics.jsonl") if path.read_bytes().count(b"\n") >= 2]
+            if len(begun) == 2:
+                break
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+
+    assert shell(words, kill).code == -signal.SIGKILL
+    left = json.loads((out / "mine" / "sweep.json").read_text())
+    finished = [run["finished"] for cell in left["cells"] for run in cell["runs"]]
+    assert finished == [True, False]
+    first = out / "mine" / left["cells"][0]["runs"][0]["folder"]
+    before = state(first)
+    done = shell(words)
+    assert done.code == 0, done.said
+    assert "finished before" in done.said
+    assert state(first) == before
+    assert metrics(out) == straight
+    assert len(straight) == 2
+
+
+def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
+    mine.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
+    monkeypatch.setattr(playing, "PAUSE", 0.05)
+    begun: list[int] = []
+    busy: list[bool] = []
+    here: list[tuple[list[Step], list[str]]] = []
+
+    class Looking(NullCallback):
+        def begin(self, run: RunInfo) -> None:
+            begun.append(run.first)
+
+    class Asking(Here):
+        def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
+            def noted(done: Done) -> None:
+                busy.append(done.busy)
+                note(done)
+
+            super().play(tasks, noted)
+
+    def baselines(pid: int) -> None:
+        until = time.monotonic() + 300
+        while time.monotonic() < until and not list((mine.parent / "out").glob("cells/*/metrics.jsonl")):
+            time.sleep(0.005)
+        here.append(played(mine, *MINE, scale=None, engine=Asking(Looking()))[1:])
+
+    done = shell(f"sweep {mine} --out {mine.parent / 'out'} --only amount=few", baselines)
+    assert done.code == 0, done.said
+    ((steps, failed),) = here
+    assert failed == []
+    assert len(steps) == 2
+    assert busy[0]  # the other process was in the middle of the first run
+    assert begun in ([], [0])  # which this one did not touch; the second it played from its start, or not at all
+    for data in metrics(mine.parent / "out").values():
+        assert [json.loads(line)["round"] for line in data.splitlines()] == list(range(1, 61))
+    facts = json.loads((mine.parent / "out" / "mine" / "sweep.json").read_text())
+    assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
+
+
+def test_a_worker_that_is_killed_is_replaced(mine: Path, straight: dict[str, bytes]) -> None:
+    """Its run goes on from its checkpoint in a new process, and ends in the metrics of a straight sweep."""
+    mark = mine.parent / "killed"
+    only = "amount=few,method=fedavg-fixmatch"
+    folder, steps, failed = played(mine, only, scale=None, engine=Processes(2, Suicide(mark)))
+    assert (len(steps), failed) == (1, [])
+    ((name, data),) = metrics(folder.out).items()
+    assert name == mark.read_text()
+    assert data == straight[name]
+    assert mark.with_name("begun").read_text().split() == [name, "0", name, "2"]

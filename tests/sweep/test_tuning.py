@@ -1,0 +1,129 @@
+"""`halfmoon tune`: knobs, a search that goes on where it was stopped, and test images that nobody looks at."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from halfmoon.cli import main as cli
+from halfmoon.config.schema import Config, resolve
+from halfmoon.core.errors import UserError
+from halfmoon.data import Images
+from halfmoon.runs import factory, runner
+from halfmoon.sweep import tuning
+from halfmoon.sweep.tuning import Knob, applied, tune
+
+pytest.importorskip("optuna")
+TINY: dict[str, Any] = {
+    "method": "fedavg", "clients": 3, "cohort": 2, "rounds": 2, "steps": 2, "network": "small", "width": 4,
+    "data_share": 0.2, "validation_share": 0.3, "threads": 1,
+}  # fmt: skip
+KNOBS = [Knob.parse("lr=1e-4..1e-1"), Knob.parse("labeled_view=weak,plain")]
+
+
+def test_knobs_are_read_from_words():
+    assert Knob.parse("lr=1e-4..1e-2") == Knob("lr", (), 1e-4, 1e-2)
+    assert Knob.parse("labeled-batch=5..20") == Knob("labeled_batch", (), 5.0, 20.0, whole=True)
+    assert Knob.parse("norm=batch,group") == Knob("norm", ("batch", "group"))
+    assert Knob.parse("feddure.hidden=32,64") == Knob("feddure.hidden", ("32", "64"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("lr", "is not NAME=LOW"),
+        ("lr=1..x", "no range of numbers"),
+        ("lr=1..0.1", "from a smaller to a larger"),
+        ("norm=1..2", "norm is no number"),
+        ("norm=bach", "did you mean 'batch'"),
+        ("lrr=1..2", "unknown option"),
+        ("seed=1..2", "cannot be searched"),
+    ],
+)
+def test_wrong_knobs_are_refused(words, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Knob.parse(words)
+
+
+def test_values_reach_the_configuration():
+    config = applied(Config(method="feddure"), {"lr": 0.02, "norm": "group", "feddure.hidden": "32"})
+    assert (config.lr, config.norm, config.options["feddure"]) == (0.02, "group", {"hidden": 32})
+
+
+def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The third trial is stopped: its values are played next, what was played is not played again."""
+    played: list[tuple[float, str]] = []
+    real = runner.cell
+
+    def cell(config: Config, path: Path, **how: Any) -> Any:
+        played.append((config.lr, config.labeled_view))
+        if len(played) == 3:
+            raise KeyboardInterrupt
+        return real(config, path, **how)
+
+    monkeypatch.setattr(runner, "cell", cell)
+    with pytest.raises(KeyboardInterrupt):
+        tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
+    found = tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
+    assert len(found) == 4
+    assert played[3] == played[2]
+    assert len(played) == 5
+    rows = list(csv.DictReader((tmp_path / "t" / "trials.csv").open()))
+    assert [float(row["lr"]) for row in rows] == [lr for lr, _ in (*played[:2], *played[3:])]
+    best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
+    assert best.lr == found[0].values["lr"]
+    assert found[0].accuracy == max(float(row["validation_accuracy"]) for row in rows)
+    again = tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
+    assert again == found
+    assert len(played) == 5
+    with pytest.raises(UserError, match="another search"):
+        tune(Config(**TINY), KNOBS[:1], 4, [100], tmp_path / "t")
+
+
+def test_no_model_is_shown_a_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With other test images the search is the same, bit by bit; no row of any run speaks of them."""
+    one = tune(Config(**TINY), KNOBS, 2, [100], tmp_path / "a")
+    real = factory.load_source
+
+    def spoiled(*args: Any, **how: Any):
+        source = real(*args, **how)
+        nothing = Images(np.zeros_like(source.test.images), np.zeros_like(source.test.labels))
+        return replace(source, test=nothing)
+
+    monkeypatch.setattr(factory, "load_source", spoiled)
+    two = tune(Config(**TINY), KNOBS, 2, [100], tmp_path / "b")
+    assert one == two
+    for path in sorted(tmp_path.glob("a/trial-*/seed-100")):
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        assert all("validation" in row and "test" not in row for row in rows)
+        assert json.loads((path / "summary.json").read_text())["accuracy"] is None
+
+
+def test_a_rate_that_diverges_is_a_trial_without_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from halfmoon.engine.client_update import Diverged
+
+    def cell(*args: Any, **how: Any) -> Any:
+        raise Diverged(0, 0, 0, float("nan"))
+
+    monkeypatch.setattr(tuning.runner, "cell", cell)
+    assert [each.accuracy for each in tune(Config(**TINY), KNOBS, 1, [100], tmp_path)] == [None]
+
+
+def test_the_command_prints_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = (
+        "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --steps 1 --network small --width 4 --data-share 0.2"
+    )
+    code = cli.main([*words.split(), "--knob", "lr=1e-3,1e-2", "--trials", "2", "--run-dir", str(tmp_path / "t")])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "trial 2 of 2" in said.err
+    assert f"halfmoon run --config {tmp_path / 't' / 'best.toml'}" in said.out
+    best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
+    assert (best.seed, best.validation_share) == (0, 0.2)

@@ -1,0 +1,342 @@
+"""The house rules as tests: imports go down only, names are kept in one table, every public name says what it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import halfmoon
+
+ROOT = Path(halfmoon.__file__).parent
+
+PACKAGES = [
+    "core",
+    "aggregation",
+    "augment",
+    "models",
+    "storage",
+    "secure",
+    "api",
+    "report",
+    "data",
+    "objectives",
+    "privacy",
+    "engine",
+    "methods",
+    "config",
+    "federation.pki",
+    "federation.site_data",
+    "runs",
+    "inference",
+    "sweep",
+    "federation.protocol",
+    "federation.site",
+    "federation.server",
+    "federation.flower",
+    "contract",
+    "pages",
+    "cli",
+]
+"""The packages in the order of their imports: each imports from itself and from those above it in this list only."""
+
+NAMING = {"methods.registry", "runs.runner", "cli.main"}
+"""Who may import a concrete method: the table of names, and what assembles runs."""
+
+LONGEST = 450
+LONGER: dict[str, int] = {
+    "federation.server.sessions.ClientManager": 295,
+    "federation.site.client.SiteClient": 229,
+    "storage.run_folder.RunFolder": 302,
+    "storage.state_store.Store": 215,
+}
+"""Files, functions and classes that are longer than they should be, and how long at most: they may only shrink."""
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of the package by module name; a package is its `__init__`."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+@cache
+def text_of(name: str) -> str:
+    """Return the text of a module, which many rules are about."""
+    return MODULES[name].read_text()
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(text_of(name))
+
+
+FACE = ""  # halfmoon/__init__.py names everything that is public and is above all floors
+INSIDE = [name for name in MODULES if name != FACE]
+
+
+@cache
+def imported(name: str, text: str | None = None) -> frozenset[str]:
+    """Return the full names that a module imports anywhere in it: at its top, in a function, for type checking.
+
+    `from a import b` counts as a.b, and as a itself where b is no module of its own.
+    """
+    is_package = MODULES[name].name == "__init__.py" if text is None else False
+    here = ["halfmoon", *name.split(".")] if name else ["halfmoon"]
+    found: set[str] = set()
+    for node in ast.walk(tree_of(name) if text is None else ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + is_package] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                found |= {full} if full.removeprefix("halfmoon.") in MODULES else {source, full}
+    return frozenset(found)
+
+
+def edges(name: str) -> set[str]:
+    """Return the modules of the package that a module imports."""
+    return {target.removeprefix("halfmoon.") for target in imported(name) if target.startswith("halfmoon.")} & set(
+        INSIDE
+    )
+
+
+def home(name: str) -> str:
+    """Return the package of a module: `data` for `data.readers.idx`, `federation.site` for `federation.site.client`."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "federation" and len(parts) > 1 else parts[0]
+
+
+def test_every_package_has_a_place():
+    """A new package has to be given its place in the order of imports; nothing lies beside the packages."""
+    homes = {home(name) for name in INSIDE} - {"federation"}
+    assert sorted(homes - set(PACKAGES)) == []
+    assert sorted(set(PACKAGES) - homes) == []
+
+
+def test_the_reader_of_imports_sees_all_kinds():
+    """Plain, from, nested, relative and aliased imports are found: the tests below are not blind."""
+    text = """
+import halfmoon.sweep as s
+def f():
+    from halfmoon.methods import registry
+    from ..augment import views, Weak
+from . import sources
+from halfmoon import Config
+"""
+    assert imported("data.sources", text) >= {
+        "halfmoon.sweep",
+        "halfmoon.methods.registry",
+        "halfmoon.augment.views",
+        "halfmoon.augment",
+        "halfmoon.data.sources",
+        "halfmoon",
+    }
+    assert "halfmoon.data" not in imported("data.sources", text)
+    assert "engine.sampling" in edges("engine.client_update")
+    assert "methods.registry" in edges("config.schema")  # inside a function
+
+
+def test_imports_go_up_the_list_only():
+    """A module imports from its own package and from those before it; never the package's public face."""
+    place = {package: number for number, package in enumerate(PACKAGES)}
+    wrong = [
+        f"{name} imports {target}"
+        for name in INSIDE
+        for target in sorted(edges(name))
+        if target != "federation" and name != "federation" and place[home(target)] > place[home(name)]
+    ]
+    assert wrong == []
+    assert [name for name in INSIDE if "halfmoon" in imported(name)] == []
+
+
+def test_imports_form_no_circle():
+    """The modules can be put in an order in which each needs earlier ones only."""
+    graph = {name: edges(name) for name in INSIDE}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_simulation_knows_no_network():
+    """The same method code runs behind both: the engine of rounds knows neither sites nor Flower."""
+    for name in INSIDE:
+        if home(name) in ("api", "engine", "methods", "objectives", "runs"):
+            assert [target for target in edges(name) if target.startswith("federation")] == []
+        if home(name) not in ("federation.flower", "cli"):
+            assert [target for target in edges(name) if home(target) == "federation.flower"] == []
+            assert "flwr" not in {target.split(".")[0] for target in imported(name)}
+
+
+def test_only_the_table_knows_methods():
+    """A concrete method is imported by the registry and by what assembles runs; methods do not know one another.
+
+    The other modules there are mathematics that methods share, and so is FedAvg's local training.
+    """
+    concrete = {name for name in edges("methods.registry") if home(name) == "methods"} - {"methods.fedavg"}
+    assert len(concrete) > 1
+    for name in INSIDE:
+        if name not in NAMING:
+            assert edges(name) & concrete == set(), f"{name} knows a method"
+
+
+RUNNING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "joblib", "marshal", "jsonpickle", "code"}
+"""Modules that make programs of data, or use what does."""
+
+LOADING = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("np", "load"),
+    ("numpy", "load"),
+    ("yaml", "load"),
+    ("joblib", "load"),
+}
+"""Functions that may do so: of these numpy's is allowed where it says that it does not."""
+
+
+def executing(parsed: ast.Module) -> list[str]:
+    """Return what in a module can make a program of data, each with its line."""
+    found: list[str] = []
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Call):
+            plain = {each.arg: each.value for each in node.keywords}
+            pickles = plain.get("allow_pickle")
+            allowed = isinstance(pickles, ast.Constant) and bool(pickles.value)
+            if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec", "compile", "__import__"):
+                found.append(f"{node.func.id}, line {node.lineno}")
+            if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                name = (node.func.value.id, node.func.attr)
+                safe = name[0] in ("np", "numpy") and isinstance(pickles, ast.Constant) and pickles.value is False
+                if name in LOADING and not safe:
+                    found.append(f"{'.'.join(name)}, line {node.lineno}")
+                if name in (("os", "system"), ("os", "popen")):
+                    found.append(f"{'.'.join(name)}, line {node.lineno}")
+            # A shell reads a program too.
+            if "shell" in plain or allowed:
+                found.append(f"shell or allow_pickle, line {node.lineno}")
+    return found
+
+
+def test_data_never_becomes_a_program():
+    """No module imports pickle or what wraps it, loads a file that may hold one, or runs a text."""
+    assert [name for name in INSIDE if {target.split(".")[0] for target in imported(name)} & RUNNING] == []
+    assert {name: found for name in INSIDE if (found := executing(tree_of(name)))} == {}
+
+
+def test_what_runs_data_is_seen():
+    """Each kind once; what looks like it and is harmless is none."""
+    harmless = "re.compile('a')\nnp.load(x, allow_pickle=False)\nmodel.eval()\nsubprocess.run([a])\njson.load(x)"
+    assert executing(ast.parse(harmless)) == []
+    for text in (
+        "eval(x)", "exec(x)", "compile(x, 'a', 'exec')", "torch.load(x)", "torch.load(x, weights_only=True)",
+        "torch.save(x, y)", "np.load(x)", "numpy.load(x, allow_pickle=True)", "np.load(x, allow_pickle=flag)",
+        "yaml.load(x)", "subprocess.run(x, shell=True)", "os.system(x)", "other(x, allow_pickle=True)",
+    ):  # fmt: skip
+        assert executing(ast.parse(text)), text
+
+
+def reached(name: str) -> set[str]:
+    """Return a module's imports with those of the package that they bring, at the top level or not."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            waiting += edges(one)
+    return seen
+
+
+def test_reports_need_no_torch():
+    """Neither a module of `report` nor anything it imports mentions torch, and importing it does not load it."""
+    reports = [name for name in INSIDE if home(name) == "report"]
+    assert len(reports) > 2
+    for name in reports:
+        for each in reached(name):
+            assert "torch" not in {target.split(".")[0] for target in imported(each)}, f"{name} needs torch by {each}"
+    names = ", ".join(f"halfmoon.{name}" for name in reports)
+    code = f"import {names}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_the_command_line_prints():
+    """A library is silent."""
+    assert [
+        f"{name}, line {node.lineno}"
+        for name in INSIDE
+        if home(name) != "cli"
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ] == []
+
+
+Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def publics(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Named]]:
+    """Yield the public functions, classes and methods of a module by name; an overload stands for its function."""
+    for child in node.body:
+        if isinstance(child, Named) and not child.name.startswith("_"):
+            if any(isinstance(each, ast.Name) and each.id == "overload" for each in child.decorator_list):
+                continue
+            yield f"{prefix}{child.name}", child
+            if isinstance(child, ast.ClassDef):
+                yield from publics(child, f"{child.name}.")
+
+
+def test_every_public_name_has_a_docstring():
+    """Modules, functions, classes and methods."""
+    assert [name for name in MODULES if not ast.get_docstring(tree_of(name))] == []
+    bare = [
+        f"{name}: {each}" for name in MODULES for each, node in publics(tree_of(name)) if not ast.get_docstring(node)
+    ]
+    assert bare == []
+
+
+def test_no_file_is_too_long():
+    """Each does one thing; those that are longer may only shrink."""
+    lines = {path.relative_to(ROOT).as_posix(): len(text_of(name).splitlines()) for name, path in MODULES.items()}
+    assert len(lines) > 100
+    assert {file: count for file, count in lines.items() if count > LONGER.get(file, LONGEST)} == {}
+
+
+def sizes(kinds: tuple[type, ...]) -> dict[str, int]:
+    """Return the lines of every function, or class, by module and name."""
+    return {
+        f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name in INSIDE
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, kinds) and isinstance(node, Named)
+    }
+
+
+def test_functions_and_classes_are_short():
+    """A function has at most 60 lines, a class 200; the exceptions are listed and may only shrink."""
+    long = {name: count for name, count in sizes((ast.FunctionDef, ast.AsyncFunctionDef)).items() if count > 60}
+    assert {name: count for name, count in long.items() if count > LONGER.get(name, 60)} == {}
+    large = {name: count for name, count in sizes((ast.ClassDef,)).items() if count > 200}
+    assert {name: count for name, count in large.items() if count > LONGER.get(name, 200)} == {}
+
+
+def test_what_is_longer_is_still_longer():
+    """What has shrunk leaves the list."""
+    for name, most in LONGER.items():
+        if name.endswith(".py"):
+            assert len((ROOT / name).read_text().splitlines()) > LONGEST
+        else:
+            assert 60 < sizes((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))[name] <= most

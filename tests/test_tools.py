@@ -1,0 +1,184 @@
+"""What stands around the package: the lock, the release notes, the site of the docs, nox and hosted CI."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(path: str) -> ModuleType:
+    """Return a script of the repository, which is no part of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# The lock
+
+
+def locked() -> list[Requirement]:
+    """Return the requirements of requirements/ci.txt."""
+    lines = re.sub(r" \\\n +--hash=\S+", "", (ROOT / "requirements" / "ci.txt").read_text()).splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def test_the_lock_names_one_version_of_everything_with_checksums() -> None:
+    """And not PyTorch, whose builds have other checksums on every index."""
+    text = (ROOT / "requirements" / "ci.txt").read_text()
+    packages = [block for block in re.split(r"^(?=[\w-])", text, flags=re.MULTILINE) if not block.startswith("#")]
+    assert len(packages) > 100
+    assert all(re.match(r"[\w-]+==\S+", each) and "--hash=sha256:" in each for each in packages)
+    assert not {"torch", "torchvision"} & {plain(each.name) for each in locked()}
+
+
+def test_the_lock_fits_what_the_package_asks_for() -> None:
+    """Every requirement of the extra `dev` and of the extras in it has a version that its range admits."""
+    versions: dict[str, list[str]] = {}
+    for each in locked():
+        versions.setdefault(plain(each.name), []).append(next(iter(each.specifier)).version)
+    asked = script("tools/lock.py").wanted()
+    assert {"numpy", "pytest", "flwr"} <= {each.name for each in asked}
+    for each in asked:
+        found = versions.get(plain(each.name))
+        assert found, f"{each.name} is not locked: run python tools/lock.py"
+        assert all(each.specifier.contains(version) for version in found), each
+
+
+# Release notes
+
+
+def test_the_notes_of_a_tag_are_its_section() -> None:
+    notes = script(".ci/notes.py").notes
+    changes = "# Changes\n\n## 0.2.0\n\n- new\n\n### More\n\n## 0.1.0\n\n- first\n"
+    assert notes("v0.2.0", "0.2.0", changes) == "- new\n\n### More\n"
+    assert notes("v0.1.0", "0.1.0", changes) == "- first\n"
+    with pytest.raises(ValueError, match=r"the tag is v0\.1\.0, but pyproject\.toml has version 0\.2\.0"):
+        notes("v0.1.0", "0.2.0", changes)
+    for empty in ("## 0.2.0\n\n## 0.1.0\n- first\n", "# Changes\n"):
+        with pytest.raises(ValueError, match=r"no changes below '## 0\.2\.0'"):
+            notes("v0.2.0", "0.2.0", empty)
+
+
+# The site
+
+
+def test_links_of_the_repository_hold_on_the_site() -> None:
+    """README.md is index.md there, docs/ is its root; a file that is no page leaves its words; code stays as it is."""
+    moved = script("tools/docs_site.py").moved
+    known = {
+        "README.md": "index.md",
+        "docs/cli.md": "cli.md",
+        "docs/images/a.png": "images/a.png",
+        "results/README.md": "results/index.md",
+        "results/robust.md": "results/robust.md",
+    }
+    for name, text, wanted in (
+        ("README.md", "[c](docs/cli.md#run) ![p](docs/images/a.png)", "[c](cli.md#run) ![p](images/a.png)"),
+        ("docs/cli.md", "[r](../results/robust.md) [h](../README.md#x)", "[r](results/robust.md) [h](index.md#x)"),
+        ("results/robust.md", "[c](../docs/cli.md), [b](README.md)", "[c](../cli.md), [b](index.md)"),
+        ("docs/cli.md", "[`t`](../tests/test_fuzz.py), [s](#here)", "`t`, [s](#here)"),
+        ("docs/cli.md", "[w](https://a.b/c)", "[w](https://a.b/c)"),
+        ("docs/cli.md", "```text\n[c](../README.md)\n```\n", "```text\n[c](../README.md)\n```\n"),
+    ):  # fmt: skip
+        assert moved(text, name, known) == wanted
+
+
+def test_the_site_has_every_page() -> None:
+    """Each page of docs/ stands in the navigation, and each module of the package on the page of its package."""
+    entries = re.findall(r"^ +- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    site = script("tools/docs_site.py")
+    there = {place for name, place in site.places().items() if name.endswith(".md") and not name.startswith("results/")}
+    assert set(entries) == there
+    assert len(entries) == len(there)
+    assert {"core", "methods", "federation"} <= set(site.packages())
+    assert "::: halfmoon.core.tree\n" in site.reference("core")
+    assert "::: halfmoon.federation.site.client\n" in site.reference("federation")
+
+
+# The checks
+
+
+def test_the_checks_name_what_is_there() -> None:
+    """nox's fast tests exist, `.ci/run` calls nox's full session, and hosted CI calls `.ci/run` on nox's Pythons."""
+    nox = script("noxfile.py")
+    assert [path for path in nox.FAST if not (ROOT / path).exists()] == []
+    assert "nox --no-venv --session full -- tested\n" in (ROOT / ".ci" / "run").read_text()
+    hosted = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert f"python: {nox.PYTHONS}".replace("'", '"') in hosted
+    assert "- run: .ci/run --locked\n" in hosted
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert "tests/test_layout.py" in hooks
+
+
+def test_git_ignores_nothing_of_the_package() -> None:
+    """What git ignores the build of a wheel leaves out, too."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no clone")
+    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")]
+    words = ["git", "check-ignore", "--no-index", *modules]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.returncode) == ("", 1)
+
+
+# Architecture, glossary, CONTRIBUTING
+
+
+def resolved(name: str) -> object:
+    """Return what a dotted name means; raise ImportError or AttributeError where it means nothing."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(name)
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md", "CONTRIBUTING.md"])
+def test_what_a_page_names_is_there(page: str) -> None:
+    """Every `halfmoon.x.y` can be imported, and every path of the repository exists."""
+    text = (ROOT / page).read_text()
+    names = set(re.findall(r"`(halfmoon(?:\.\w+)+)`", text)) - {"halfmoon.methods", "halfmoon.networks"}
+    assert names
+    for name in names:
+        resolved(name)
+    paths = re.findall(r"`((?:src|tests|docs|tools|requirements|\.ci)/[\w./-]*[\w/])", text)
+    assert [path for path in paths if not (ROOT / path).exists() and "NAME" not in path] == []
+
+
+def test_the_terms_are_in_order() -> None:
+    terms = re.findall(r"^\| (\w.*?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
+    assert len(terms) > 30
+    assert terms == sorted(terms, key=str.lower)
+
+
+def test_the_picture_of_the_packages_is_true() -> None:
+    """It has every package, and each imports from its own row and those below it."""
+    rows = script("docs/draw_architecture.py").ROWS
+    height = {name: len(rows) - number for number, row in enumerate(rows) for name in row}
+    source = ROOT / "src" / "halfmoon"
+    assert sorted(height) == sorted(path.parent.name for path in source.glob("*/__init__.py"))
+    for name in height:
+        for path in (source / name).rglob("*.py"):
+            used = set(re.findall(r"^\s*(?:from|import) halfmoon\.(\w+)", path.read_text(), re.MULTILINE))
+            assert all(height[other] <= height[name] for other in used), path

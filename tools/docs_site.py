@@ -1,0 +1,103 @@
+"""What mkdocs does not know: pages outside docs/, links to them, and the pages of the API (mkdocs.yml names this file).
+
+README.md becomes the first page; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a file of the
+repository that is no page (a test, a script) becomes its name. The API has a page a package.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "halfmoon"
+OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
+"""Pages of the repository's root and their addresses on the site."""
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def places() -> dict[str, str]:
+    """Return the address on the site of every page and picture, by its path in the repository."""
+    found = {name: place for name, place in OUTSIDE.items() if (ROOT / name).exists()}
+    for path in sorted((ROOT / "docs").rglob("*")):
+        if path.suffix in (".md", ".png"):
+            found[path.relative_to(ROOT).as_posix()] = path.relative_to(ROOT / "docs").as_posix()
+    for path in sorted((ROOT / "results").glob("*")):  # what lies in results/sweeps is part of docs/results.md
+        if path.suffix in (".md", ".png", ".csv", ".json", ".toml"):
+            name = path.relative_to(ROOT).as_posix()
+            found[name] = re.sub(r"README\.md$", "index.md", name)
+    return found
+
+
+def packages() -> list[str]:
+    """Return the packages directly below halfmoon, sorted."""
+    return sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+
+
+def reference(package: str) -> str:
+    """Return the page of a package: what lives there, and every module's public names."""
+    opening = ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    modules = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in modules_of(package)]
+    return f"# halfmoon.{package}\n\n{opening}\n\n" + "\n\n".join(f"::: {name}" for name in modules) + "\n"
+
+
+def modules_of(package: str) -> list[Path]:
+    """Return the files of a package's modules, its own `__init__` left out."""
+    return [path for path in sorted((SOURCE / package).rglob("*.py")) if path.name != "__init__.py"]
+
+
+def moved(text: str, name: str, known: dict[str, str]) -> str:
+    """Return a page's text with its links, which hold in the repository, as they hold on the site."""
+
+    def link(found: re.Match[str]) -> str:
+        mark, words, target = found.groups()
+        path, hash_, anchor = target.partition("#")
+        if not path or re.match(r"\w+:", path):
+            return found[0]
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
+        if there not in known:
+            return words
+        relative = posixpath.relpath(known[there], posixpath.dirname(known[name]) or ".")
+        return f"{mark}[{words}]({relative}{hash_}{anchor})"
+
+    parts, last = [], 0
+    for fence in FENCE.finditer(text):
+        parts += [LINK.sub(link, text[last : fence.start()]), fence[0]]
+        last = fence.end()
+    return "".join([*parts, LINK.sub(link, text[last:])])
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the sections `results/` and `api/` of the navigation."""
+    results = sorted(place for place in places().values() if place.startswith("results/") and place.endswith(".md"))
+    results.sort(key=lambda place: place != "results/index.md")
+    filled: dict[str, Any] = {"results/": results, "api/": [f"api/{name}.md" for name in packages()]}
+    config.nav = [{key: filled.get(value, value) if isinstance(value, str) else value}
+                  for entry in config.nav or [] for key, value in entry.items()]  # fmt: skip
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages outside docs/ and those of the API."""
+    for name, place in places().items():
+        if not name.startswith("docs/"):
+            files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
+    for package in packages():
+        files.append(File.generated(config, f"api/{package}.md", content=reference(package)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page's text with links that hold on the site."""
+    known = places()
+    names = {place: name for name, place in known.items()}
+    name = names.get(page.file.src_uri)
+    return markdown if name is None else moved(markdown, name, known)

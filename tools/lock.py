@@ -1,0 +1,60 @@
+"""Write requirements/ci.txt, every version and checksum that CI installs: `python tools/lock.py`.
+
+The list holds what the extra `dev` needs on Python 3.11 and later, and what PyTorch needs, but not PyTorch itself: its
+builds have other checksums on every index, so constraints.txt pins its version alone. Needs uv and a package index.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = ROOT / "requirements" / "ci.txt"
+HEADER = """\
+# Every version and checksum that CI installs; written by `python tools/lock.py`, do not edit.
+# PyTorch is not in it: constraints.txt pins its version, and its builds differ between indexes.
+"""
+
+
+def wanted(extra: str = "dev") -> list[Requirement]:
+    """Return the requirements of the package with an extra, with those of the extras that it names in turn."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    waiting, found = [*project["dependencies"], *project["optional-dependencies"][extra]], []
+    while waiting:
+        requirement = Requirement(waiting.pop(0))
+        if requirement.name == project["name"]:
+            waiting += [line for each in sorted(requirement.extras) for line in project["optional-dependencies"][each]]
+        elif requirement.name != "torch":
+            found.append(requirement)
+    return found
+
+
+def of_torch() -> list[Requirement]:
+    """Return what the installed PyTorch needs beside its builds' own libraries."""
+    needed = [Requirement(line) for line in metadata.requires("torch") or ()]
+    return [
+        each for each in needed if "extra" not in str(each.marker) and not re.match("nvidia|triton|cuda", each.name)
+    ]
+
+
+def main() -> None:
+    """Resolve for every platform and Python 3.11 and later at once, and write the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed, locked = Path(folder) / "ci.in", Path(folder) / "ci.txt"
+        listed.write_text("\n".join(str(each) for each in [*wanted(), *of_torch()]), encoding="utf-8")
+        how = ["--quiet", "--universal", "--python-version", "3.11"]
+        how += ["--generate-hashes", "--no-header", "--no-annotate"]
+        subprocess.run(["uv", "pip", "compile", *how, "--output-file", str(locked), str(listed)], check=True)
+        LOCK.parent.mkdir(exist_ok=True)
+        LOCK.write_text(HEADER + locked.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
