@@ -24,23 +24,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon import catalog, cli, tree
-from halfmoon import config as settings
+from halfmoon.api.types import Task
 from halfmoon.augment import Normalize
-from halfmoon.budget import Budget
-from halfmoon.client import Errand, Outcome
-from halfmoon.data.draw import Batching, Views
-from halfmoon.data.split import SERVER, Split
-from halfmoon.evaluate import Examples
-from halfmoon.experiment import initial_model
+from halfmoon.cli import main as cli
+from halfmoon.config import schema as settings
+from halfmoon.config.option_types import expected
+from halfmoon.core import tree
+from halfmoon.core.optim import Adam
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine.budget import Budget
+from halfmoon.engine.client_update import ClientContext, ClientResult
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import FederatedDataset, Training
+from halfmoon.engine.loop import initial_model
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.sampling import Batching, Views
+from halfmoon.engine.simulation import Simulation
+from halfmoon.federation.server.plan import Rules, Table, about
+from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
-from halfmoon.net.plan import Rules, Table, about
 from halfmoon.objectives import Objective
-from halfmoon.optim import Adam
-from halfmoon.sim import Holdings, Simulation
 from halfmoon.sweep import grid, recipe
-from halfmoon.tree import Tree
-from halfmoon.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -71,14 +76,15 @@ def options() -> str:
     takers = {command: set(flags(command)) for command in COMMANDS}
     defaults = {each.name: each.default for each in fields(settings.Config)}
     parts = []
-    for title, names in cli.SECTIONS.items():
+    for title, section in settings.SECTIONS.items():
+        names = [name for name in settings.names_of(section) if name in settings.kinds()]
         rows = []
         for name in names:
             flag = f"--{name.replace('_', '-')}"
             kind = settings.kinds()[name]
             no = f", `--no-{flag[2:]}`" if kind in (bool, bool | None) else ""
             where = ", ".join(command for command in COMMANDS if flag in takers[command])
-            cells = [f"`{flag}`{no}", settings.expected(kind), _default(defaults[name]), where, settings.helps()[name]]
+            cells = [f"`{flag}`{no}", expected(kind), _default(defaults[name]), where, settings.helps()[name]]
             rows.append(cells)
         parts.append(
             f"**{title[0].upper()}{title[1:]}**\n\n{table(['flag', 'value', 'default', 'commands', 'meaning'], rows)}"
@@ -90,7 +96,7 @@ def methods() -> str:
     """Return a table of the catalog, and one of its centralized methods."""
     tables = {False: "", True: ""}
     for pooled in tables:
-        entries = [each for each in map(catalog.entry, catalog.names()) if each.pooled == pooled]
+        entries = [each for each in map(registry.entry, registry.names()) if each.pooled == pooled]
         rows = [[f"`{each.name}`", each.title, each.labels, each.about, each.paper] for each in entries]
         tables[pooled] = table(["name", "method", "labels needed", "in a sentence", "paper"], rows)
     return f"{tables[False]}\nCentralized, with all images in one place, to compare with:\n\n{tables[True]}"
@@ -99,8 +105,8 @@ def methods() -> str:
 def method_options() -> str:
     """Return the options of every method, with their defaults."""
     rows = []
-    for name in catalog.names():
-        own = ", ".join(f"`{key} = {_shown(option.default)}`" for key, option in catalog.options(name).items())
+    for name in registry.names():
+        own = ", ".join(f"`{key} = {_shown(option.default)}`" for key, option in registry.options(name).items())
         rows.append([f"`{name}`", own])
     return table(["method", "options and defaults"], rows)
 
@@ -117,8 +123,8 @@ class Measured(NamedTuple):
 def costs() -> str:
     """Return a table of what every method sends and keeps, in words and as measured, and where it departs from what."""
     rows, first = [], {}
-    for name in catalog.names():
-        each = catalog.entry(name)
+    for name in registry.names():
+        each = registry.entry(name)
         before = first.setdefault(type(each.method), name)
         moves = f"as `{before}`" if before != name else _moves(type(each.method))
         moves, cells = (_NOWHERE, ["-"] * 4) if each.pooled else (moves, [_units(value) for value in measured(name)])
@@ -131,7 +137,7 @@ def costs() -> str:
 def departures() -> str:
     """Return what the files of methods and objectives say of where they depart from papers and authors' code."""
     users: dict[type, list[str]] = {}
-    for name in catalog.names():
+    for name in registry.names():
         for part in _parts(name):
             users.setdefault(part, []).append(f"`{name}`")
     sections = []
@@ -143,7 +149,7 @@ def departures() -> str:
 
 def _parts(name: str) -> list[type]:
     """Return the method's class, and its objective's where that has something to say."""
-    method = catalog.entry(name).method
+    method = registry.entry(name).method
     found = [type(method), *(type(one) for one in vars(method).values() if isinstance(one, Objective))]
     return [part for part in found if _readings(part)]
 
@@ -186,7 +192,7 @@ def _readings(part: type) -> str:
 
 def _shared(method: type) -> list[str]:
     """Return the paragraphs "Departure ..." of the files of methods that are no method themselves and are used here."""
-    own = {type(catalog.entry(name).method).__module__ for name in catalog.names()}
+    own = {type(registry.entry(name).method).__module__ for name in registry.names()}
     used = {getattr(each, "__module__", None) or "" for each in vars(sys.modules[method.__module__]).values()}
     helpers = sorted(name for name in used - own if name.startswith("halfmoon.methods."))
     found = []
@@ -205,7 +211,7 @@ def _escaped(words: str) -> str:
 @cache
 def measured(name: str) -> Measured:
     """Play a method with labels in the first place that it can use, and weigh what it sends."""
-    runtime, model = _played(name, catalog.entry(name).places[0])
+    runtime, model = _played(name, registry.entry(name).places[0])
     cost, rounds = runtime.cost, _rounds(name)
     each_visit = cost.bytes_down / (rounds * COHORT), cost.bytes_up / (rounds * COHORT)
     return Measured(*(count / tree.nbytes(model) for count in (*each_visit, cost.stored_client, cost.stored_server)))
@@ -221,7 +227,7 @@ class Overheard(Simulation):
     passed: set[str]
     known: dict[int, set[int]]  # who sent a tensor, by its bytes' hash
 
-    def _visit(self, errand: Errand, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, Outcome]:
+    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
         sent: dict[int, set[int]] = {}
         for place, client in enumerate(clients):
             for path, leaf in tree.flatten({**down, **tree.index(each, place)}).items():
@@ -229,13 +235,13 @@ class Overheard(Simulation):
                 sent.setdefault(client, set()).update(marks)
                 if any(self.known.get(mark, {client}) - {client} for mark in marks):
                     self.passed.add(path.split("/")[0])
-        outcomes = super()._visit(errand, clients, down, each)
+        outcomes = super()._visit(context, clients, down, each)
         for client, outcome in outcomes.items():
             for leaf in tree.leaves(outcome.up) if client != SERVER else ():
                 # What a client sends back as it came tells nothing of it.
                 if leaf.numel() > MANY and _mark(leaf) not in sent[client]:
                     self.known.setdefault(_mark(leaf), set()).add(client)
-        name = next(name for name, work in self.works.items() if work is errand.work)
+        name = next(name for name, work in self.client_updates.items() if work is context.work)
         for client, outcome in outcomes.items():
             if client != SERVER:
                 parts, samples = self.heard.setdefault(name, (set(), set()))
@@ -256,17 +262,17 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     One that sends something every `interval` rounds plays that long, and the next one; in a place where it is not
     measured, but only listened to, it does so every round.
     """
-    entry, rounds = catalog.entry(name), _rounds(name)
+    entry, rounds = registry.entry(name), _rounds(name)
     changed: dict[str, Any] = {}
     if place == "clients" and entry.places[0] == "server":
         changed["tau"] = 0.0  # SemiFL trains on rows alone that it is sure of, which random images would not have
-    if place != entry.places[0] and "interval" in catalog.options(name):
+    if place != entry.places[0] and "interval" in registry.options(name):
         changed["interval"], rounds = 1, ROUNDS
-    changed = {key: value for key, value in changed.items() if key in catalog.options(name)}
-    method = catalog.make(name, changed) if changed else entry.method
+    changed = {key: value for key, value in changed.items() if key in registry.options(name)}
+    method = registry.make(name, changed) if changed else entry.method
     shared = Task(SmallCNN(1, 10), Adam(), Normalize((0.5,), (0.5,)), rounds=rounds)
-    options: dict[str, Any] = {"views": Views(), "batching": Batching(LABELED, LABELED), "budget": Budget(), "seed": 0}
-    runtime = Overheard(method, shared, _holdings(entry, place), cohort=COHORT, **options)
+    training = Training(Batching(LABELED, LABELED), Budget())
+    runtime = Overheard(method, shared, _holdings(entry, place), Views(), training, RuntimeSettings(COHORT))
     runtime.heard, runtime.passed, runtime.known = {}, set(), {}
     model = initial_model(shared, 0, torch.device("cpu"))
     server = method.start(shared, model)
@@ -278,7 +284,7 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
 
 
 def _rounds(name: str) -> int:
-    every = catalog.options(name).get("interval")
+    every = registry.options(name).get("interval")
     return ROUNDS if every is None else every.default + 1
 
 
@@ -288,11 +294,11 @@ def leaves() -> str:
     Overheard with labels at the clients and at the server, where the method can use them there.
     """
     rows: dict[tuple[str, str], list[str]] = {}
-    for entry in (each for each in map(catalog.entry, catalog.names()) if not each.pooled):
+    for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
         places = {entry.places[0]} if entry.all_labels else {"clients", "server"} & set(entry.places)
         heard = [_played(entry.name, place)[0].heard for place in sorted(places)]
-        works = {work: "" for each in heard for work in each}
-        parts = {work: set().union(*(each[work][0] for each in heard if work in each)) for work in works}
+        client_updates = {work: "" for each in heard for work in each}
+        parts = {work: set().union(*(each[work][0] for each in heard if work in each)) for work in client_updates}
         told = set().union(*(samples for each in heard for _, samples in each.values()))
         sent = "; ".join(f"{work}: {_named(names)}" for work, names in parts.items())
         rows.setdefault((sent, _named(told)), []).append(f"`{entry.name}`")
@@ -303,7 +309,7 @@ def leaves() -> str:
 def learned() -> str:
     """Return what the server and other sites learn of a single site, by method: played, with what the catalog says."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for entry in (each for each in map(catalog.entry, catalog.names()) if not each.pooled):
+    for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
         runtime, _ = _played(entry.name, entry.places[0])
         parts = _named(set().union(*(names for names, _ in runtime.heard.values())))
         hidden = f"cannot be: {entry.singles}" if entry.singles else "the sums of updates and of weights"
@@ -321,7 +327,7 @@ def learned() -> str:
 def sums() -> str:
     """Return for which methods a weighted sum of uploads is enough, and what the others need single ones for."""
     rows: dict[str, list[str]] = {}
-    for entry in (each for each in map(catalog.entry, catalog.names()) if not each.pooled):
+    for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
         rows.setdefault(f"no: {entry.singles}" if entry.singles else "yes", []).append(f"`{entry.name}`")
     return table(["methods", "a sum is enough"], [[", ".join(names), why] for why, names in rows.items()])
 
@@ -337,11 +343,11 @@ def federation() -> str:
         hints, lines = get_type_hints(kind), about(kind)
         for each in fields(kind):
             default = "has to be said" if each.default is MISSING else _default(each.default)
-            rows.append([f"`{each.name}`", settings.expected(hints[each.name]), default, lines[each.name]])
+            rows.append([f"`{each.name}`", expected(hints[each.name]), default, lines[each.name]])
     return table(["option", "value", "default", "meaning"], rows)
 
 
-def _holdings(entry: catalog.Entry, place: str) -> Holdings:
+def _holdings(entry: registry.MethodEntry, place: str) -> FederatedDataset:
     """Return random images: every client has as many labeled and as many unlabeled ones; `place` has the labeled."""
     client = np.repeat(np.arange(CLIENTS), LABELED + UNLABELED)
     labeled = np.tile(np.arange(LABELED + UNLABELED) < LABELED, CLIENTS)
@@ -350,7 +356,7 @@ def _holdings(entry: catalog.Entry, place: str) -> Holdings:
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (len(client), 1, 8, 8), generator=draw, dtype=torch.uint8)
     labels = torch.randint(0, 10, (len(client),), generator=draw)
-    return Holdings(Examples(images, labels), Split(client, labeled, CLIENTS), entry.all_labels)
+    return FederatedDataset(Examples(images, labels), Split(client, labeled, CLIENTS), entry.all_labels)
 
 
 def _units(value: float) -> str:
@@ -368,12 +374,12 @@ def passes() -> str:
     """
     shared = Task(SmallCNN(), Adam(), Normalize((0.5,) * 3, (0.5,) * 3))
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name in catalog.names():
-        works = catalog.make(name).works(shared)
-        work = next(iter(works.values()))
+    for name in registry.names():
+        client_updates = registry.make(name).client_updates(shared)
+        work = next(iter(client_updates.values()))
         terms = [_terms(*each, "Bb") for each in zip(work.passes(1, 0), work.passes(0, 1), strict=True)]
         costs = [f"{one.forward}, {one.backward}" for one in (work.passes(10, 10), work.passes(10, 90))]
-        looks = {"": work} | {f"{key}: ": each for key, each in works.items() if not each.trains}
+        looks = {"": work} | {f"{key}: ": each for key, each in client_updates.items() if not each.trains}
         once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
         rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
     header = ["method", "forward", "backward", "once a visit", "both at 10 + 10", "both at 10 + 90"]
@@ -424,7 +430,7 @@ def renew(text: str) -> str:
 
 
 def _with_defaults(method: str, block: str) -> str:
-    known = catalog.options(method)
+    known = registry.options(method)
     lines, seen = block.splitlines(), []
     for number, line in enumerate(lines):
         if not re.match(r"\| *`", line):
@@ -443,8 +449,8 @@ def _with_defaults(method: str, block: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _values(option: catalog.Option) -> str:
-    return settings.expected(option.type).replace("|", "\\|")
+def _values(option: registry.Option) -> str:
+    return expected(option.type).replace("|", "\\|")
 
 
 def _shown(value: Any) -> str:
