@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from halfmoon import rng, tree
-from halfmoon.manifest import sweep, verify
-from halfmoon.memory import keep_memory
+from halfmoon.core import rng, tree
+from halfmoon.core.allocator import keep_memory
+from halfmoon.core.tree import Tree
 from halfmoon.models import ResNet9
-from halfmoon.store import Store, StoreShelf
-from halfmoon.tree import Tree
+from halfmoon.storage.manifest import sweep, verify
+from halfmoon.storage.state_store import StateView, Store
 
 MIB = 2**20
 
@@ -59,17 +59,17 @@ def model(width: int, value: float) -> Tree:
 
 def play(store: Store, cohorts: list[list[int]], width: int, meter: Meter) -> Counter[int]:
     """Let the clients of each round keep, or count up, their model, and commit each round; return their visits."""
-    shelf, visits = StoreShelf(store, "client/", torch.device("cpu")), Counter[int]()
+    state_store, visits = StateView(store, "client/", torch.device("cpu")), Counter[int]()
     first = model(width, 1.0)
     for round, cohort in enumerate(cohorts):
         for client in cohort:
             began = time.perf_counter()
-            found = shelf.get(str(client))
+            found = state_store.get(str(client))
             if found is not None:
                 meter.add("get", began)
             now = first if found is None else tree.map(lambda leaf: leaf + 1, found)
             began = time.perf_counter()
-            shelf.put(str(client), now)
+            state_store.put(str(client), now)
             meter.add("put", began)
             visits[client] += 1
             del found, now
@@ -82,9 +82,9 @@ def play(store: Store, cohorts: list[list[int]], width: int, meter: Meter) -> Co
 
 def counted(store: Store, visits: Counter[int]) -> bool:
     """Say whether every number of every tenth client's model is the count of its visits."""
-    shelf = StoreShelf(store, "client/", torch.device("cpu"))
+    state_store = StateView(store, "client/", torch.device("cpu"))
     return all(
-        all(bool((leaf == visits[client]).all()) for leaf in tree.leaves(shelf.get(str(client)) or {}))
+        all(bool((leaf == visits[client]).all()) for leaf in tree.leaves(state_store.get(str(client)) or {}))
         for client in list(visits)[::10]
     )
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfmoon import disk
-from halfmoon.flower.child import CLIENT_APP, WARM, lock_of
-from halfmoon.flower.processes import SCRIPTS, Home, free_port
+from halfmoon.federation.flower.child_main import CLIENT_APP, WARM, lock_of
+from halfmoon.federation.flower.processes import SCRIPTS, Home, free_port
+from halfmoon.storage import atomic_io
 
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
 SITES = ("site-00", "site-01", "site-02")
@@ -74,7 +74,7 @@ class Federation:
     def log(self, who: str = "serve") -> str:
         """Return what the server's log says, or a site's."""
         path = self.run / "serve.log" if who == "serve" else self.of(who).parent / "join.log"
-        return (disk.read(path) or b"").decode()
+        return (atomic_io.read(path) or b"").decode()
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Wait until something is so; raise Stuck where it takes too long, or the server ends."""
@@ -87,7 +87,7 @@ class Federation:
 
     def number(self, who: str, script: str) -> int:
         """Return the number of a living process, 0 where there is none."""
-        words = disk.read(lock_of(self.of(who), script)) or b""
+        words = atomic_io.read(lock_of(self.of(who), script)) or b""
         return int(words) if words.strip().isdigit() and Home(self.of(who)).running(script) else 0
 
     def training(self) -> int:

@@ -36,18 +36,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from textbook_feddure import Textbook
 from torch_models import TorchResNet9, twin
 
-from halfmoon import tree
+from halfmoon.api.types import Batch, Local, Statistics, Task
 from halfmoon.augment import Normalize
-from halfmoon.memory import keep_memory
+from halfmoon.core import tree
+from halfmoon.core.allocator import keep_memory
+from halfmoon.core.optim import Adam
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
-from halfmoon.optim import Adam
-from halfmoon.types import Batch, Local, Statistics, Task
 
 Calls = dict[str, Callable[[], object]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -63,7 +63,7 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
     images = [torch.randn(n, 3, 32, 32, generator=g) for n in (LABELED, unlabeled, unlabeled)]
     x, weak, strong = (each.contiguous(memory_format=torch.channels_last) for each in images)
     y = torch.randint(0, 10, (LABELED,), generator=g)
-    work = FedDure(through_weights="product").works(task)["train"]  # Eq. 2 and 4 as printed, on all sides
+    work = FedDure(through_weights="product").client_updates(task)["train"]  # Eq. 2 and 4 as printed, on all sides
     down = tree.channels_last({**model, "gate": torch.ones(())})
     nothing = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
     local = Local(nothing, y, nothing, torch.tensor(LABELED), torch.tensor(unlabeled))

@@ -4,7 +4,7 @@
 
 Three sites with digits and a server play four rounds; in the meantime somebody attacks. Writes a table (.md) and all
 that was measured (.json); with --only the other rows stay as the files have them. The attacks are those of
-`tests/attackers.py`, of which `tests/test_attacks.py` plays most at once. Only Linux, with nginx.
+`tests/support/attackers.py`, of which `tests/federation/test_attacks.py` plays most at once. Only Linux, with nginx.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import attackers  # pyright: ignore[reportMissingImports]
 from attackers import (  # pyright: ignore[reportMissingImports]
@@ -37,9 +37,9 @@ from attackers import (  # pyright: ignore[reportMissingImports]
 )
 from federation_faults import machine
 
-from halfmoon import disk
-from halfmoon.access import Access, make
-from halfmoon.flower.processes import interruptible
+from halfmoon.federation.flower.processes import interruptible
+from halfmoon.federation.pki import Access, make
+from halfmoon.storage import atomic_io
 
 UNDISTURBED = "undisturbed"
 RUNS = {UNDISTURBED: Attack("nothing", ()), **ATTACKS}
@@ -86,8 +86,8 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
     if attackers.executed(fed):
         raise Stuck("a pickle was executed")
     log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.log("serve.log").splitlines()]
-    rounds = len(disk.read_rows(fed.run / "metrics.jsonl"))
-    weights = disk.digest((fed.run / "model.safetensors").read_bytes())
+    rounds = len(atomic_io.read_rows(fed.run / "metrics.jsonl"))
+    weights = atomic_io.digest((fed.run / "model.safetensors").read_bytes())
     seconds = round(time.monotonic() - began, 1)
     return {
         name: Outcome(attack.what, said[name], log, rounds, weights, len(names), seconds)
@@ -124,7 +124,8 @@ played again. An attack begins when round 1 is over; the run ends by itself.
   `halfmoon:` it only shows). Whom Flower turns away because of a key does not stand in serve.log; the run's
   flower/superlink.log has a line for each, with the key.
 - The site whose answers attack is one of the three, with its key; its program is halfmoon's, spoiled by
-  `tests/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be compared.
+  `tests/support/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be
+  compared.
 - Every pickle would create a file where somebody unpickled it. None was created.
 - The last round waits until the attack has been refused (one of the sites holds its answer back).
 - TOGETHER
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--at-once", action="store_true", help="all attacks in one run; and one that nobody attacks")
     options = parser.parse_args()
     file, written = options.out.with_suffix(".json"), options.out.with_suffix(".md")
-    before = disk.read_json(file) or {"attacks": {}}
+    before = atomic_io.read_json(file) or {"attacks": {}}
     outcomes = {name: Outcome(**row) for name, row in before["attacks"].items() if name in RUNS}
     version = subprocess.run([str(NGINX), "-v"], capture_output=True, text=True, check=True).stderr.strip()
     failed: dict[str, str] = {}

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfmoon import disk
-from halfmoon.flower import client_app as clients
-from halfmoon.flower import server_app as servers
-from halfmoon.flower.link import GridPost
-from halfmoon.ground import Ground
-from halfmoon.net import member, message, remote, roster
-from halfmoon.net.patterns import Patterns
+from halfmoon.engine.local_clients import LocalClients
+from halfmoon.federation.flower import client_app as clients
+from halfmoon.federation.flower import server_app as servers
+from halfmoon.federation.flower.link import GridPost
+from halfmoon.federation.protocol import messages
+from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.server import runtime, sessions
+from halfmoon.federation.site import client
+from halfmoon.storage import atomic_io
 
 LOG = "HALFMOON_CLOCK"
 """A variable of the environment that names the folder where the clocked apps write."""
@@ -51,7 +53,7 @@ class Clock:
     def write(self, file: str) -> None:
         """Add what was timed to a file, and begin anew."""
         path = Path(os.environ[LOG], file)
-        disk.append(path, (json.dumps({"wall": self.wall, "cpu": self.cpu, "bytes": self.bytes}) + "\n").encode())
+        atomic_io.append(path, (json.dumps({"wall": self.wall, "cpu": self.cpu, "bytes": self.bytes}) + "\n").encode())
         self.wall, self.cpu, self.bytes = {}, {}, 0
 
 
@@ -60,33 +62,33 @@ def clocked_server() -> None:
     clock = Clock()
     for name in ("nodes", "send", "collect"):
         setattr(GridPost, name, clock.timed("Flower", getattr(GridPost, name)))
-    original = roster.Clock
-    roster.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
-    Patterns.of = clock.timed("patterns", Patterns.of)  # type: ignore[method-assign]
-    remote.read, remote.write = clock.timed("read", message.read), clock.timed("write", message.write)
+    original = sessions.Clock
+    sessions.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
+    UplinkSpec.of = clock.timed("patterns", UplinkSpec.of)  # type: ignore[method-assign]
+    runtime.read, runtime.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
     for name in ("misfit", "implausible", "norms"):
-        setattr(remote, name, clock.timed("checks", getattr(remote, name)))
-    exchange = roster.Roster.exchange
+        setattr(runtime, name, clock.timed("checks", getattr(runtime, name)))
+    exchange = sessions.ClientManager.exchange
 
-    def counted(self: roster.Roster, requests: Mapping[str, bytes], what: str) -> dict[str, roster.Answer]:
+    def counted(self: sessions.ClientManager, requests: Mapping[str, bytes], what: str) -> dict[str, sessions.Answer]:
         answers = exchange(self, requests, what)
         clock.bytes += sum(map(len, requests.values())) + sum(len(each.data or b"") for each in answers.values())
         return answers
 
-    roster.Roster.exchange = counted  # type: ignore[method-assign]
-    visit = clock.timed("visit", remote.Remote._visit, lambda: clock.write("server.jsonl"))
-    remote.Remote._visit = visit  # type: ignore[method-assign]
+    sessions.ClientManager.exchange = counted  # type: ignore[method-assign]
+    visit = clock.timed("visit", runtime.RemoteRuntime._visit, lambda: clock.write("server.jsonl"))
+    runtime.RemoteRuntime._visit = visit  # type: ignore[method-assign]
 
 
 def clocked_site() -> None:
     """Time what a site does of its own in this process: a line an answer."""
     clock = Clock()
-    Ground._visit = clock.timed("method", Ground._visit)  # type: ignore[method-assign]
-    member.Member._opened = clock.timed("open images", member.Member._opened)  # type: ignore[method-assign]
-    member.read, member.write = clock.timed("read", message.read), clock.timed("write", message.write)
-    member.Member._say = clock.timed("log", member.Member._say)  # type: ignore[method-assign]
-    answer = clock.timed("answer", member.Member.answer, lambda: clock.write("site.jsonl"))
-    member.Member.answer = answer  # type: ignore[method-assign]
+    LocalClients._visit = clock.timed("method", LocalClients._visit)  # type: ignore[method-assign]
+    client.SiteClient._opened = clock.timed("open images", client.SiteClient._opened)  # type: ignore[method-assign]
+    client.read, client.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
+    client.SiteClient._say = clock.timed("log", client.SiteClient._say)  # type: ignore[method-assign]
+    answer = clock.timed("answer", client.SiteClient.answer, lambda: clock.write("site.jsonl"))
+    client.SiteClient.answer = answer  # type: ignore[method-assign]
 
 
 if LOG in os.environ:

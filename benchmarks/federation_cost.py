@@ -51,18 +51,20 @@ from federation_parity import (
 )
 from federation_stock import NETWORKS
 
-from halfmoon import build, disk, rng, tree
-from halfmoon import config as settings
-from halfmoon.flower import client_app as clients
-from halfmoon.flower import joining, launch, local
-from halfmoon.flower.contact import Address
-from halfmoon.flower.link import unwrapped
-from halfmoon.flower.processes import free_port, interruptible
-from halfmoon.net.host import Host
-from halfmoon.net.plan import load
-from halfmoon.pieces import task
-from halfmoon.record import TIMINGS
-from halfmoon.site import prepare
+from halfmoon.config import schema as settings
+from halfmoon.core import rng, tree
+from halfmoon.federation.flower import client_app as clients
+from halfmoon.federation.flower import launch, local, site_process
+from halfmoon.federation.flower.contact import Address
+from halfmoon.federation.flower.link import unwrapped
+from halfmoon.federation.flower.processes import free_port, interruptible
+from halfmoon.federation.server.plan import load
+from halfmoon.federation.server.server import FederationServer
+from halfmoon.federation.site_data import prepare
+from halfmoon.runs import runner
+from halfmoon.runs.factory import task
+from halfmoon.storage import atomic_io
+from halfmoon.storage.run_folder import TIMINGS
 
 MODELS = {"small, width 16": ("small", 16), "ResNet-9, width 16": ("resnet9", 16)}
 BATCH, LR, SIDE = 10, 0.05, 16
@@ -73,7 +75,7 @@ STOCK = ("federation_stock:server", "federation_stock:client")
 def serve_clocked(words: Sequence[str]) -> None:
     """Do what `halfmoon serve CONFIG --run-dir RUN --port PORT` does, with the clocked apps; keep `flwr ls`'s words."""
     config, run, port = words
-    Host(load(Path(config)), Path(run)).make()
+    FederationServer(load(Path(config)), Path(run)).make()
     server = launch.Server(Path(config), Path(run), port=int(port), apps=CLOCKED)
     original = launch.stop
 
@@ -91,9 +93,9 @@ def join_clocked(words: Sequence[str]) -> None:
     """Do what `halfmoon site join` does, with the clocked apps."""
     _, address, _, folder, _, name, _, terms = words
     path = Path(folder)
-    site = joining.Joining(Address.parse(address), name, path, 0, 0, path / ".halfmoon", app=CLOCKED[1], terms=terms)
+    site = site_process.Joining(Address.parse(address), name, path, 0, 0, path / ".halfmoon", apps=CLOCKED, terms=terms)
     with suppress(KeyboardInterrupt), interruptible():
-        joining.join(site, lambda _: None)
+        site_process.join(site, lambda _: None)
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,13 @@ def traffic(said: Any) -> int | None:
 
 def seconds(run: Path) -> list[float]:
     """Return how long each round of a run folder took."""
-    return [row["seconds"] for row in disk.read_rows(run / TIMINGS)]
+    return [row["seconds"] for row in atomic_io.read_rows(run / TIMINGS)]
 
 
 def in_simulator(here: Place, plan: Plan, file: Path) -> Measured:
     """Play (i)."""
     run = plan.folder / "simulated"
-    row = build.cell(settings.resolve(settings.load(file), {}), run)
+    row = runner.cell(settings.resolve(settings.load(file), {}), run)
     return Measured(seconds(run), (row["cost"]["bytes_down"] + row["cost"]["bytes_up"]) // plan.rounds)
 
 
@@ -199,9 +201,9 @@ def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
     with joined(here, file.parent, port, [*this, "join"]):
         here.run(*this, "serve", file, run, str(port))
     here.clear()
-    rows = {name: disk.read_rows(log / f"{name}.jsonl") for name in ("server", "site")}
+    rows = {name: atomic_io.read_rows(log / f"{name}.jsonl") for name in ("server", "site")}
     total = sum(row["bytes"] for row in rows["server"]) // plan.rounds
-    return Measured(seconds(run), total, traffic(disk.read_json(log / "ls.json")), rows)
+    return Measured(seconds(run), total, traffic(atomic_io.read_json(log / "ls.json")), rows)
 
 
 def stock(here: Place, plan: Plan, file: Path) -> Measured:
@@ -220,11 +222,11 @@ def stock(here: Place, plan: Plan, file: Path) -> Measured:
             words = ["--insecure", "--superlink", str(address), "--port", str(free_port()), "--node-config", node]
             here.start(script("flower-supernode"), *words, log=home / f"{name}.log")
         here.run(script("flwr"), "run", home / "app", "here")
-        wait(lambda: len(disk.read_rows(times)) > plan.rounds, home / "superlink.log")
+        wait(lambda: len(atomic_io.read_rows(times)) > plan.rounds, home / "superlink.log")
         time.sleep(5)  # the run's last words
         said = json.loads(here.run(script("flwr"), "ls", "here", "--format", "json"))
     here.clear()
-    rows = disk.read_rows(times)
+    rows = atomic_io.read_rows(times)
     passed = [round(b["at"] - a["at"], 4) for a, b in pairwise(rows)]
     return Measured(passed, rows[-1]["bytes"] // plan.rounds, traffic(said))
 

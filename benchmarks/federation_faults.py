@@ -30,9 +30,9 @@ from typing import Any
 from disturbed import HALFMOON, LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
 from safetensors.numpy import load_file
 
-from halfmoon import disk
-from halfmoon.flower.child import CLIENT_APP
-from halfmoon.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, interruptible
+from halfmoon.federation.flower.child_main import CLIENT_APP
+from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, interruptible
+from halfmoon.storage import atomic_io
 
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
 OPTIONS = {"rounds": 4, "steps": 60, "labeled_batch": 8, "unlabeled_batch": 16, "width": 8}
@@ -189,8 +189,8 @@ def _outcome(fed: Federation, fault: Fault, seconds: float) -> Outcome:
     lines = _said(fed, "serve")
     if not re.search(re.escape(fault.sign), "\n".join(lines)):
         raise Stuck(f"the server's log does not say {fault.sign!r}: {lines}")
-    rows = disk.read_rows(fed.run / "metrics.jsonl")
-    summary = disk.read_json(fed.run / "summary.json") or {}
+    rows = atomic_io.read_rows(fed.run / "metrics.jsonl")
+    summary = atomic_io.read_json(fed.run / "summary.json") or {}
     places = {who: fed.of(who).parent / "federations" for who in SITES}
     kept = {who: sorted(path.stem for path in place.rglob("memory-*")) for who, place in places.items()}
     return Outcome(
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/federation_faults"))
     options = parser.parse_args()
     file, written = options.out.with_suffix(".json"), options.out.with_suffix(".md")
-    before = disk.read_json(file) or {"faults": {}}
+    before = atomic_io.read_json(file) or {"faults": {}}
     outcomes = {name: Outcome(**row) for name, row in before["faults"].items() if name in FAULTS}
     command = f"python benchmarks/{Path(__file__).name}"
     failed: dict[str, str] = {}

@@ -2,12 +2,13 @@
 
     python benchmarks/federation_parity.py [--methods feddure ...] [--rounds 3] [--out results/federation_parity]
 
-Three sites are written with `halfmoon site export digits`; each method is then played (a) by `halfmoon.build.cell`, as
-`halfmoon run` does, (b) over an in-process grid (`halfmoon.flower.local.rehearse`), (c) on Flower's simulation engine,
-by a SuperLink with --simulation and `flwr run` (Ray; needs `flwr[simulation]`), and (d) over real processes on
-loopback: three `halfmoon site join` and one `halfmoon serve`. Every way has its own copies of the sites, so that none
-finds what another one's sites remember. A hash is the SHA-256 of the names, types, shapes and bytes of all tensors of
-model.safetensors, by name. Nothing is left behind but the results.
+Three sites are written with `halfmoon site export digits`; each method is then played (a) by
+`halfmoon.runs.runner.cell`, as `halfmoon run` does, (b) over an in-process grid
+(`halfmoon.federation.flower.local.rehearse`), (c) on Flower's simulation engine, by a SuperLink with --simulation and
+`flwr run` (Ray; needs `flwr[simulation]`), and (d) over real processes on loopback: three `halfmoon site join` and one
+`halfmoon serve`. Every way has its own copies of the sites, so that none finds what another one's sites remember. A
+hash is the SHA-256 of the names, types, shapes and bytes of all tensors of model.safetensors, by name. Nothing is left
+behind but the results.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from halfmoon import build
-from halfmoon import config as settings
-from halfmoon.flower.contact import Address, reach
-from halfmoon.flower.local import rehearse
-from halfmoon.flower.processes import APPS, ENVIRONMENT, free_port, interruptible
+from halfmoon.config import schema as settings
+from halfmoon.federation.flower.contact import Address, reach
+from halfmoon.federation.flower.local import rehearse
+from halfmoon.federation.flower.processes import ENVIRONMENT, free_port, interruptible
+from halfmoon.federation.protocol.bundle import APPS
+from halfmoon.runs import runner
 
 METHODS = {"feddure": "clients", "fedloke": "clients", "semifl": "server", "feddb": "clients", "fedmatch": "clients"}
 """The methods that are compared, and where their federation has its labels."""
@@ -166,7 +168,7 @@ def names(sites: Path) -> list[str]:
 
 def simulated(here: Place, file: Path, run: Path) -> None:
     """Play in the simulator."""
-    build.cell(settings.resolve(settings.load(file), {}), run)
+    runner.cell(settings.resolve(settings.load(file), {}), run)
 
 
 def rehearsed(here: Place, file: Path, run: Path) -> None:

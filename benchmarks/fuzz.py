@@ -2,12 +2,12 @@
 
     python benchmarks/fuzz.py --cases 10000 --out results/fuzz
 
-Each target of `tests/fuzz_targets.py` gets generated and mutated inputs from hypothesis (a tenth), and the rest from
-atheris, which looks for inputs that reach code that none has reached before (`pip install atheris`, on Linux; it is
-no dependency of halfmoon). Without atheris the rest are random mutations, and the table says so. What an input may do
-is said in `tests/fuzzing.py`. Every target runs in a process of its own, which a crash or a hang ends; findings are
-written to --findings with their inputs, one for each exception and line. `--seconds` ends a target early, and the
-table says so. With `--only` the other rows stay as the files have them.
+Each target of `tests/support/fuzz_targets.py` gets generated and mutated inputs from hypothesis (a tenth), and the rest
+from atheris, which looks for inputs that reach code that none has reached before (`pip install atheris`, on Linux; it
+is no dependency of halfmoon). Without atheris the rest are random mutations, and the table says so. What an input may
+do is said in `tests/support/fuzzing.py`. Every target runs in a process of its own, which a crash or a hang ends;
+findings are written to --findings with their inputs, one for each exception and line. `--seconds` ends a target early,
+and the table says so. With `--only` the other rows stay as the files have them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 GUIDED = find_spec("atheris") is not None
 SHARE = 10

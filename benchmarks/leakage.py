@@ -35,15 +35,16 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
-from halfmoon import rng, tree
-from halfmoon.config import Config
-from halfmoon.data.split import Split
-from halfmoon.evaluate import Examples
-from halfmoon.experiment import initial_model
-from halfmoon.ground import Holdings
-from halfmoon.pieces import World, batch_rules, budget, method, world
-from halfmoon.sim import Simulation
-from halfmoon.tree import Tree
+from halfmoon.config.schema import Config
+from halfmoon.core import rng, tree
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import Split
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import FederatedDataset, Training
+from halfmoon.engine.loop import initial_model
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.simulation import Simulation
+from halfmoon.runs.factory import Problem, batch_rules, budget, method, problem
 
 CLIENTS, COHORT = 20, 10
 CLIP, NOISE = 1.0, 1.0
@@ -84,14 +85,13 @@ def scaled(update: Flat, factor: float) -> Flat:
     return {path: leaf * factor for path, leaf in update.items()}
 
 
-def simulation(config: Config, shared: World, held: Holdings | None = None) -> Simulation:
+def simulation(config: Config, shared: Problem, held: FederatedDataset | None = None) -> Simulation:
     """Return a federation of a configuration, on these holdings or on those of its split."""
     batching, serving = batch_rules(config)
-    holdings = held or Holdings(shared.train, shared.split)
+    dataset = held or FederatedDataset(shared.train, shared.split)
     return Simulation(
-        method(config), shared.task, holdings, views=shared.views, batching=batching,
-        budget=budget(config, shared.task), seed=config.seed, cohort=min(config.cohort, holdings.clients),
-        serving=serving,
+        method(config), shared.task, dataset, shared.views, Training(batching, budget(config, shared.task), serving),
+        RuntimeSettings(min(config.cohort, dataset.clients), config.seed),
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ class Spy:
 # Membership
 
 
-def membership(config: Config, shared: World, rounds: Sequence[int]) -> list[dict[str, Any]]:
+def membership(config: Config, shared: Problem, rounds: Sequence[int]) -> list[dict[str, Any]]:
     """Return AUC and true positives at one percent, by view, score and whether a client's image has a label."""
     federation = simulation(config, shared)
     spy, made = Spy(federation), federation.method
@@ -153,7 +153,7 @@ def membership(config: Config, shared: World, rounds: Sequence[int]) -> list[dic
 class Candidates:
     """Images whose membership is asked for: their losses under what went down, and their gradients."""
 
-    def __init__(self, shared: World, down: Tree, held: Examples) -> None:
+    def __init__(self, shared: Problem, down: Tree, held: Examples) -> None:
         self.network, self.params = shared.task.network, down["params"]
         self.x, self.y = shared.task.normalize(held.images), held.labels
         self.before = self.losses(self.params)
@@ -183,7 +183,7 @@ class Candidates:
 # Inversion
 
 
-def inversion(config: Config, shared: World, images: int, trials: int, words: str) -> list[dict[str, Any]]:
+def inversion(config: Config, shared: Problem, images: int, trials: int, words: str) -> list[dict[str, Any]]:
     """Return how well `images` labeled images of a client are found again, by view, over several clients."""
     tally: dict[str, list[tuple[float, float, float]]] = {}
     for trial in range(trials):
@@ -192,7 +192,7 @@ def inversion(config: Config, shared: World, images: int, trials: int, words: st
         rows = torch.randperm(count, generator=g)[: COHORT * images].numpy()
         client = np.full(count, -1)
         client[rows] = np.repeat(np.arange(COHORT), images)
-        held = Holdings(shared.train, Split(client, np.ones(count, bool), COHORT))
+        held = FederatedDataset(shared.train, Split(client, np.ones(count, bool), COHORT))
         alone = replace(config, clients=COHORT, cohort=COHORT, seed=trial)
         federation = simulation(alone, shared, held)
         spy = Spy(federation)
@@ -220,7 +220,7 @@ def inversion(config: Config, shared: World, images: int, trials: int, words: st
     return rows
 
 
-def search(shared: World, params: Tree, update: Flat, y: Tensor, generator: torch.Generator) -> Tensor:
+def search(shared: Problem, params: Tree, update: Flat, y: Tensor, generator: torch.Generator) -> Tensor:
     """Return images (n, C, H, W), as the network reads them, whose gradient points where the update points.
 
     Half of the attempts start from images of other people with these labels, half from noise; the best one counts.
@@ -256,14 +256,14 @@ def search(shared: World, params: Tree, update: Flat, y: Tensor, generator: torc
     return x.detach()[int(apart.detach().argmin())]
 
 
-def ends(shared: World) -> tuple[float, float]:
+def ends(shared: Problem) -> tuple[float, float]:
     """Return what the network reads for black and for white."""
     low, high = (float(shared.task.normalize(torch.full((1, 1, 1, 1), v, dtype=torch.uint8))) for v in (0, 255))
     return low, high
 
 
 def judged(
-    shared: World, guess: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator
+    shared: Problem, guess: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator
 ) -> tuple[float, float, float]:
     """Return (root mean square error in units of the pixels' range, share of images found, nan)."""
     normalize = shared.task.normalize
@@ -304,7 +304,7 @@ def main() -> None:
     members: list[dict[str, Any]] = []
     for name in ("feddure", "fedavg-fixmatch", "fedavg"):
         config = replace(base, method=name)
-        members += membership(config, world(config), (0, 4, 19))
+        members += membership(config, problem(config), (0, 4, 19))
     one = replace(
         base, method="fedavg", optimizer="sgd", lr=0.1, labeled_view="plain", labeled_batch=2, steps=1, norm="none"
     )
@@ -316,7 +316,7 @@ def main() -> None:
         (eight, 8, few, "8 images, one step of SGD, no normalization, no augmentation"),
         (real, 8, few, "8 images, ten steps of Adam, augmented as in training"),
     )
-    found = [row for config, *rest in attempts for row in inversion(config, world(config), *rest)]
+    found = [row for config, *rest in attempts for row in inversion(config, problem(config), *rest)]
     facts = {
         "machine": f"{platform.machine()}, 2 cores, one thread",
         "python": platform.python_version(),

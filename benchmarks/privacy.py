@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfmoon import build
-from halfmoon.config import Config
+from halfmoon.config.schema import Config
+from halfmoon.runs import runner
 
 METHODS = ("feddure", "fedavg")
 CLIP_ALONE = 1e-6
@@ -31,7 +31,8 @@ NOISES = (None, CLIP_ALONE, 2.0, 4.0, 8.0)
 COMMON: dict[str, Any] = {
     "data": "fashion_mnist", "shrink": 2, "clients": 1000, "cohort": 100, "setting": "iid-iid", "labels_per_class": 1.0,
     "network": "small", "width": 4, "norm": "group", "lr": 5e-3, "labeled_batch": 10, "unlabeled_batch": 10,
-    "labeled_view": "weak", "steps": 5, "rounds": 40, "evaluate_every": 10, "checkpoint_every": 40, "executor": "vmap",
+    "labeled_view": "weak", "steps": 5, "rounds": 40, "schedule": "constant", "evaluate_every": 10,
+    "checkpoint_every": 40, "executor": "vmap",
     "device": "cpu", "threads": 1, "dp_delta": 1e-5,
 }  # fmt: skip
 CLIP = 0.5
@@ -61,8 +62,8 @@ def played(cell: Cell, data: Path, cache: Path, more: dict[str, Any]) -> dict[st
     private = {} if cell.noise is None else {"dp_clip": CLIP, "dp_noise": cell.noise}
     own = {**COMMON, "method": cell.method, "seed": cell.seed, "split_seed": cell.seed, **private, **more}
     with tempfile.TemporaryDirectory() as folder:
-        said = build.cell(Config(**own, data_dir=data, cache=cache), Path(folder) / "run")
-    epsilon = (said.get("guard") or {}).get("epsilon")
+        said = runner.cell(Config(**own, data_dir=data, cache=cache), Path(folder) / "run")
+    epsilon = (said.get("aggregation") or {}).get("epsilon")
     seconds = round(time.process_time() - began, 1)
     return {**cell._asdict(), "epsilon": epsilon, **said["accuracy"], **more, "seconds": seconds}
 

@@ -13,16 +13,19 @@ import time
 import numpy as np
 import torch
 
-from halfmoon import catalog, rng
+from halfmoon.api.types import Task
 from halfmoon.augment import Normalize
-from halfmoon.budget import Budget
+from halfmoon.core import rng
+from halfmoon.core.optim import SGD
 from halfmoon.data import Split
-from halfmoon.data.draw import Batching, Views
-from halfmoon.evaluate import Examples
+from halfmoon.engine.budget import Budget
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import FederatedDataset, Training
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.sampling import Batching, Views
+from halfmoon.engine.simulation import Simulation
+from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
-from halfmoon.optim import SGD
-from halfmoon.sim import Holdings, Simulation
-from halfmoon.types import Task
 
 LABELED, UNLABELED, SIDE = 10, 50, 8
 
@@ -37,10 +40,10 @@ def federation(method: str, clients: int) -> tuple[Simulation, dict]:
     )  # row r belongs to client r modulo clients
     network = SmallCNN(1, 10, 8)
     task = Task(network, SGD(0.03), Normalize((0.5,), (0.5,)))
-    chosen = catalog.make(method)
-    held = Holdings(Examples(images, torch.randint(0, 10, (rows,), generator=g)), split)
+    chosen = registry.make(method)
+    held = FederatedDataset(Examples(images, torch.randint(0, 10, (rows,), generator=g)), split)
     simulation = Simulation(
-        chosen, task, held, views=Views(), batching=Batching(10, 10), budget=Budget(), seed=0, cohort=10
+        chosen, task, held, Views(), Training(Batching(10, 10), Budget()), RuntimeSettings(cohort=10)
     )
     return simulation, chosen.start(task, network.init(rng.generator(0, "model")))
 

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from halfmoon import build
-from halfmoon.config import Config
-from halfmoon.errors import UserError
-from halfmoon.guards.attacks import Attack
+from halfmoon.aggregation.attacks import Attack
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.runs import runner
 
 METHODS = ("feddure", "fedavg-fixmatch")
 SHARES = (0.2, 0.3, 0.1)
 RULES = ("mean", "clip", "median", "trimmed", "krum")
 COMMON: dict[str, Any] = {
     "data": "fashion_mnist", "shrink": 2, "data_share": 0.1, "clients": 10, "cohort": 10, "setting": "iid-dir",
-    "gamma": 0.5, "labels_per_class": 5.0, "network": "small", "width": 8, "lr": 5e-3, "labeled_batch": 20,
-    "unlabeled_batch": 10, "labeled_view": "weak", "steps": 6, "rounds": 6, "evaluate_every": 3,
+    "dirichlet_alpha": 0.5, "labels_per_class": 5.0, "network": "small", "width": 8, "lr": 5e-3, "labeled_batch": 20,
+    "unlabeled_batch": 10, "labeled_view": "weak", "steps": 6, "rounds": 6, "schedule": "constant", "evaluate_every": 3,
     "checkpoint_every": 6, "byzantine": 0.3, "executor": "vmap", "device": "cpu", "threads": 1,
 }  # fmt: skip
 """What all cells share: the server expects three hostile clients of ten, whatever comes."""
@@ -70,7 +70,7 @@ def played(cell: Cell, data: Path, cache: Path) -> dict[str, Any]:
     config = Config(**COMMON, **own, data_dir=data, cache=cache)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            said: dict[str, Any] = build.cell(config, Path(folder) / "run")["accuracy"]
+            said: dict[str, Any] = runner.cell(config, Path(folder) / "run")["accuracy"]
         except UserError as error:
             said = {"stopped": str(error)}
     return {**cell._asdict(), **said, "seconds": round(time.process_time() - began, 1)}

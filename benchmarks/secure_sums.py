@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/secure_sums.py [--sites 3 10 30] [--out results/secure_sums]
 
-Sites and server are the library's own (`halfmoon.net.masked.Part`, `halfmoon.net.sums.MaskedSum`), in one process and
-without a network; what they say to each other are the bytes that a federation sends. Nothing is trained: the updates
-are random numbers. Seconds are the processor's, so that other work on the machine stretches them less than a clock's;
-what a disk takes to flush a site's notes is not in them. "Plain" is a request and a reply with the same update, read
-and averaged. Bytes are those of one site in one round.
+Sites and server are the library's own (`halfmoon.federation.site.secure_sum.Part`,
+`halfmoon.federation.server.secure_sum.MaskedSum`), in one process and without a network; what they say to each other
+are the bytes that a federation sends. Nothing is trained: the updates are random numbers. Seconds are the processor's,
+so that other work on the machine stretches them less than a clock's; what a disk takes to flush a site's notes is not
+in them. "Plain" is a request and a reply with the same update, read and averaged. Bytes are those of one site in one
+round.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from typing import Any
 
 import torch
 
-from halfmoon import disk, tree
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+from halfmoon.federation.protocol.messages import Reply, Request, read, write
+from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.server.secure_sum import MaskedSum, layout, summed
+from halfmoon.federation.site import secure_sum
+from halfmoon.federation.site.runtime import NOTHING
+from halfmoon.federation.site.secure_sum import Part
 from halfmoon.methods.averaging import average
-from halfmoon.net import masked
-from halfmoon.net.masked import Part
-from halfmoon.net.message import Reply, Request, read, write
-from halfmoon.net.patterns import pattern_of
-from halfmoon.net.site import NOTHING
-from halfmoon.net.sums import MaskedSum, layout, summed
-from halfmoon.tree import Tree
+from halfmoon.storage import atomic_io
 
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
@@ -69,7 +71,7 @@ class Wire:
     def part(self, k: int) -> Part:
         home = self.folder / f"site-{k}"
         home.mkdir(parents=True, exist_ok=True)
-        return Part(masked.secret(home), home / RUN, k, self.sites, False)
+        return Part(secure_sum.secret(home), home / RUN, k, self.sites, False)
 
     def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies = {}
@@ -115,10 +117,10 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     keys = {}
     for k, name in enumerate(names):
         wire.part(k)
-        keys[name] = bytes.fromhex(masked.shown(folder / name, FEDERATION))
+        keys[name] = bytes.fromhex(secure_sum.shown(folder / name, FEDERATION))
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), summed(layout(pattern_of(up), pattern_of(down))), "it"))
+    sum.total(wire.ask(sum.begin(), summed(layout(spec_of(up), spec_of(down))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there
@@ -168,9 +170,11 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     rows.append(measure(sites, parameters, dropped, Path(folder)))
                 print(rows[-1], flush=True)
-    disk.replace(words.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
+    atomic_io.replace(
+        words.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode()
+    )
     command = "OMP_NUM_THREADS=1 python benchmarks/secure_sums.py"
-    disk.replace(words.out.with_suffix(".md"), text(rows, command).encode())
+    atomic_io.replace(words.out.with_suffix(".md"), text(rows, command).encode())
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfmoon.net.member import numbered
-from halfmoon.net.site import Site
-from halfmoon.net.terms import Terms
-from halfmoon.pieces import Form
-from halfmoon.site import prepare
-from halfmoon.site.prepare import open_site
+from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.site.client import numbered
+from halfmoon.federation.site.runtime import SiteRuntime
+from halfmoon.federation.site_data import prepare
+from halfmoon.federation.site_data.prepare import open_site
+from halfmoon.runs.factory import ImageSpec
 
 CLASSES = ("a", "b")
 
@@ -49,7 +49,7 @@ def opened(images: int, side: int) -> tuple[float, float]:
         folder, home = Path(place, "site"), Path(place, "home")
         written(folder, images, side)
         prepare(folder, (side, side), 1, home)
-        form = Form((1, side, side), CLASSES, False, (0.5,), (0.25,))
+        form = ImageSpec((1, side, side), CLASSES, False, (0.5,), (0.25,))
         terms = Terms.of("opening", ("site",), form, {"method": "fedavg", "network": "small", "cohort": 1}, "")
         times: list[tuple[float, float]] = []
         for _ in range(5):
@@ -58,7 +58,7 @@ def opened(images: int, side: int) -> tuple[float, float]:
             read = time.thread_time()
             assert found is not None
             assert found.images is not None
-            Site.of(terms, 0, found.images, numbered(found, terms), "")
+            SiteRuntime.of(terms, 0, found.images, numbered(found, terms), "")
             times.append((read - began, time.thread_time() - read))
     folders, tensors = zip(*times, strict=True)
     return statistics.median(folders), statistics.median(tensors)

@@ -20,7 +20,7 @@ import torch
 
 from halfmoon.augment import Normalize, Strong
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import pillow_reference
 
 SHAPE = (3, 32, 32)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from halfmoon.report.curves import curves
-from halfmoon.report.reading import Run
+from halfmoon.report.run_reader import Run
 
 LATE = 10
 COSTS = (("labeled_steps", "labeled steps"), ("forward", "forward (images)"), ("backward", "backward (images)"))

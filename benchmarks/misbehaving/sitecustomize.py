@@ -1,7 +1,8 @@
 """A site that misbehaves once, in its second round: Python imports this first where its folder is in PYTHONPATH.
 
 The site is joined by the plain command; in its processes alone what they answer is spoiled, as MISBEHAVE says. Flower's
-SuperNode and the process that forks for each message (`halfmoon.flower.warm`) are touched, all others are left alone.
+SuperNode and the process that forks for each message (`halfmoon.federation.flower.prefork`) are touched, all others are
+left alone.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def spoil_answers() -> None:
     """Spoil what the site's own program answers."""
     import torch
 
-    from halfmoon import tree
-    from halfmoon.net.member import Member
-    from halfmoon.net.message import Malformed, Reply, Request, read, write
-    from halfmoon.tree import Tree
+    from halfmoon.core import tree
+    from halfmoon.core.tree import Tree
+    from halfmoon.federation.protocol.messages import Malformed, Reply, Request, read, write
+    from halfmoon.federation.site.client import SiteClient
 
-    honest = Member.answer
+    honest = SiteClient.answer
 
     def first(up: Tree, change: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
         flat = tree.flatten(up)
@@ -45,7 +46,7 @@ def spoil_answers() -> None:
         "huge": lambda leaf: leaf + 1e6,
     }
 
-    def answer(self: Member, data: bytes) -> bytes:
+    def answer(self: SiteClient, data: bytes) -> bytes:
         try:
             request = read(data, Request)
         except Malformed:  # an offer
@@ -69,7 +70,7 @@ def spoil_answers() -> None:
             return write(replace(reply, up=first(reply.up, changes[KIND])))
         return said
 
-    Member.answer = answer
+    SiteClient.answer = answer
 
 
 def spoil_sending() -> None:
@@ -104,5 +105,5 @@ def spoil_sending() -> None:
 if KIND in ("twice", "cut"):
     if "flower-supernode" in sys.orig_argv:
         spoil_sending()
-elif KIND and "warm" in sys.orig_argv and "halfmoon.flower.child" in sys.orig_argv:
+elif KIND and "warm" in sys.orig_argv and "halfmoon.federation.flower.child_main" in sys.orig_argv:
     spoil_answers()

@@ -1,0 +1,323 @@
+"""What semi-supervision gains, data set by data set: play the runs; write evidence.md, evidence.csv, evidence.png.
+
+    python results/evidence.py play digits --runs RUNS [--data-dir DATA] [--seeds 0 1 2 3 4] [--rows fedavg feddure]
+    python results/evidence.py report
+
+`play` appends a line to evidence.jsonl for every run that is over and skips those that are there; a run that was
+stopped goes on. Seed S is the seed of training and of the split, so an interval covers both. The recipes below were
+chosen on validation images of seeds 100 and 101 (docs/training.md); no test image chose anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+LINES, TABLE, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "md", "csv", "png"))
+
+QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t at 97.5 % for so many seeds; two say nothing."""
+
+SHARED: dict[str, Any] = {"setting": "dir-dir", "dirichlet_alpha": 0.5, "schedule": "cosine", "labeled_view": "weak",
+                          "network": "small", "budget": "labeled-steps", "reference": "feddure", "device": "cpu",
+                          "threads": 1, "checkpoint_every": 20}  # fmt: skip
+SETS: dict[str, dict[str, Any]] = {
+    "digits": {"lr": 6e-3, "rounds": 80, "steps": 6, "labeled_batch": 10, "unlabeled_batch": 30, "clients": 20,
+               "cohort": 5, "labels_per_class": 0.5, "evaluate_every": 5},
+    "digits, split 0": {"data": "digits", "split_seed": 0, "lr": 6e-3, "rounds": 80, "steps": 6, "labeled_batch": 10,
+                        "unlabeled_batch": 30, "clients": 20, "cohort": 5, "labels_per_class": 0.5,
+                        "evaluate_every": 5},
+    "pneumonia_mnist": {"lr": 8e-3, "rounds": 60, "steps": 6, "labeled_batch": 10, "unlabeled_batch": 20, "clients": 20,
+                        "cohort": 5, "labels_per_class": 5.0, "width": 8, "flip": False, "server_ema": 0.9,
+                        "validation_share": 0.1, "evaluate_every": 5},
+    "fashion_mnist": {"lr": 5e-3, "rounds": 60, "steps": 8, "labeled_batch": 20, "unlabeled_batch": 30, "clients": 20,
+                      "cohort": 5, "labels_per_class": 0.5, "shrink": 2, "width": 32, "server_ema": 0.9,
+                      "validation_share": 0.1, "evaluate_every": 10},
+}  # fmt: skip
+"""The recipe of each data set, the same for all methods."""
+
+TAU = {"pneumonia_mnist": 0.9}
+"""The confidence that a pseudo-label needs where it is not 0.7: a guess between two classes starts at one half."""
+
+RECEIVED: dict[str, Any] = {"labeling": "running"}
+ROWS: dict[str, dict[str, Any]] = {
+    "fedavg": {"title": "FedAvg, labels only"},
+    "fedavg-fixmatch": {"title": "FixMatch"},
+    "fixmatch-received": {"title": "FixMatch, labels of the received model", "method": "fedavg-fixmatch",
+                          "options": {"labels": "round"}, **RECEIVED},
+    "feddure": {"title": "FedDure"},
+    "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
+                         "options": {"labels": "round", "regulator_bias": 0.0}, **RECEIVED},
+    "fedmatch": {"title": "FedMatch"},
+    "fedloke": {"title": "FedLoKe", "options": {"ramp_rounds": 20}},
+    "fedavg-sl": {"title": "FedAvg, all labels"},
+    "supervised": {"title": "the same network, all images and labels in one place"},
+    "alone": {"title": "each site alone, with its own labels (mean over sites)"},
+    "forest": {"title": "random forest, all sites' labels in one place"},
+}  # fmt: skip
+PARTS = {"last": "", "held": ", held-out training images"}
+"""What the last round is measured on: the test images and, where some are set aside, the validation images."""
+
+FLOOR, CEILING = "fedavg", "fedavg-sl"
+FLOORS = ("alone", "forest")
+
+
+def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
+    """Return the configuration of a run."""
+    from halfmoon.config.schema import Config
+
+    said = {name: value for name, value in ROWS[row].items() if name != "title"}
+    values = {"data": data, "split_seed": seed, "method": row if row not in FLOORS else FLOOR}
+    values |= {**SHARED, **SETS[data], **said}
+    if row == "fixmatch-received":
+        values["options"] = {**values["options"], "tau": TAU.get(data, 0.7)}
+    config = Config(**values, seed=seed, data_dir=folder)
+    if row == "supervised":  # as many steps in one place as all clients of a round take together
+        return replace(config, steps=config.cohort * (config.steps or 1), budget="none")
+    return config
+
+
+def play(data: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
+    """Play what is missing, seed by seed, so that what was played at any moment compares."""
+    done = {(line["data"], line["row"], line["seed"]) for line in lines()}
+    for seed in seeds:
+        for row in rows:
+            if (data, row, seed) in done:
+                continue
+            began = time.perf_counter()
+            made = floor(data, row, seed, folder) if row in FLOORS else run(data, row, seed, runs, folder)
+            line = {"data": data, "row": row, "seed": seed, **made, "seconds": round(time.perf_counter() - began, 1)}
+            with LINES.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+
+
+def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict[str, Any]:
+    """Play one run in its folder, or go on there."""
+    from halfmoon.runs import runner
+
+    place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
+    summary = runner.cell(configured(data, row, seed, folder), place)
+    end = json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])
+    held = {"held": end["validation"]["accuracy"]} if "validation" in end else {}
+    return {"accuracy": {**summary["accuracy"], **held}, "labeled_steps": summary["cost"]["labeled_steps"]}
+
+
+def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]:
+    """Return the accuracy of what needs no federation: the sites' own models, or a forest on all labels."""
+    from halfmoon.data.partition.split import Split
+    from halfmoon.runs import factory
+
+    config = configured(data, row, seed, folder)
+    with factory.computing(config):
+        problem = factory.problem(config)
+        split, train, test = problem.split, problem.source.train, problem.source.test
+        if row == "forest":
+            from sklearn.ensemble import RandomForestClassifier
+
+            rows = np.flatnonzero(split.labeled & (split.client >= 0))
+            forest = RandomForestClassifier(500, random_state=seed)
+            forest.fit(train.images[rows].reshape(len(rows), -1), train.labels[rows])
+            parts = {"last": test, "held": problem.source.validation}
+            score = {
+                name: float(forest.score(part.images.reshape(len(part), -1), part.labels))
+                for name, part in parts.items()
+                if part is not None
+            }
+            return {"accuracy": score}
+        shares = []
+        for client in range(split.clients):
+            mine = np.where((split.client == client) & split.labeled, 0, -1)
+            shares.append(_alone(config, replace(problem, split=Split(mine, mine == 0, 1)), split.clients))
+        return {"accuracy": {"last": statistics.fmean(shares)}}
+
+
+def _alone(config: Any, problem: Any, clients: int) -> float:
+    """Train on one site's labels for as many visits as a site has in the federation, at the same decaying rate."""
+    from halfmoon.engine.budget import Budget
+    from halfmoon.engine.evaluation import scores
+    from halfmoon.engine.local_clients import FederatedDataset, Training
+    from halfmoon.engine.loop import initial_model
+    from halfmoon.engine.runtime import RuntimeSettings
+    from halfmoon.engine.simulation import Simulation
+    from halfmoon.runs import factory
+
+    rounds = max(1, config.rounds * config.cohort // clients)
+    task, method = replace(problem.task, rounds=rounds), factory.method(config)
+    held = FederatedDataset(problem.train, problem.split)
+    training, settings = Training(problem.batching, Budget()), RuntimeSettings(1, config.seed)
+    runtime = Simulation(method, task, held, problem.views, training, settings)
+    server = method.start(task, initial_model(task, config.seed, runtime.device))
+    for number in range(rounds):
+        runtime.open(number)
+        server = method.round(task.at(number), server, runtime)
+        runtime.close()
+    found = scores(task.network, method.solution(task, server), task.normalize, problem.test)["accuracy"]
+    assert isinstance(found, float)
+    return found
+
+
+def lines() -> list[dict[str, Any]]:
+    """Return what was played."""
+    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+
+
+def table(data: str, key: str = "last") -> list[dict[str, Any]]:
+    """Return a row a method that was played, with its difference to labels alone at the same seeds.
+
+    `key` is "last", the last round on the test images, or "held", the last round on the validation images.
+    """
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in lines():
+        if line["data"] == data and key in line["accuracy"]:
+            found.setdefault(line["row"], {})[line["seed"]] = line["accuracy"]
+    base = {seed: 100 * each[key] for seed, each in found.get(FLOOR, {}).items()}
+    top = {seed: 100 * each[key] for seed, each in found.get(CEILING, {}).items()}
+    made = []
+    for row in (name for name in ROWS if name in found):
+        runs = found[row]
+        last = {seed: 100 * each[key] for seed, each in sorted(runs.items())}
+        chosen = [100 * each["chosen"] for each in runs.values() if key == "last" and "chosen" in each]
+        both = [seed for seed in last if seed in base]
+        differences = [last[seed] - base[seed] for seed in both]
+        way = [top[seed] - base[seed] for seed in both if seed in top]
+        line: dict[str, Any] = {
+            "data": data,
+            "images": "test" if key == "last" else "validation",
+            "row": row,
+            "title": ROWS[row]["title"],
+            "seeds": len(last),
+        }
+        line |= {"last": statistics.fmean(last.values()), "deviation": _deviation(list(last.values()))}
+        line["chosen"] = statistics.fmean(chosen) if len(chosen) == len(last) else None
+        if row != FLOOR and differences:
+            line["difference"] = statistics.fmean(differences)
+            line["half"] = _half(differences)
+            if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
+                line["share"] = statistics.fmean(differences) / statistics.fmean(way)
+        made.append(line)
+    return made
+
+
+def _deviation(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _half(differences: list[float]) -> float | None:
+    """Return half of the 95 % interval of the mean of paired differences (Student's t)."""
+    count = len(differences)
+    return QUANTILE[count] * statistics.stdev(differences) / math.sqrt(count) if count in QUANTILE else None
+
+
+def report() -> None:
+    """Write the tables, the numbers behind them, and the forest plot."""
+    tables = {f"{data}{words}": table(data, key) for data in SETS for key, words in PARTS.items()}
+    tables = {title: rows for title, rows in tables.items() if rows}
+    names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "share")
+    with SHEET.open("w", newline="") as file:
+        sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        sheet.writeheader()
+        for rows in tables.values():
+            sheet.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    page = TABLE.read_text()
+    for title, rows in tables.items():
+        begin, end = f"<!-- table: {title} -->\n", "<!-- /table -->"
+        if begin not in page:
+            raise SystemExit(f"{TABLE} has no block for {title}: write {begin.strip()} and {end} into it.")
+        before, after = page.split(begin, 1)
+        page = f"{before}{begin}\n{_markdown(rows)}\n{end}{after.split(end, 1)[1]}"
+    TABLE.write_text(page)
+    _draw(tables)
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    head = "| method | last % | chosen % | to labels only, points (95 %) | share of the way | seeds |\n"
+    return f"{head}|---|--:|--:|--:|--:|--:|\n" + "".join(
+        f"| {row['title']} | {row['last']:.1f}{_spread(row['deviation'])} | {_number(row['chosen'])} | {_gain(row)} | "
+        f"{'' if row.get('share') is None else format(row['share'], '.0%')} | {row['seeds']} |\n"
+        for row in rows
+    )
+
+
+def _spread(deviation: float | None) -> str:
+    return "" if deviation is None else f" ± {deviation:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _gain(row: dict[str, Any]) -> str:
+    if "difference" not in row:
+        return ""
+    difference, half = row["difference"], row["half"]
+    return f"{difference:+.1f}" + ("" if half is None else f" [{difference - half:+.1f}, {difference + half:+.1f}]")
+
+
+def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw the paired differences with their intervals, a panel a data set."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = {
+        name: [row for row in rows if row.get("half") is not None and row["row"] != "alone"]
+        for name, rows in tables.items()
+    }
+    shown = {name: rows for name, rows in shown.items() if rows}
+    heights = [max(1, len(rows)) for rows in shown.values()]
+    figure, axes = plt.subplots(len(shown), 1, figsize=(8, 0.9 + 0.34 * sum(heights) + 0.6 * len(shown)),
+                                height_ratios=heights, layout="constrained", squeeze=False)  # fmt: skip
+    for axis, (data, rows) in zip(axes[:, 0], shown.items(), strict=True):
+        for place, row in enumerate(reversed(rows)):
+            half = row["half"]
+            above = row["difference"] - half > 0
+            color = (
+                "tab:gray" if row["row"] in (CEILING, "supervised", *FLOORS) else "tab:blue" if above else "tab:orange"
+            )
+            axis.errorbar(row["difference"], place, xerr=half, fmt="o", color=color, capsize=3)
+        axis.set_yticks(range(len(rows)), [row["title"] for row in reversed(rows)])
+        axis.set_ylim(-0.6, len(rows) - 0.4)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_title(data, loc="left", fontsize=10, fontweight="bold")
+        axis.grid(axis="x", alpha=0.3)
+    figure.supxlabel(
+        "points of accuracy above FedAvg on labels alone: mean over seeds and 95 % interval\n"
+        "blue: a method whose interval is above zero; orange: another; gray: for comparison",
+        fontsize=9,
+    )
+    figure.savefig(PICTURE, dpi=130)
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    playing = commands.add_parser("play")
+    playing.add_argument("data", choices=SETS)
+    playing.add_argument("--runs", type=Path, required=True)
+    playing.add_argument("--data-dir", type=Path)
+    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    playing.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    commands.add_parser("report")
+    given = parser.parse_args()
+    if given.command == "report":
+        report()
+    else:
+        play(given.data, given.rows, given.seeds, given.runs, given.data_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
