@@ -51,7 +51,6 @@ NAMING = {"methods.registry", "runs.runner", "cli.main"}
 
 LONGEST = 450
 LONGER: dict[str, int] = {
-    "federation.server.sessions.ClientManager": 295,
     "federation.site.client.SiteClient": 229,
     "storage.run_folder.RunFolder": 302,
     "storage.state_store.Store": 215,

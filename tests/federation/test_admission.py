@@ -26,7 +26,8 @@ from halfmoon.federation.flower.link import held
 from halfmoon.federation.flower.processes import SUPERNODE, Home
 from halfmoon.federation.pki import Access, make
 from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager, NodeIdentity
+from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
+from halfmoon.federation.server.transport import NodeIdentity
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from halfmoon.federation.flower.link import PROBLEMS, problem
 from halfmoon.federation.flower.site_process import Joining
 from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
-from halfmoon.federation.server.sessions import TransportReply
+from halfmoon.federation.server.transport import TransportReply
 from halfmoon.federation.site.client import SiteClient
 
 

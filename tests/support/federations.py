@@ -9,7 +9,8 @@ from typing import Any
 
 from halfmoon.federation.protocol.messages import Joined, Refusal, write
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.server.sessions import Answer, ClientManager, Clock, NodeIdentity, TransportReply
+from halfmoon.federation.server.sessions import Answer, ClientManager
+from halfmoon.federation.server.transport import Clock, NodeIdentity, TransportReply
 from halfmoon.runs.factory import ImageSpec
 
 VERSION = metadata.version("halfmoon")

@@ -15,7 +15,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesRespon
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
-from halfmoon.federation.server.sessions import NodeIdentity, TransportReply
+from halfmoon.federation.server.transport import NodeIdentity, TransportReply
 from halfmoon.storage import atomic_io
 
 NAME, HEAD, BODY = "message", "head", "body"

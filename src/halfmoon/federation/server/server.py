@@ -34,7 +34,8 @@ from halfmoon.federation.server.plan import Plan
 from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import shown
-from halfmoon.federation.server.sessions import ClientManager, Transport
+from halfmoon.federation.server.sessions import ClientManager
+from halfmoon.federation.server.transport import Transport
 from halfmoon.federation.site.client import labeled_images
 from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.methods import registry
