@@ -199,22 +199,22 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
             "title": ROWS[row]["title"],
             "seeds": len(last),
         }
-        line |= {"last": statistics.fmean(last.values()), "deviation": _deviation(list(last.values()))}
+        line |= {"last": statistics.fmean(last.values()), "deviation": deviation(list(last.values()))}
         line["chosen"] = statistics.fmean(chosen) if len(chosen) == len(last) else None
         if row != FLOOR and differences:
             line["difference"] = statistics.fmean(differences)
-            line["half"] = _half(differences)
+            line["half"] = half_interval(differences)
             if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
                 line["share"] = statistics.fmean(differences) / statistics.fmean(way)
         made.append(line)
     return made
 
 
-def _deviation(values: list[float]) -> float | None:
+def deviation(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _half(differences: list[float]) -> float | None:
+def half_interval(differences: list[float]) -> float | None:
     """Return half of the 95 % interval of the mean of paired differences (Student's t)."""
     count = len(differences)
     return QUANTILE[count] * statistics.stdev(differences) / math.sqrt(count) if count in QUANTILE else None

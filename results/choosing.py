@@ -1,0 +1,204 @@
+"""Which method to take: all of them at equal labeled steps, with labels at all clients, at some, or at the server.
+
+    python results/choosing.py play fashion_mnist clients --runs RUNS --data-dir DATA [--seeds 0 1 2]
+    python results/choosing.py report
+
+`play` appends a line to choosing.jsonl for every run that is over and skips those that are there; a run that was
+stopped goes on. Seed S is the seed of training and of the split. The recipe of a data set is that of evidence.py, shorter
+and on fewer images; nothing was searched for here, and no method but for its threshold departs from its defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from evidence import deviation, half_interval
+
+HERE = Path(__file__).parent
+LINES, TABLE, SHEET = (HERE / f"choosing.{suffix}" for suffix in ("jsonl", "md", "csv"))
+
+SHARED: dict[str, Any] = {"setting": "dir-dir", "dirichlet_alpha": 0.5, "clients": 20, "cohort": 5, "rounds": 60,
+                          "steps": 8, "labeled_batch": 10, "unlabeled_batch": 30, "network": "small", "device": "cpu",
+                          "threads": 1, "evaluate_every": 10, "checkpoint_every": 20, "server_epochs": 1}  # fmt: skip
+SETS: dict[str, dict[str, Any]] = {
+    "fashion_mnist": {"data_share": 0.2, "shrink": 2, "width": 16, "lr": 5e-3, "labels": 200},
+    "pneumonia_mnist": {"width": 8, "lr": 8e-3, "labels": 200, "flip": False, "server_ema": 0.9},
+}
+TAU = {"fashion_mnist": 0.7, "pneumonia_mnist": 0.9}
+"""The confidence that a pseudo-label needs in the methods whose threshold is a constant (docs/training.md)."""
+
+PLACES: dict[str, dict[str, Any]] = {
+    "clients": {"reference": "fedavg"},
+    "some": {"labels_at": "some", "labeled_clients": 5, "reference": "fedavg"},
+    "server": {"labels_at": "server", "reference": "semifl"},
+}
+FLOORS = {"clients": "fedavg", "some": "fedavg", "server": "partially-supervised"}
+FIXMATCH = {"clients": "fedavg-fixmatch", "some": "fedavg-fixmatch", "server": "semifl"}
+"""What each method is compared with beside labels alone; with labels at the server FixMatch's like is SemiFL."""
+
+RECEIVED: dict[str, Any] = {"labels": "round"}
+ROWS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavg-fixmatch": {"tau": True},
+    "fixmatch-received": {"method": "fedavg-fixmatch", "tau": True, "options": RECEIVED, "labeling": "running"},
+    "fedavg-fixmatch-global": {"tau": True},
+    "fixmatch-proxy-tuning": {"tau": True},
+    "sage": {"tau": True},
+    "proxyfl": {"tau": True},
+    "protofssl": {},
+    "feddure": {},
+    "feddure-received": {"method": "feddure", "options": {"labels": "round", "regulator_bias": 0.0},
+                         "labeling": "running"},
+    "fedloke": {"options": {"ramp_rounds": 20}},
+    "feddb": {"tau": True},
+    "fedmatch": {},
+    "semifed": {"tau": True},
+    "cbafed": {},
+    "rscfed": {},
+    "twin-sight": {},
+    "partially-supervised": {},
+    "semifl": {"tau": True},
+    "semifl-feddpl": {"tau": True},
+    "fl2": {},
+    "fedrgd": {"tau": True, "norm": "group"},
+    "fml": {},
+    "fedavg-sl": {},
+}  # fmt: skip
+PLAYED: dict[str, tuple[str, ...]] = {
+    "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fixmatch-proxy-tuning", "sage",
+                "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb", "fedmatch", "semifed", "feddure", "fml",
+                "fedavg-sl"),
+    "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "cbafed", "twin-sight", "rscfed",
+             "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
+    "server": ("partially-supervised", "semifl", "fl2", "semifl-feddpl", "fedmatch", "fedrgd", "fedavg-sl"),
+}  # fmt: skip
+
+
+def configured(data: str, place: str, row: str, seed: int, folder: Path | None) -> Any:
+    """Return the configuration of a run."""
+    from halfmoon.config.schema import Config
+
+    said = {"method": row, **ROWS[row]}
+    options = dict(said.pop("options", {}))
+    if said.pop("tau", False):
+        options["tau"] = TAU[data]
+    values = {**SHARED, **SETS[data], **PLACES[place], **said, "options": options}
+    return Config(**values, data=data, seed=seed, split_seed=seed, data_dir=folder)
+
+
+def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
+    """Play what is missing, seed by seed, so that what was played at any moment compares."""
+    from halfmoon.runs import runner
+
+    done = {(line["data"], line["place"], line["row"], line["seed"]) for line in lines()}
+    for seed in seeds:
+        for row in rows:
+            if (data, place, row, seed) in done:
+                continue
+            began = time.perf_counter()
+            summary = runner.cell(configured(data, place, row, seed, folder), runs / f"{data}-{place}-{row}-{seed}")
+            line = {"data": data, "place": place, "row": row, "seed": seed, "title": summary["title"]}
+            line |= {"accuracy": summary["accuracy"]["last"], "cost": summary["cost"]}
+            line |= {"used": summary.get("measured", {}).get("used", {}).get("last")}
+            line |= {"right": summary.get("measured", {}).get("pseudo", {}).get("last")}
+            line |= {"seconds": round(time.perf_counter() - began, 1)}
+            with LINES.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+
+
+def lines() -> list[dict[str, Any]]:
+    """Return what was played."""
+    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+
+
+def table(data: str, place: str) -> list[dict[str, Any]]:
+    """Return a row a method, with its paired differences to labels alone and to FixMatch, in points."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in lines():
+        if (line["data"], line["place"]) == (data, place):
+            found.setdefault(line["row"], {})[line["seed"]] = line
+    made = []
+    for row in (row for row in PLAYED[place] if row in found):
+        runs = found[row]
+        last = {seed: 100 * line["accuracy"] for seed, line in runs.items()}
+        one = next(iter(runs.values()))
+        line: dict[str, Any] = {"data": data, "place": place, "row": row, "seeds": len(last), "last": fmean(last.values())}
+        line["deviation"] = deviation(list(last.values()))
+        for name, other in (("floor", FLOORS[place]), ("fixmatch", FIXMATCH[place])):
+            base = {seed: 100 * each["accuracy"] for seed, each in found.get(other, {}).items()}
+            differences = [last[seed] - base[seed] for seed in last if seed in base]
+            if row != other and differences:
+                line |= {name: fmean(differences), f"{name}_half": half_interval(differences)}
+        line |= {"forward": one["cost"]["forward"], "bytes": one["cost"]["bytes_down"] + one["cost"]["bytes_up"]}
+        made.append(line)
+    return made
+
+
+def report() -> None:
+    """Write the tables into choosing.md, and the numbers behind them."""
+    names = ("data", "place", "row", "seeds", "last", "deviation", "floor", "floor_half", "fixmatch", "fixmatch_half",
+             "forward", "bytes")  # fmt: skip
+    page, sheets = TABLE.read_text(), []
+    for data in SETS:
+        for place in PLACES:
+            rows = table(data, place)
+            if not rows:
+                continue
+            sheets += rows
+            begin, end = f"<!-- table: {data}, {place} -->\n", "<!-- /table -->"
+            before, after = page.split(begin, 1)
+            page = f"{before}{begin}\n{_markdown(rows, place)}\n{end}{after.split(end, 1)[1]}"
+    TABLE.write_text(page)
+    with SHEET.open("w", newline="") as file:
+        sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        sheet.writeheader()
+        sheet.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in sheets)
+
+
+def _markdown(rows: list[dict[str, Any]], place: str) -> str:
+    least = min(row["forward"] for row in rows)
+    made = f"| method | last % | to labels only | to {FIXMATCH[place]} | forward passes | MB | seeds |\n|---|--:|--:|--:|--:|--:|--:|\n"
+    for row in rows:
+        spread = "" if row["deviation"] is None else f" ± {row['deviation']:.1f}"
+        made += f"| `{row['row']}` | {row['last']:.1f}{spread} | {_gain(row, 'floor')} | {_gain(row, 'fixmatch')} | "
+        made += f"{row['forward'] / least:.1f} | {row['bytes'] / 1e6:.0f} | {row['seeds']} |\n"
+    return made
+
+
+def _gain(row: dict[str, Any], name: str) -> str:
+    if name not in row:
+        return ""
+    value, half = row[name], row[f"{name}_half"]
+    return f"{value:+.1f}" + ("" if half is None else f" [{value - half:+.1f}, {value + half:+.1f}]")
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    playing = commands.add_parser("play")
+    playing.add_argument("data", choices=SETS)
+    playing.add_argument("place", choices=PLACES)
+    playing.add_argument("--runs", type=Path, required=True)
+    playing.add_argument("--data-dir", type=Path)
+    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    playing.add_argument("--rows", nargs="+", choices=ROWS)
+    commands.add_parser("report")
+    given = parser.parse_args()
+    if given.command == "report":
+        report()
+    else:
+        rows = given.rows or list(PLAYED[given.place])
+        play(given.data, given.place, rows, given.seeds, given.runs, given.data_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
