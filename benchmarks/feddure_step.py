@@ -1,13 +1,14 @@
 """Time FedDure's local iteration on ResNet-9 against double back-propagation and in units of one forward pass.
 
-    python benchmarks/feddure_step.py [--json] [--threads N] [--repeats N] [--width N] [--unlabeled N ...]
+    python benchmarks/feddure_step.py [--json] [--threads N] [--seconds N] [--width N] [--unlabeled N ...]
                                       [--rules joint separate] [--clock wall|cpu]
 
 All sides take the same step on the same images, with the same threads and the same allocator settings (`keep_memory`),
-in one process and in turns, so that a noisy machine disturbs all of them; medians are compared. The test suite shows
-that they compute the same numbers. Ours is what `halfmoon` ships, laid out channels-last as its CPU runs are. The
-textbook is `torch.nn` modules, `torch.optim.Adam` and `create_graph=True`, in whichever of the two memory layouts is
-faster for it, and comes in two forms:
+in one process and in turns, so that a noisy machine disturbs all of them; medians are compared. No batch size begins
+another turn when its share of `--seconds` is over. The test suite shows that they compute the same numbers. Ours is
+what `halfmoon` ships, laid out channels-last as its CPU runs are. The textbook is `torch.nn` modules,
+`torch.optim.Adam` and `create_graph=True`, in whichever of the two memory layouts is faster for it with the fewest
+images, and comes in two forms:
 
     literal      every equation by itself: Eq. 1, 6, 7, 8 and 9 each with a forward pass of the local model, Eq. 7, 8
                  and 9 each with a backward pass. Under joint batch statistics each of these passes holds all labeled,
@@ -18,8 +19,11 @@ faster for it, and comes in two forms:
 
 `ratio_10_U` is our time over the literal textbook's with 10 labeled and U unlabeled images, `ratio_10_U_economical`
 that over the economical one's. `forwards_10_U` is our time in forward passes: one training-mode pass of 10 + U images
-without gradients. All three are given under the default rule for batch statistics (joint), and with `_separate` under
-the other one. `--clock cpu` takes the process's CPU time, for a machine that is busy with something else.
+without gradients. `floor_10_U` is what our step cannot go below in these units: the images that its passes send through
+the network (`Regulated.passes`), a backward pass at two forward ones (the gradients in input and weight of each layer)
+and the tangent at two; under the joint rule 8 * 10 + 13 U. All is given under the default rule for batch statistics
+(joint), and with `--rules separate` under the other one as `_separate`. `--clock cpu` takes the process's CPU time, for
+a machine that is busy with something else.
 """
 
 from __future__ import annotations
@@ -52,6 +56,15 @@ from halfmoon.models import ResNet9
 Calls = dict[str, Callable[[], object]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 LABELED = 10
+FORMS = ("literal", "economical")
+
+
+def floor(unlabeled: int, rule: Statistics) -> float:
+    """Return the least that a step takes, in forward passes of the labeled and strong images."""
+    task = Task(ResNet9(3, 10, 8), Adam(5e-4), Normalize((0.5,) * 3, (0.25,) * 3), rule)
+    passes = FedDure().client_updates(task)["train"].passes(LABELED, unlabeled)
+    tangent = unlabeled  # counted as one forward pass there; it takes two convolutions a layer
+    return (passes.forward + 2 * passes.backward + tangent) / (LABELED + unlabeled)
 
 
 def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
@@ -88,38 +101,43 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
 
     layouts = {"channels_last": torch.channels_last, "plain": torch.contiguous_format}
     books = {
-        f"{form}/{name}": textbook(form == "literal", layout)
-        for form in ("literal", "economical")
-        for name, layout in layouts.items()
+        f"{form}/{name}": textbook(form == "literal", layout) for form in FORMS for name, layout in layouts.items()
     }
     return {"forward": forward, "ours": ours, **books}
 
 
-def medians(calls: Calls, repeats: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Return the median milliseconds of each call, taken in turns after one warm-up of all."""
+def medians(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the median milliseconds of each call, taken in turns until `seconds` are over, at least one turn.
+
+    Ours and the forward pass, which take least, are warmed up before, and taken three times in a turn.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            began = clock()
-            call()
-            if repeat:
-                times[name].append((clock() - began) * 1e3)
+    quick = ("forward", "ours")
+    for name in quick:
+        calls[name]()
+    began = time.perf_counter()
+    while not times["ours"] or time.perf_counter() - began < seconds:
+        for name in (*calls, *quick, *quick):
+            before = clock()
+            calls[name]()
+            times[name].append((clock() - before) * 1e3)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def compare(
-    unlabeled: int, width: int, rule: Statistics, repeats: int, clock: Callable[[], float]
-) -> dict[str, object]:
+def fastest(ms: dict[str, float], form: str) -> str:
+    """Return which of a form's layouts took least."""
+    return min((name for name in ms if name.startswith(form)), key=ms.__getitem__)
+
+
+def compare(ms: dict[str, float], unlabeled: int, rule: Statistics) -> dict[str, object]:
     """Return the figures of one batch size under one rule for batch statistics."""
-    ms = medians(sides(unlabeled, width, rule), repeats, clock)
-    fastest = {
-        form: min(value for name, value in ms.items() if name.startswith(form)) for form in ("literal", "economical")
-    }
+    literal, economical = (ms[fastest(ms, form)] for form in FORMS)
     key, suffix = f"{LABELED}_{unlabeled}", "" if rule == "joint" else f"_{rule}"
     return {
-        f"ratio_{key}{suffix}": round(ms["ours"] / fastest["literal"], 3),
-        f"ratio_{key}_economical{suffix}": round(ms["ours"] / fastest["economical"], 3),
+        f"floor_{key}{suffix}": round(floor(unlabeled, rule), 2),
         f"forwards_{key}{suffix}": round(ms["ours"] / ms["forward"], 2),
+        f"ratio_{key}{suffix}": round(ms["ours"] / literal, 3),
+        f"ratio_{key}_economical{suffix}": round(ms["ours"] / economical, 3),
         f"milliseconds_{key}{suffix}": {name: round(value, 1) for name, value in ms.items()},
     }
 
@@ -136,10 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=60, help="after which no batch size begins another turn")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--unlabeled", type=int, nargs="+", default=[10, 90])
-    parser.add_argument("--rules", nargs="+", choices=["joint", "separate"], default=["joint", "separate"])
+    parser.add_argument("--rules", nargs="+", choices=["joint", "separate"], default=["joint"])
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -151,12 +169,17 @@ def main() -> None:
         "clock": given.clock,
         "threads": given.threads,
         "width": given.width,
-        "repeats": given.repeats,
         "ratio": "ours / literal textbook (each equation its own passes); _economical: / textbook that shares passes",
     }
-    for unlabeled in given.unlabeled:
-        for rule in given.rules:
-            figures |= compare(unlabeled, given.width, rule, given.repeats, CLOCKS[given.clock])
+    for rule in given.rules:
+        left: dict[str, str] = {}  # the faster layout of each form
+        for unlabeled in sorted(given.unlabeled):
+            calls = sides(unlabeled, given.width, rule)
+            kept = {name: calls[name] for name in ("forward", "ours", *left.values())} if left else calls
+            share = given.seconds / len(given.unlabeled) / len(given.rules)
+            ms = medians(kept, share, CLOCKS[given.clock])
+            left = {form: fastest(ms, form) for form in FORMS}
+            figures |= compare(ms, unlabeled, rule)
     if given.json:
         print(json.dumps(figures))
         return

@@ -20,7 +20,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.client_update import first_memory
 from halfmoon.methods import registry
-from halfmoon.methods.feddure import FedDure, weigh
+from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.fine_regulator import weigh
 from halfmoon.methods.regulators import followed, log_shares
 from halfmoon.models import ResNet9, SmallCNN
 
@@ -252,7 +253,7 @@ def test_a_number_added_to_all_logits(seen, moves):
     answers = []
     for seed in range(10):
         regulator = work.remember(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
-        at, shifted = (weigh(options, regulator, z - offset) for offset in (0.0, 37.0))
+        at, shifted = (weigh(regulator, z - offset, seen) for offset in (0.0, 37.0))
         assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
         if not moves:
             torch.testing.assert_close(at, shifted, rtol=1e-9, atol=0)

@@ -63,7 +63,8 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
 
     def back(cotangents: Any, again: bool) -> Tree:
         pulled = cast("tuple[Any, ...]", cotangents if isinstance(cotangents, tuple) else (cotangents,))
-        return _gradient(heads, marked, pulled, again)
+        with torch.enable_grad():
+            return _gradient(heads, marked, pulled, again)
 
     return _detached(outputs), back, _detached(aside)
 
@@ -101,8 +102,12 @@ def _gradient(
     known = [k for k, each in enumerate(outputs) if each.requires_grad]
     if not known:
         return tree.zeros_like(tree.map(Tensor.detach, marked))
-    heads, pulled = [outputs[k] for k in known], None if cotangents is None else [cotangents[k] for k in known]
-    found = torch.autograd.grad(heads, flat, pulled, retain_graph=again, allow_unused=True, materialize_grads=True)
+    heads = [outputs[k] for k in known]
+    if cotangents is not None:
+        # The gradient of a sum of products is the cotangent, bit by bit; handed to autograd, a first cotangent imports
+        # SymPy, which takes most of a second.
+        heads = [tree.sum_of((outputs[k] * cotangents[k]).sum() for k in known)]
+    found = torch.autograd.grad(heads, flat, retain_graph=again, allow_unused=True, materialize_grads=True)
     return _rebuilt(marked, iter(found))
 
 

@@ -6,7 +6,7 @@ F-reg is trained through one virtual step of C-reg (bi-level); the textbook way 
 Here the same derivative is one forward-mode pass: with v the gradient of the labeled loss at the virtual parameters,
 dL/dw = - virtual_lr * d/dw D_v [mean_i H(w; z_i) CE(label_i, z_i)], where z are the strong views' logits; D_v needs
 their tangent along v only, which `Network.tangent` takes from the activations of Eq. 4's forward pass. What is left
-to differentiate in w is the MLP.
+to differentiate in w is the MLP, whose derivatives are written out (`halfmoon.methods.fine_regulator`).
 
 server: params, stats, round.  down: params, stats, gate.  memory: regulator (its parameters and optimizer state) or,
 without F-reg, the state of thresholds that run; with `reward_baseline` the mean of past rewards.  up: params, stats,
@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, jvp
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
@@ -40,6 +39,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Optimizer, descend
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
 from halfmoon.methods.regulators import (
     Student,
     coarse_student,
@@ -85,9 +85,9 @@ class FedDure:
     threshold_decay: float = 0.999
     hidden: int = 128
     regulator_bias: float = -4.0
-    regulator_input: Literal["centered", "logits", "softmax"] = "centered"
+    regulator_input: Input = "centered"
     regulator_start: Literal["clients", "client"] = "clients"
-    through_weights: Literal["product", "detached"] = "detached"
+    through_weights: Through = "detached"
     virtual_lr: float | None = None
     coarse_lr: float | None = None
     regulator_lr: float | None = 5e-5
@@ -317,17 +317,18 @@ class Regulated(ClientUpdate):
         new: Tree = {}
         norms: dict[str, Tensor] = {}
         regulator: Tree = {}
+        weighted = WeightedLoss.of(student.z, label, self.options.regulator_input, self.options.through_weights)
         if self.options.fine:
-            new["regulator"], norms["regulator_gradient"] = self._teach_fine(carry, batch, student, label)
+            new["regulator"], norms["regulator_gradient"] = self._teach_fine(carry, batch, student, weighted)
             regulator = new["regulator"]["params"]
-            weights = weigh(self.options, regulator, strong)  # Eq. 6
+            weights = weigh(regulator, strong, self.options.regulator_input)  # Eq. 6
         else:
             weights = counted
         if self.options.normalize_weights:
             weights = weights / weights.mean().clamp_min(1e-12)
         d = reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
-            gradient = student.pull(blamed(self.options, regulator, student.z, label), False)  # Eq. 2
+            gradient = student.pull(weighted.blame(regulator), False)  # Eq. 2
             norms["coarse_gradient"] = norm(gradient)
             params, optimizer = optimizer_of(self.options, self.task, "coarse").step(
                 student.params, gradient, carry["coarse"]["optimizer"]
@@ -344,22 +345,14 @@ class Regulated(ClientUpdate):
                 reward = reward.clamp(-self.options.reward_bound, self.options.reward_bound)
         return Judged(weights, d, reward, new, norms)
 
-    def _teach_fine(self, carry: Tree, batch: Batch, student: Student, label: Tensor) -> tuple[Tree, Tensor]:
+    def _teach_fine(self, carry: Tree, batch: Batch, student: Student, weighted: WeightedLoss) -> tuple[Tree, Tensor]:
         """Return F-reg after a step on the labeled loss at the virtual parameters (Eq. 4, 5), and its gradient norm."""
         before = carry["regulator"]
         lr = rate(self.options, self.task, "virtual")
-        blame = blamed(self.options, before["params"], student.z, label)
-        virtual = descend(student.params, student.pull(blame, True), lr)
+        virtual = descend(student.params, student.pull(weighted.blame(before["params"]), True), lr)
         judged, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
-        tangent = student.tangent(judged)
-
-        def gain(params: Tree) -> Tensor:
-            def loss(z: Tensor) -> Tensor:
-                return weighted(self.options, params, z, label)
-
-            return -lr * jvp(loss, (student.z,), (tangent,))[1]
-
-        gradient = grad(gain)(before["params"])  # Eq. 5
+        lesson = weighted.lesson(before["params"], student.tangent(judged))
+        gradient = tree.map(lambda leaf: leaf * -lr, lesson)  # Eq. 5
         params, optimizer = optimizer_of(self.options, self.task, "regulator").step(
             before["params"], gradient, before["optimizer"]
         )
@@ -384,27 +377,3 @@ def optimizer_of(options: FedDure, task: Task, which: Literal["coarse", "regulat
     """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
     lr = rate(options, task, which)
     return SGD(lr) if which == "coarse" and options.coarse_step == "plain" else task.optimizer.with_lr(lr)
-
-
-def weigh(options: FedDure, regulator: Tree, z: Tensor) -> Tensor:
-    """Return H (b,) in (0, 1) for logits z (b, classes)."""
-    if options.regulator_input == "centered":
-        z = z - z.mean(-1, keepdim=True)
-    elif options.regulator_input == "softmax":
-        z = z.softmax(-1)
-    hidden = F.relu(F.linear(z, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
-    return F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"]).squeeze(-1).sigmoid()
-
-
-def weighted(options: FedDure, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
-    """Return mean_i H(w; z_i) CE(label_i, z_i), the loss inside Eq. 2 and 4; H is 1 without F-reg."""
-    loss = per_image(z, label)
-    if options.fine:
-        seen = z.detach() if options.through_weights == "detached" else z
-        loss = weigh(options, regulator, seen) * loss
-    return loss.mean()
-
-
-def blamed(options: FedDure, regulator: Tree, z: Tensor, label: Tensor) -> Tensor:
-    """Return the gradient of `weighted` in z (b, classes)."""
-    return grad_and_value(lambda at: (weighted(options, regulator, at["z"], label), ()), {"z": z})[0]["z"]

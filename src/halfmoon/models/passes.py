@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vjp
 
+from halfmoon.core.autodiff import vjp
 from halfmoon.core.tree import Tree
 
 Norm = Literal["batch", "group", "none"]
@@ -189,9 +189,10 @@ class Tangent(Run):
     def group_norm(self, name: str, z: Tensor) -> Tensor:
         """d(w n + b) = dw n + db + w dn: the derivative of n, not that of w n, is symmetric, so its backward serves."""
         p, d = self.params[name]["norm"], self.direction[name]["norm"]
-        n, pull = cast(Any, vjp(lambda x: F.group_norm(x, group_count(x.shape[-3]), eps=EPS), next(self.tape)))
+        groups = group_count(z.shape[-3])
+        n, pull, _ = vjp(lambda at: (F.group_norm(at["x"], groups, eps=EPS), ()), {"x": next(self.tape)})
         w, dw, db = (leaf[:, None, None] for leaf in (p["weight"], d["weight"], d["bias"]))
-        return torch.addcmul(torch.addcmul(db, dw, n), w, pull(z)[0])
+        return torch.addcmul(torch.addcmul(db, dw, n), w, pull(z, False)["x"])
 
     def relu(self, z: Tensor) -> Tensor:
         """Where the output is 0, nothing moves."""
