@@ -24,7 +24,7 @@ from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.federation.server.plan import load
 from halfmoon.runs import runner
-from halfmoon.storage.run_folder import METRICS
+from halfmoon.storage.checkpoints import METRICS
 
 ATTACKS: tuple[Attack, ...] = get_args(Attack)
 UPLOADS: tuple[Attack, ...] = ("sign-flip", "noise", "stale", "nan")  # those that touch what is sent

@@ -26,7 +26,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import aggregators, method
-from halfmoon.storage.run_folder import METRICS
+from halfmoon.storage.checkpoints import METRICS
 
 RULES: tuple[Rule, ...] = ("clip", "median", "trimmed", "krum")
 EVERY = pytest.mark.parametrize("rule", RULES)

@@ -46,7 +46,7 @@ def final(version: str, **changes: str) -> Final:
 def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_path: Path) -> None:
     """The file is one that predict takes; the words name it and how right it is; who waits ends with 0."""
     folder = ward(tmp_path / "s")
-    member = SiteClient(folder, "north", tmp_path / "home", tests=ward(tmp_path / "t"))
+    member = SiteClient.at(folder, "north", tmp_path / "home", tests=ward(tmp_path / "t"))
     read(member.answer(write(Offer(member.version, TERMS.text))), Joined)
     assert read(member.answer(write(final(member.version))), Delivered).name == "north"
     path = tmp_path / "home/final/model.safetensors"
@@ -63,7 +63,7 @@ def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_
 
 def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None:
     """Another network, another federation, a card of other classes, or one that is none: nothing is kept."""
-    member = SiteClient(ward(tmp_path / "s"), "north", tmp_path / "home")
+    member = SiteClient.at(ward(tmp_path / "s"), "north", tmp_path / "home")
     read(member.answer(write(Offer(member.version, TERMS.text))), Joined)
     good = final(member.version)
     card = json.loads(good.card)

@@ -82,7 +82,7 @@ def folder(path: Path, labels: Mapping[int, str], count: int = 8, classes: str =
 
 def offer(about: Terms = TERMS, version: str = "") -> bytes:
     """Return what a server asks a site to join."""
-    return write(Offer(version or SiteClient(Path(), "", Path()).version, about.text))
+    return write(Offer(version or SiteClient.at(Path(), "").version, about.text))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from halfmoon.engine.client_update import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs import parallel, runner
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.storage.run_folder import METRICS
+from halfmoon.storage.checkpoints import METRICS
 
 SMALL: dict[str, Any] = {"clients": 4, "cohort": 2, "rounds": 2, "steps": 2, "width": 4, "labels_per_class": 1}
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from halfmoon.storage import atomic_io, locks
+from halfmoon.storage.folder_writer import Busy
 from halfmoon.storage.locks import Held
-from halfmoon.storage.run_folder import Busy, RunFolder
+from halfmoon.storage.run_folder import RunFolder
 
 
 @pytest.fixture

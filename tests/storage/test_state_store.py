@@ -51,15 +51,15 @@ def ten(number: float) -> Tree:
 
 def named(store: Store, suffix: str) -> list[str]:
     """Return the store's files of a kind."""
-    assert store.folder is not None
-    return sorted(path.name for path in store.folder.glob(f"*{suffix}"))
+    assert store.disk.folder is not None
+    return sorted(path.name for path in store.disk.folder.glob(f"*{suffix}"))
 
 
 def reread(store: Store, mark: Commit, version: int = 0, cap: int = 0) -> Store:
     """Return what a new process finds at a commit."""
-    assert store.folder is not None
-    again = Store(store.folder, cap)
-    again.restore(sweep(verify(store.folder, mark), version))
+    assert store.disk.folder is not None
+    again = Store(store.disk.folder, cap)
+    again.restore(sweep(verify(store.disk.folder, mark), version))
     return again
 
 
@@ -136,7 +136,7 @@ def test_a_cap_is_reached_exactly(tmp_path: Path) -> None:
     store = Store(tmp_path / "clients", 80)
     store.put("a", ten(1))
     store.put("b", ten(2))
-    assert (store.resident, store.folder is not None and store.folder.exists()) == (80, False)
+    assert (store.resident, store.disk.folder is not None and store.disk.folder.exists()) == (80, False)
 
 
 def test_an_entry_larger_than_the_cap_goes_to_disk_alone(tmp_path: Path) -> None:

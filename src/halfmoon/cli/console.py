@@ -41,9 +41,9 @@ class Progress:
     first: int
     began: float
     done: int = field(init=False)
-    accuracy: float | None = None  # of the last evaluation
-    pseudo: float | None = None
-    confident: float | None = None
+    accuracy: float | None = field(default=None, init=False)  # of the last evaluation
+    pseudo: float | None = field(default=None, init=False)
+    confident: float | None = field(default=None, init=False)
     took: float | None = None  # seconds, once it is through
     aggregator: Row = field(default_factory=dict)  # what stood between uploads and method says of the last round
 

@@ -17,8 +17,9 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.evaluation import Examples, Tally, tally
+from halfmoon.storage.checkpoints import METRICS, Loaded
 from halfmoon.storage.manifest import Contents
-from halfmoon.storage.run_folder import METRICS, Loaded, RunFolder
+from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import Store
 
 _COUNTS = {each.name for each in fields(Cost)}

@@ -13,7 +13,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, resolve, text
 from halfmoon.core.errors import UserError
 from halfmoon.storage import integrity, toml
-from halfmoon.storage.run_folder import CONFIG
+from halfmoon.storage.folder_writer import CONFIG
 
 COMPARISON = "comparison.json"
 

@@ -48,7 +48,9 @@ from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.parallel import side_by_side
 from halfmoon.runs.split_files import SPLIT
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.storage.run_folder import CONFIG, SUMMARY, TIMINGS, RunFolder
+from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.storage.folder_writer import CONFIG
+from halfmoon.storage.run_folder import SUMMARY, RunFolder
 from halfmoon.storage.state_store import Store
 
 CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
@@ -159,7 +161,7 @@ def cell(config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: boo
     """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
 
     Without `tests` no model is shown a test image: validation images alone say what it is worth.
-    Raise what `start` raises, and `halfmoon.storage.run_folder.Busy` where another process plays in that folder.
+    Raise what `start` raises, and `halfmoon.storage.folder_writer.Busy` where another process plays in that folder.
     """
     watch = guarded(watch)
     check_methods(config)

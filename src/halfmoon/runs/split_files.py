@@ -9,7 +9,7 @@ from pathlib import Path
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.storage.run_folder import Unwritable
+from halfmoon.storage.folder_writer import Unwritable
 
 SPLIT, HOLDINGS = "split.parquet", "split.json"
 

@@ -16,7 +16,7 @@ from halfmoon.engine.loop import Row
 from halfmoon.report.run_reader import Run
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import METRICS, TIMINGS
+from halfmoon.storage.checkpoints import METRICS, TIMINGS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

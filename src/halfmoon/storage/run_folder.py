@@ -1,57 +1,28 @@
 """The run folder: everything one run leaves on disk, in an order that survives being killed at any instant.
 
-A file is written under a temporary name, flushed to the disk and renamed, so that a name that exists is whole. Of
-a checkpoint's two files the JSON comes last and carries the checksum of the other; it commits the checkpoint. What
-the clients keep lies in a folder of its own, of which a checkpoint writes what has changed
-(`halfmoon.storage.state_store`).
+How files are written is in `halfmoon.storage.folder_writer`, what a checkpoint is in `halfmoon.storage.checkpoints`.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, checkpoint, integrity, locks
-from halfmoon.storage.checkpoint import CLIENTS
-from halfmoon.storage.manifest import START, Commit, Contents, Damaged, sweep
+from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, Loaded
+from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, Unwritable, resume_command
 from halfmoon.storage.serialization import pack, with_seal
 from halfmoon.storage.state_store import Store
 
-KEPT = 2
-"""How many checkpoints stay: the newest and the one to fall back on."""
-
-CONFIG, RUN, METRICS, TIMINGS = "config.toml", "run.json", "metrics.jsonl", "timings.jsonl"
-MODEL, SUMMARY, LOCK = "model.safetensors", "summary.json", ".lock"
+RUN, MODEL, SUMMARY = "run.json", "model.safetensors", "summary.json"
 # What a creation leaves that was killed before its config.toml.
 _BEGUN = {LOCK, f"{LOCK}{locks.OWNER}", RUN, f".{RUN}{atomic_io.PARTIAL}", f".{CONFIG}{atomic_io.PARTIAL}"}
-_CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
-
-
-class Unwritable(UserError):
-    """The disk refused: it is full, or the folder may not be written; what was saved before is intact."""
-
-
-class Busy(UserError):
-    """Another process is running in the folder."""
-
-
-class Loaded(NamedTuple):
-    """A checkpoint that was read back."""
-
-    round: int
-    state: Tree
-    meta: dict[str, Any]
-    warnings: list[str]  # one sentence each: what was damaged and skipped
-    clients: Contents  # for `Store.restore`
 
 
 class RunFolder:
@@ -62,9 +33,9 @@ class RunFolder:
         self.path = path
         self.config = config
         self.identity = identity
-        self._lock: locks.Lock | None = None
-        self._saved: int | None = None  # the newest round known to be intact
-        self._metrics = integrity.Appended(path / METRICS)
+        self.writer = FolderWriter(path)
+        self.metrics = integrity.Appended(path / METRICS)
+        self.checkpoints = Checkpoints(self.writer, self.metrics)
 
     @classmethod
     def create(cls, path: Path, config: str, identity: str) -> RunFolder:
@@ -76,13 +47,13 @@ class RunFolder:
         cls.refuse(path, identity)
         with _making(path):
             path.mkdir(parents=True, exist_ok=True)
-        folder._own()
+        folder.writer.own()
         try:
             cls.refuse(path, identity)  # again: another process may have been faster
             head = {"identity": identity, "config": atomic_io.digest(config.encode()), **checkpoint.versions()}
             # The head first: a folder with a config.toml alone may be the user's own.
-            folder._write(RUN, integrity.seal(head))
-            folder._write(CONFIG, config.encode())
+            folder.writer.write(RUN, integrity.seal(head))
+            folder.writer.write(CONFIG, config.encode())
         except BaseException:
             folder.close()
             raise
@@ -139,14 +110,12 @@ class RunFolder:
 
     def close(self) -> None:
         """Free the lock; the folder can still be read."""
-        if self._lock is not None:
-            self._lock.free()
-            self._lock = None
+        self.writer.close()
 
     @property
     def remark(self) -> str:
         """What there is to say of the folder's lock; nothing where the system keeps it."""
-        return "" if self._lock is None else self._lock.remark
+        return self.writer.remark
 
     @property
     def finished(self) -> bool:
@@ -163,16 +132,18 @@ class RunFolder:
 
     def verified_rows(self) -> list[dict[str, Any]]:
         """Return the rows of `metrics.jsonl`; raise UserError where they are not those that were written from here."""
-        return atomic_io.rows(self._metrics.verified(), self.path / METRICS)
+        return atomic_io.rows(self.metrics.verified(), self.path / METRICS)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot."""
-        self._append(METRICS, row)
+        line = _line(row)
+        self.writer.append(METRICS, line)
+        self.metrics.add(line)
 
     def time(self, row: dict[str, Any]) -> None:
         """Add a row to `timings.jsonl`, which nothing depends on: where it cannot be written it is lost."""
         with suppress(Unwritable):
-            self._append(TIMINGS, row)
+            self.writer.append(TIMINGS, _line(row))
 
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: Store | None = None) -> None:
         """Write the checkpoint of a round and remove all but the last two.
@@ -181,42 +152,7 @@ class RunFolder:
         changed since the last save is written. Raise UserError if the disk refuses; the checkpoints before are intact.
         A round may be saved again only with the same content (ValueError), as no older file is ever put at risk.
         """
-        self._own()
-        name = checkpoint.name(round)
-        self._refuse_old(round, clients is not None and clients.changed)
-        data, shape = pack(state)
-        with self._writing(name):
-            length = atomic_io.flushed_length(self.path / METRICS)
-        mark = self._committed(clients, round)
-        note = {
-            "round": round,
-            "tensors": atomic_io.digest(data),
-            "shape": shape,
-            "metrics": length,
-            "metrics_sha256": self._metrics.digest,
-            "clients": mark._asdict(),
-            "meta": meta,
-            **checkpoint.versions(),
-        }
-        unparsed = integrity.seal(note)
-        if round == self._saved:
-            if atomic_io.read(self.path / f"{name}.json") == unparsed:
-                return
-            raise ValueError(f"round {round} cannot be saved: round {round} is on disk already")
-        try:
-            self._write(f"{name}.safetensors", data)
-            self._write(f"{name}.json", unparsed)
-        except Unwritable:
-            with suppress(OSError):
-                self._remove(round)  # a half would take the place that is missing
-            raise
-        self._saved = round
-        with self._writing("the folder"):
-            rounds = self._rounds()
-            for old in rounds[:-KEPT]:
-                self._remove(old)
-            if clients is not None:
-                clients.prune(rounds[-KEPT:][0])
+        self.checkpoints.save(round, state, meta, clients)
 
     def load(self) -> Loaded | None:
         """Return the newest checkpoint that is whole and cut `metrics.jsonl` back to it; None if none was written.
@@ -227,143 +163,27 @@ class RunFolder:
         """
         if self.finished:
             raise UserError(f"{self.path}: the run is finished; there is nothing to go on with.")
-        self._own()
-        rounds = self._rounds()
-        problems: list[tuple[int, str]] = []
-        for round in reversed(rounds):
-            try:
-                note, state, clients = checkpoint.read(self.path, round)
-            except Damaged as damage:
-                problems.append((round, str(damage)))
-                continue
-            self._rewind(note["metrics"], note["metrics_sha256"])
-            for bad, _ in problems:
-                self._remove(bad)
-            self._saved = round
-            older = [each for each in rounds if each < round]
-            for old in older[: 1 - KEPT]:  # a kill after a save has left them
-                self._remove(old)
-            with self._writing(CLIENTS):
-                clients = sweep(clients, older[-1] if older else round)
-            going = f"going on from {checkpoint.name(round)}"
-            warnings = [f"{checkpoint.name(bad)} is damaged ({why}); {going}." for bad, why in problems]
-            warnings += [f"{CLIENTS}/{name} was damaged: it is whole again from its copy." for name in clients.mended]
-            return Loaded(round, state, note["meta"], warnings + _version_warning(note), clients)
-        if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint.name(rounds[0])}.json").exists()):
-            what = "; ".join(f"{checkpoint.name(bad)}: {why}" for bad, why in problems)
-            raise UserError(
-                f"{self.path}: every checkpoint is damaged ({what}); restore one from a backup, "
-                "or start the run again in another --run-dir."
-            )
-        # One file without its JSON is a first save that was killed: the run starts again.
-        self._rewind(0, atomic_io.digest(b""))
-        for round in rounds:
-            self._remove(round)
-        with self._writing(CLIENTS):
-            sweep(Contents(self.path / CLIENTS, START, -1, {}, []), 0)
-        return None
+        return self.checkpoints.load()
 
     def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
         """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
-        self._own()
+        self.writer.own()
         data = with_seal(pack(model)[0], meta)
-        self._write(MODEL, data)
-        self._note({MODEL: atomic_io.digest(data), METRICS: self._metrics.digest})
+        self.writer.write(MODEL, data)
+        self.writer.note({MODEL: atomic_io.digest(data), METRICS: self.metrics.digest})
         self.conclude(summary)
 
     def conclude(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, which ends the run."""
-        self._own()
+        self.writer.own()
         data = _summarized(summary)
         # Before the summary, which ends the run: one that is there always has its checksum.
-        self._note({SUMMARY: atomic_io.digest(data), CONFIG: atomic_io.digest(self.config.encode())})
-        self._write(SUMMARY, data)
-
-    def _note(self, digests: dict[str, str]) -> None:
-        with self._writing(integrity.SUMS):
-            integrity.note(self.path, digests)
-
-    def _own(self) -> None:
-        if self._lock is None:
-            self._lock = _locked(self.path)
-
-    def _refuse_old(self, round: int, changed: bool) -> None:
-        """Raise ValueError for a round that is not after the newest on disk, or equal to it as far as can be known."""
-        if self._saved is None:
-            if self._rounds():
-                raise ValueError(f"{self.path} holds checkpoints: load the newest before saving another")
-        elif round < self._saved or (round == self._saved and changed):
-            raise ValueError(f"round {round} cannot be saved: round {self._saved} is on disk already")
-
-    def _committed(self, clients: Store | None, round: int) -> Commit:
-        if clients is None:
-            return START
-        with self._writing(CLIENTS):
-            clients.settle(self.path / CLIENTS)
-            return clients.commit(round)
-
-    def _rounds(self) -> list[int]:
-        found = (_CHECKPOINT.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted({int(match[1]) for match in found if match})
-
-    def _remove(self, round: int) -> None:
-        # The JSON first: without it the other file is nothing.
-        for suffix in ("json", "safetensors"):
-            (self.path / f"{checkpoint.name(round)}.{suffix}").unlink(missing_ok=True)
-
-    def _rewind(self, length: int, digest: str) -> None:
-        path = self.path / METRICS
-        self._metrics.rewind(length, digest)
-        with self._writing(METRICS):
-            atomic_io.cut(path, length)
-            with suppress(OSError):
-                timings = self.path / TIMINGS
-                atomic_io.cut(timings, (atomic_io.read(timings) or b"").rfind(b"\n") + 1)
-            for entry in list(self.path.iterdir()):
-                if entry.name.endswith(atomic_io.PARTIAL):
-                    entry.unlink()
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        line = (json.dumps(atomic_io.finite(row), allow_nan=False) + "\n").encode()
-        self._own()
-        with self._writing(name):
-            atomic_io.append(self.path / name, line)
-        if name == METRICS:
-            self._metrics.add(line)
-
-    def _write(self, name: str, data: bytes) -> None:
-        with self._writing(name):
-            atomic_io.replace(self.path / name, data)
-
-    @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            intact = (
-                "no checkpoint was written yet"
-                if self._saved is None
-                else f"the checkpoint of round {self._saved} is intact"
-            )
-            cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            made = (self.path / CONFIG).exists()
-            raise Unwritable(
-                f"{self.path}: {what} cannot be written ({atomic_io.reason(error)}); {intact}. "
-                f"First {cure}, then {f'go on with: {_resume(self.path)}' if made else 'start the run again.'}"
-            ) from error
+        self.writer.note({SUMMARY: atomic_io.digest(data), CONFIG: atomic_io.digest(self.config.encode())})
+        self.writer.write(SUMMARY, data)
 
 
-def _locked(path: Path) -> locks.Lock:
-    try:
-        return locks.take(path / LOCK)
-    except locks.Held as error:
-        who = f" ({error.strerror})" if error.strerror and locks.OWNER in error.strerror else ""
-        raise Busy(f"another process is running in {path}{who}; wait for it, or choose another --run-dir.") from error
-    except OSError as error:
-        raise Unwritable(
-            f"{path}: the folder cannot be written ({atomic_io.reason(error)}); make it writable "
-            "or choose another --run-dir."
-        ) from error
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(atomic_io.finite(row), allow_nan=False) + "\n").encode()
 
 
 def _summarized(summary: dict[str, Any]) -> bytes:
@@ -398,21 +218,10 @@ def _refuse_taken(path: Path, identity: str) -> None:
     if head.get("identity") != identity:
         raise UserError(
             f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
-            f"{identity[:8]}); choose another --run-dir, or `{_resume(path)}` to go on with that one."
+            f"{identity[:8]}); choose another --run-dir, or `{resume_command(path)}` to go on with that one."
         )
     state = "an unfinished" if atomic_io.read_json(path / SUMMARY) is None else "a finished"
     raise UserError(
-        f"{path} holds {state} run of this configuration; `{_resume(path)}` goes on with it, "
+        f"{path} holds {state} run of this configuration; `{resume_command(path)}` goes on with it, "
         "or choose another --run-dir."
     )
-
-
-def _version_warning(note: dict[str, Any]) -> list[str]:
-    changed = [f"{name} {note[name]} (now {now})" for name, now in checkpoint.versions().items() if note[name] != now]
-    if not changed:
-        return []
-    return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
-
-
-def _resume(path: Path) -> str:
-    return f"halfmoon resume {shlex.quote(str(path))}"

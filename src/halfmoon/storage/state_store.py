@@ -11,24 +11,18 @@ removes the files that only it names.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import weakref
 from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 import torch
-from safetensors import SafetensorError
 
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.storage import atomic_io, manifest, serialization
+from halfmoon.storage import manifest
 from halfmoon.storage.manifest import START, Commit, Contents, ManifestEntry
+from halfmoon.storage.tree_files import TreeFiles
 
 CAP = 2**30
 """Bytes in memory where nobody asks for another number: 1 GiB."""
@@ -44,9 +38,8 @@ class Store:
         """
         if cap < 0:
             raise UserError(f"a store cannot hold {cap} bytes in memory; give 0 (all on disk) or more.")
-        self.folder, self.cap = folder, cap
+        self.disk, self.cap = TreeFiles(folder), cap
         self.mark = START
-        self._temporary: Path | None = None
         self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, the least recently used first
         self._sizes: dict[str, int] = {}  # bytes of every entry
         self._files: dict[str, ManifestEntry] = {}  # where an entry's present content is on disk
@@ -54,7 +47,7 @@ class Store:
         self._changed: set[str] = set()  # since then
         self._replaced: list[tuple[int, str]] = []
         self._version = -1
-        self._resident = self._spills = 0
+        self._resident = 0
 
     def __contains__(self, key: str) -> bool:
         """Return whether the store holds the key."""
@@ -94,13 +87,7 @@ class Store:
             return self._trees[key]
         if key not in self._files:
             return None
-        path = self._place() / self._files[key].file
-        try:
-            return serialization.map_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path}: the state of {key!r} cannot be read ({error}); go on from the last checkpoint."
-            ) from error
+        return self.disk.read(key, self._files[key])
 
     def put(self, key: str, value: Tree) -> None:
         """Keep a copy of a tree under a key, in the place of the one before; one larger than the cap goes to disk.
@@ -110,7 +97,7 @@ class Store:
         self._forget(key)
         nbytes = tree.nbytes(value)
         if nbytes > self.cap:
-            self._files[key] = self._spilled(key, value)
+            self._files[key] = self.disk.spill(key, value)
         else:
             while self._resident + nbytes > self.cap:
                 self._evict(next(iter(self._trees)))
@@ -135,17 +122,20 @@ class Store:
         """
         if not self._changed:
             return self.mark
-        if self.folder is None:
+        folder = self.disk.folder
+        if folder is None:
             raise ValueError("a store without a folder cannot be committed: settle it first")
         if version <= self._version:
             raise ValueError(f"version {version} cannot be committed after version {self._version}")
         keys = sorted(self._changed)
         for key in keys:
             if key in self._sizes:
-                self._files[key] = manifest.copied(self._place(), self._brought(key, version))
+                self._files[key] = manifest.copied(
+                    self.disk.place(), self.disk.bring(key, version, self._files.get(key), self._trees.get(key))
+                )
         lines = [manifest.line(version, key, self._files.get(key)) for key in keys]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.mark = manifest.append(self.folder, self.mark, lines)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.mark = manifest.append(folder, self.mark, lines)
         self._replaced += [(version, self._kept.pop(key).file) for key in keys if key in self._kept]
         self._kept.update({key: self._files[key] for key in keys if key in self._files})
         self._changed, self._version = set(), version
@@ -155,7 +145,7 @@ class Store:
         """Remove the files that the commit `version` and those after it do not name. Raises OSError."""
         for when, file in self._replaced:
             if when <= version:
-                manifest.remove(self._place() / file)
+                manifest.remove(self.disk.place() / file)
         self._replaced = [(when, file) for when, file in self._replaced if when > version]
 
     def settle(self, folder: Path) -> None:
@@ -163,15 +153,7 @@ class Store:
 
         Raises ValueError for a store that has another folder.
         """
-        if self.folder is not None:
-            if self.folder != folder:
-                raise ValueError(f"the store keeps its files in {self.folder}, not in {folder}")
-            return
-        if self._files:
-            folder.mkdir(parents=True, exist_ok=True)
-        for entry in self._files.values():
-            shutil.move(self._place() / entry.file, folder / entry.file)
-        self.folder = folder
+        self.disk.settle(folder, self._files.values())
 
     def restore(self, contents: Contents) -> None:
         """Hold what `manifest.sweep` returned, in the place of everything the store held; no tree is read before `get`.
@@ -186,14 +168,6 @@ class Store:
         self._sizes = {key: entry.nbytes for key, entry in contents.entries.items()}
         self._changed, self._replaced = set(), list(contents.replaced)
 
-    def _place(self) -> Path:
-        if self.folder is not None:
-            return self.folder
-        if self._temporary is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="halfmoon-"))
-            weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
-        return self._temporary
-
     def _forget(self, key: str) -> None:
         """Drop an entry from memory, and its file if no commit names it."""
         if key not in self._sizes:
@@ -202,53 +176,14 @@ class Store:
             self._resident -= self._sizes[key]
         entry = self._files.pop(key, None)
         if entry is not None and entry != self._kept.get(key):
-            manifest.remove(self._place() / entry.file)
+            self.disk.remove(entry)
         del self._sizes[key]
 
     def _evict(self, key: str) -> None:
         if key not in self._files:
-            self._files[key] = self._spilled(key, self._trees[key])
+            self._files[key] = self.disk.spill(key, self._trees[key])
         del self._trees[key]
         self._resident -= self._sizes[key]
-
-    def _spilled(self, key: str, value: Tree) -> ManifestEntry:
-        """Write a tree to a file that the next commit may take over; a crash before it loses nothing that counts."""
-        # A number each: the file before may still be mapped by who has read it.
-        self._spills += 1
-        path = self._place() / f"{_named(key)}.{self._spills}.spill"
-        data = serialization.pack_file(value)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_io.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
-                atomic_io.write_all(handle, data)
-        except OSError as error:
-            with suppress(OSError):
-                manifest.remove(path)
-            raise UserError(
-                f"{path.parent}: the state of {key!r} ({len(data)} bytes) cannot be written "
-                f"({atomic_io.reason(error)}); free some space and go on from the last checkpoint."
-            ) from error
-        return ManifestEntry(path.name, atomic_io.digest(data), len(data), tree.nbytes(value))
-
-    def _brought(self, key: str, version: int) -> ManifestEntry:
-        """Return an entry's file of this commit, flushed: the one it was spilled to, or a new one."""
-        name = f"{_named(key)}-{version:06d}.safetensors"
-        path = self._place() / name
-        entry = self._files.get(key)
-        if entry is not None:
-            _rename_flushed(self._place() / entry.file, path)
-            return entry._replace(file=name)
-        data = serialization.pack_file(self._trees[key])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{name}{atomic_io.PARTIAL}")
-        try:
-            with atomic_io.opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
-                atomic_io.write_all(handle, data)
-            _rename_flushed(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        return ManifestEntry(name, atomic_io.digest(data), len(data), self._sizes[key])
 
 
 @dataclass(frozen=True)
@@ -274,13 +209,3 @@ class StateView:
     def keys(self) -> list[str]:
         """Return the keys on this state store, without the prefix, in alphabetical order."""
         return [key.removeprefix(self.prefix) for key in self.store.keys(self.prefix)]
-
-
-def _named(key: str) -> str:
-    return quote(key, safe="")
-
-
-def _rename_flushed(old: Path, new: Path) -> None:
-    with atomic_io.opened(old, os.O_RDWR) as handle:
-        os.fsync(handle)
-    os.replace(old, new)

@@ -11,7 +11,7 @@ from typing import Any
 from halfmoon.config.schema import Config, identity
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import TIMINGS
+from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.sweep.grid import Cell
 from halfmoon.sweep.recipe import Recipe
 

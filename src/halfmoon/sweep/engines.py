@@ -25,7 +25,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.engine.client_update import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
-from halfmoon.storage.run_folder import Busy
+from halfmoon.storage.folder_writer import Busy
 
 DEFECT = "defect.txt"
 """Beside a run's folder, the traceback of a defect of the program that stopped it."""

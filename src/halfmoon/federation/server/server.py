@@ -36,13 +36,14 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import shown
 from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.federation.server.transport import Transport
-from halfmoon.federation.site.client import labeled_images
+from halfmoon.federation.site.images import labeled_images
 from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.methods import registry
 from halfmoon.runs.factory import aggregators, batch_rules, budget, computing, device, examples, method, task, views
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, toml
-from halfmoon.storage.run_folder import MODEL, TIMINGS, RunFolder
+from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, Store
 
 LOG, SITES, TERMS, NUMBER, SECRET = "serve.log", "sites.json", "terms.json", "number", "secret"

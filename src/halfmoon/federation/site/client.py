@@ -6,20 +6,16 @@ site.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from halfmoon.core import plugins, tree
 from halfmoon.core.errors import UserError
-from halfmoon.data import Images
 from halfmoon.engine.client_update import Diverged
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.log import EventLog, size
@@ -41,25 +37,19 @@ from halfmoon.federation.protocol.messages import (
     write,
 )
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.site import consent, delivery, secure_sum
+from halfmoon.federation.site import consent, delivery, joined, secure_sum
 from halfmoon.federation.site.consent import ANY, Consent, offered
-from halfmoon.federation.site.downlink_spec import DownlinkSpec
+from halfmoon.federation.site.images import SiteImages
 from halfmoon.federation.site.memory import Memory, settle, visit_of
-from halfmoon.federation.site.runtime import Refused, SiteRuntime, agreed, check_version
-from halfmoon.federation.site_data import Prepared, prepare
-from halfmoon.federation.site_data.prepare import HOME, open_site
-from halfmoon.federation.site_data.site_folder import SiteFolder as Folder
-from halfmoon.federation.site_data.site_folder import meant, read
-from halfmoon.runs.factory import computing, examples, preparation
+from halfmoon.federation.site.runtime import Impossible, Refused, SiteRuntime, check_version
+from halfmoon.federation.site_data.prepare import HOME
+from halfmoon.federation.site_data.site_folder import meant
+from halfmoon.runs.factory import computing
 from halfmoon.storage import atomic_io
 
-FEDERATIONS, TERMS, DOWNS, LOG = "federations", "terms.json", "downs.json", "join.log"
+LOG = "join.log"
 OWN_LOG = "its own log says why"
 NOT_AGREED = "this site's people have not agreed to these terms yet."
-
-
-class Impossible(Refused):
-    """A join that the same site can never make: whoever waits for it is told at once."""
 
 
 class _NotAgreed(Refused):
@@ -68,20 +58,14 @@ class _NotAgreed(Refused):
 
 @dataclass
 class SiteClient:
-    """A site named `name` with its images in `folder`; `home` keeps decoded images, memories and the log.
+    """The site `name` with its `images`; the home of its `consent` keeps decoded images, memories and the log.
 
-    `device` is where it computes: auto, cpu or cuda. `tests` is a folder of labeled images that are never trained on.
-    `terms` and `methods` are what it takes part in (`halfmoon.federation.site.consent.Consent`), `trusted` the names of
-    parts from outside halfmoon that it may load.
+    `trusted` are the names of parts from outside halfmoon that it may load.
     """
 
-    folder: Path
+    images: SiteImages
     name: str
-    home: Path
-    device: str = "auto"
-    tests: Path | None = None
-    terms: str = ANY
-    methods: tuple[str, ...] = ()
+    consent: Consent
     trusted: tuple[str, ...] = ()
     version: str = field(default_factory=lambda: metadata.version("halfmoon"))
     _sites: dict[str, tuple[Terms, SiteRuntime]] = field(default_factory=dict, repr=False)
@@ -98,8 +82,18 @@ class SiteClient:
         methods: tuple[str, ...] = (),
         trusted: tuple[str, ...] = (),
     ) -> SiteClient:
-        """Return the member with its home in the site folder, where no other is given."""
-        return cls(folder, name, home or folder / HOME, device, tests, terms, methods, trusted)
+        """Return the client of a site folder, with its home in that folder where no other is given.
+
+        `device` is where it computes, `tests` a folder of labeled images that are never trained on. `terms` and
+        `methods` are what it takes part in (`halfmoon.federation.site.consent.Consent`).
+        """
+        home = home or folder / HOME
+        return cls(SiteImages(folder, home, tests, device), name, Consent(home, terms, methods), trusted)
+
+    @property
+    def home(self) -> Path:
+        """Where the site keeps what it decoded, remembers and logs."""
+        return self.consent.home
 
     @property
     def log(self) -> EventLog:
@@ -111,7 +105,7 @@ class SiteClient:
         try:
             self.home.mkdir(parents=True, exist_ok=True)
             # What a server names is imported only where the site's people have named it too.
-            with plugins.only((*self.methods, *self.trusted)):
+            with plugins.only((*self.consent.methods, *self.trusted)):
                 return write(self._answered(look(data, Offer, Request, Final)))
         except _NotAgreed as refused:
             return write(Refusal(self.version, refused.kind, str(refused)))
@@ -153,7 +147,7 @@ class SiteClient:
 
     def _finished(self, unparsed: UnparsedMessage[Any], message: Final) -> Delivered:
         """Keep the final model, test it on the site's own test images, and tell whoever waits that all is over."""
-        terms, site = self._known(message.federation, self._place(message.federation))
+        terms, site = self._known(message.federation, joined.place(self.home, message.federation))
         words = delivery.kept(self.home, unparsed, terms, site)
         self._say(words)
         consent.end(self.home, 0, words)
@@ -162,11 +156,11 @@ class SiteClient:
     def _known(self, federation: str, place: Path) -> tuple[Terms, SiteRuntime]:
         """Return the terms that this site has joined, and what computes; raise `Refused` where it has not."""
         held = self._sites.get(federation)
-        terms = held[0] if held else self._joined(place)
+        terms = held[0] if held else joined.terms_in(place, self._say)
         if terms is None or terms.hash != federation:
             raise Refused(UNKNOWN, f"this site has not joined federation {federation[:8]} yet.")
-        self._consent(terms, UNKNOWN)
-        site = held[1] if held else self._agreed(terms, self._opened(terms), place)
+        self._agree_to(terms, UNKNOWN)
+        site = held[1] if held else joined.with_downlinks(self._opened(terms), terms, place)
         self._sites[federation] = terms, site
         return terms, site
 
@@ -178,13 +172,13 @@ class SiteClient:
         if self.name not in terms.sites:
             near = meant(self.name, terms.sites)
             raise Impossible(UNFIT, f"federation {terms.name} has no site {self.name}{near}.")
-        self._consent(terms, UNFIT)
-        place = self._place(terms.hash)
+        self._agree_to(terms, UNFIT)
+        place = joined.place(self.home, terms.hash)
         site = self._opened(terms)
         place.mkdir(parents=True, exist_ok=True)
-        site = self._agreed(terms, site, place)
+        site = joined.with_downlinks(site, terms, place)
         self._sites[terms.hash] = terms, site
-        atomic_io.replace(place / TERMS, terms.text.encode())
+        atomic_io.replace(place / joined.TERMS, terms.text.encode())
         labeled, unlabeled = site.counts()
         tests = 0 if site.tests is None else len(site.tests.labels)
         tested = f"; it tests models on {tests:,} others" if tests else ""
@@ -192,9 +186,9 @@ class SiteClient:
         key = secure_sum.shown(self.home, terms.hash) if terms.config.secure_aggregation else ""
         return Joined(terms.hash, self.version, self.name, labeled, unlabeled, tests, key)
 
-    def _consent(self, terms: Terms, kind: str) -> None:
+    def _agree_to(self, terms: Terms, kind: str) -> None:
         """Raise `Refused` for terms that the site's people do not want, or have not said yes to; put those down."""
-        wanted, method = Consent(self.home, self.terms, self.methods), terms.config.method
+        wanted, method = self.consent, terms.config.method
         if not wanted.takes(method):
             raise Impossible(UNFIT, f"this site accepts the method {' or '.join(wanted.methods)}, but not {method}.")
         if wanted.given(terms.hash):
@@ -202,8 +196,8 @@ class SiteClient:
         words = terms.offered()
         if offered(self.home) != words:
             self._say(f"asked to take part in {terms.said()}")
-            others = f"--terms {self.terms} is about others; " if self.terms else ""
-            how = "" if self.terms else "answer yes where halfmoon site join asks, or "
+            others = f"--terms {wanted.terms} is about others; " if wanted.terms else ""
+            how = "" if wanted.terms else "answer yes where halfmoon site join asks, or "
             self._say(
                 f"this site does not take part before its people agree: {others}{how}start it again with --terms "
                 f"{terms.hash}"
@@ -211,17 +205,11 @@ class SiteClient:
             wanted.ask(words)  # last: what stands in the log is read before the question
         raise _NotAgreed(kind, NOT_AGREED)
 
-    def _agreed(self, terms: Terms, site: SiteRuntime, place: Path) -> SiteRuntime:
-        """Return the site with what its server may send, which is found out once and kept in `place`."""
-        try:
-            known = DownlinkSpec.parse(json.loads(atomic_io.read(place / DOWNS) or b""), len(terms.sites))
-        except (ValueError, LookupError, TypeError, AttributeError):
-            known = agreed(terms.text)
-            atomic_io.replace(place / DOWNS, json.dumps(known.facts()).encode())
-        return replace(site, downlinks=known)
+    def _opened(self, terms: Terms) -> SiteRuntime:
+        return self.images.opened(terms, self.name, self.version, self._say)
 
     def _work(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
-        place = self._place(request.federation)
+        place = joined.place(self.home, request.federation)
         terms, site = self._known(request.federation, place)
         site.look(request, unparsed)
         secure_sum.look(unparsed.pattern("masks"), terms)
@@ -252,51 +240,6 @@ class SiteClient:
         part = secure_sum.Part(own, memory.folder, site.number, many, even, terms.config.cohort)
         return part.answer(request, lambda plain: site.do(plain, memory))
 
-    def _joined(self, place: Path) -> Terms | None:
-        """Return the terms that the site has joined; None where there are none, or they are damaged: it joins again."""
-        text = atomic_io.read(place / TERMS)
-        try:
-            return None if text is None else Terms.parse(text.decode())
-        except ValueError as error:
-            self._say(f"{place / TERMS} is damaged, so this site has to join again: {error}")
-            return None
-
-    def _place(self, federation: str) -> Path:
-        if not re.fullmatch("[0-9a-f]{64}", federation):  # it becomes the name of a folder
-            raise Refused(UNKNOWN, "what the server calls its federation is no hash of any.")
-        return self.home / FEDERATIONS / federation[:16]
-
-    def _opened(self, terms: Terms) -> SiteRuntime:
-        """Return the site with its images in the terms' form; they are decoded where that was not done before."""
-        folder = self._prepared(terms)
-        assert folder.images is not None, "it was just prepared"
-        number = terms.sites.index(self.name)
-        site = SiteRuntime.of(terms, number, folder.images, numbered(folder, terms), self.version, self.device)
-        if self.tests is None:
-            return site
-        held = labeled_images(self.tests, terms, self.home / f"tests-{_form(terms)}")
-        return replace(site, tests=examples(held, site.local_clients.dataset.train.labels.device))
-
-    def _prepared(self, terms: Terms) -> Folder:
-        """Return the folder, decoded at home, or beside that where another form is at home already."""
-        channels, height, width = terms.form.image
-        kept = _opened(self.folder, self.home)
-        if kept is not None and kept.images is not None:
-            same = kept.images.shape[1:] == (height, width, channels)
-            if same and _opened(self.folder, self.home, preparation(terms.config).form) is not None:
-                return kept
-            return self._decoded(terms, self.home / _form(terms))
-        return self._decoded(terms, self.home)
-
-    def _decoded(self, terms: Terms, out: Path) -> Folder:
-        channels, height, width = terms.form.image
-        limits.check_images(out, len(read(self.folder)), terms.form.image)
-        how = preparation(terms.config)
-        done: Prepared = prepare(self.folder, (height, width), channels, out, crop=how.crop, window=how.window)
-        if done.decoded:
-            self._say(f"decoded {done.decoded:,} images; {len(done.left_out):,} cannot be read and are left out")
-        return done.site
-
 
 def told(request: Request, reply: Reply, received: int, seconds: float) -> list[str]:
     """Return what the log says of a request that was done."""
@@ -318,57 +261,3 @@ def told(request: Request, reply: Reply, received: int, seconds: float) -> list[
     again = f" (attempt {request.attempt + 1})" if request.attempt else ""
     took = f"received {size(received)}; {trained} in {seconds:.1f} s{said}; sends {sent}"
     return [*lines, f"round {request.round + 1}{again}, {request.work}: {took}"]
-
-
-def _form(terms: Terms) -> str:
-    channels, height, width = terms.form.image
-    return f"{height}x{width}x{channels}"
-
-
-def _opened(folder: Path, home: Path, form: str | None = None) -> Folder | None:
-    """Return a prepared folder, None where it is not prepared, or not in this form."""
-    try:
-        return open_site(folder, home, form)
-    except UserError:
-        return None
-
-
-def labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
-    """Return a folder's labeled images in the terms' form, decoded into `out`; raise UserError where there are none."""
-    channels, height, width = terms.form.image
-    how = preparation(terms.config)
-    found = _opened(folder, out, how.form)
-    if found is None or found.images is None or found.images.shape[1:] != (height, width, channels):
-        limits.check_images(out, len(read(folder)), terms.form.image)
-        found = prepare(folder, (height, width), channels, out, crop=how.crop, window=how.window).site
-    assert found.images is not None, "it was just prepared"
-    rows = np.flatnonzero(found.labels >= 0)
-    if not len(rows):
-        raise UserError(f"{folder} has no labeled image: name some in its labels.csv.")
-    return Images(np.array(found.images[rows]), numbered(found, terms)[rows])
-
-
-def numbered(folder: Folder, terms: Terms) -> np.ndarray:
-    """Return the labels, int64 (N,), numbered as the federation numbers its classes; -1 where there is none."""
-    numbers = np.array(
-        [terms.form.classes.index(name) if name in terms.form.classes else -2 for name in folder.classes]
-    )
-    used = folder.labels >= 0
-    labels = folder.labels.copy()
-    if used.any():
-        labels[used] = numbers[folder.labels[used]]
-    if (labels == -2).any():
-        strange = [
-            name
-            for number, name in enumerate(folder.classes)
-            if numbers[number] == -2 and (folder.labels == number).any()
-        ]
-        told = ", ".join(f"{name}{meant(name, terms.form.classes)}" for name in strange)
-        words = (
-            f"{folder.folder} has labels of classes that federation {terms.name} does not have: {told}. Its classes "
-            f"are {', '.join(terms.form.classes)}: correct the labels, or agree on the classes."
-        )
-        # The server hears no name of this site's classes.
-        told = "it has labels of classes that the federation does not have; its own log names them."
-        raise Impossible(UNFIT, told) from UserError(words)
-    return labels

@@ -43,6 +43,10 @@ class Refused(UserError):
         self.kind = kind
 
 
+class Impossible(Refused):
+    """A join that the same site can never make: whoever waits for it is told at once."""
+
+
 @lru_cache(maxsize=4)
 def agreed(text: str) -> DownlinkSpec:
     """Return what a server of the terms with this `text` sends; that takes seconds for a large network.

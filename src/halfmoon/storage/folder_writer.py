@@ -1,0 +1,103 @@
+"""Writing into a run folder: one process at a time, whole files, and one sentence where the disk refuses.
+
+A file is written under a temporary name, flushed to the disk and renamed, so that a name that exists is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from halfmoon.core.errors import UserError
+from halfmoon.storage import atomic_io, integrity, locks
+
+CONFIG, LOCK = "config.toml", ".lock"
+
+
+class Unwritable(UserError):
+    """The disk refused: it is full, or the folder may not be written; what was saved before is intact."""
+
+
+class Busy(UserError):
+    """Another process is running in the folder."""
+
+
+class FolderWriter:
+    """Writes the files of a run folder; the first call takes its lock, `close` (or the process' end) frees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.saved: int | None = None
+        """The newest round whose checkpoint is known to be intact."""
+        self._lock: locks.Lock | None = None
+
+    @property
+    def remark(self) -> str:
+        """What there is to say of the folder's lock; nothing where the system keeps it."""
+        return "" if self._lock is None else self._lock.remark
+
+    def own(self) -> None:
+        """Take the lock, where this process does not have it; raise `Busy` where another one does, or `Unwritable`."""
+        if self._lock is None:
+            self._lock = _locked(self.path)
+
+    def close(self) -> None:
+        """Free the lock."""
+        if self._lock is not None:
+            self._lock.free()
+            self._lock = None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file in the place of the one before; raise `Unwritable`."""
+        with self.writing(name):
+            atomic_io.replace(self.path / name, data)
+
+    def append(self, name: str, line: bytes) -> None:
+        """Add a line to a file; raise `Unwritable`."""
+        self.own()
+        with self.writing(name):
+            atomic_io.append(self.path / name, line)
+
+    def note(self, digests: dict[str, str]) -> None:
+        """Write checksums of files down; raise `Unwritable`."""
+        with self.writing(integrity.SUMS):
+            integrity.note(self.path, digests)
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Turn what the system says while `what` is written into an `Unwritable` that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            intact = (
+                "no checkpoint was written yet"
+                if self.saved is None
+                else f"the checkpoint of round {self.saved} is intact"
+            )
+            cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+            made = (self.path / CONFIG).exists()
+            raise Unwritable(
+                f"{self.path}: {what} cannot be written ({atomic_io.reason(error)}); {intact}. "
+                f"First {cure}, then {f'go on with: {resume_command(self.path)}' if made else 'start the run again.'}"
+            ) from error
+
+
+def _locked(path: Path) -> locks.Lock:
+    try:
+        return locks.take(path / LOCK)
+    except locks.Held as error:
+        who = f" ({error.strerror})" if error.strerror and locks.OWNER in error.strerror else ""
+        raise Busy(f"another process is running in {path}{who}; wait for it, or choose another --run-dir.") from error
+    except OSError as error:
+        raise Unwritable(
+            f"{path}: the folder cannot be written ({atomic_io.reason(error)}); make it writable "
+            "or choose another --run-dir."
+        ) from error
+
+
+def resume_command(path: Path) -> str:
+    """Return the command that goes on with the run in a folder."""
+    return f"halfmoon resume {shlex.quote(str(path))}"
