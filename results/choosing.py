@@ -130,7 +130,13 @@ def table(data: str, place: str) -> list[dict[str, Any]]:
         runs = found[row]
         last = {seed: 100 * line["accuracy"] for seed, line in runs.items()}
         one = next(iter(runs.values()))
-        line: dict[str, Any] = {"data": data, "place": place, "row": row, "seeds": len(last), "last": fmean(last.values())}
+        line: dict[str, Any] = {
+            "data": data,
+            "place": place,
+            "row": row,
+            "seeds": len(last),
+            "last": fmean(last.values()),
+        }
         line["deviation"] = deviation(list(last.values()))
         for name, other in (("floor", FLOORS[place]), ("fixmatch", FIXMATCH[place])):
             base = {seed: 100 * each["accuracy"] for seed, each in found.get(other, {}).items()}

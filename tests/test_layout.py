@@ -177,6 +177,17 @@ def test_simulation_knows_no_network():
             assert "flwr" not in {target.split(".")[0] for target in imported(name)}
 
 
+def test_what_flower_does_not_promise_is_touched_in_one_file():
+    """Elsewhere Flower is imported by the three packages that it promises, and none of its modules is named."""
+    promised = {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
+    for name in INSIDE:
+        if name != "federation.flower.internals":
+            used = {target for target in imported(name) if target.split(".")[0] == "flwr"}
+            assert {target for target in used if ".".join(target.split(".")[:2]) not in promised} == set(), name
+            for words in ("flwr.super", "flwr.proto", "_runtime_client", "PullMessages", "TaskIdentity"):
+                assert words not in text_of(name), f"{name} touches {words}"
+
+
 def test_only_the_table_knows_methods():
     """A concrete method is imported by the registry and by what assembles runs; methods do not know one another.
 

@@ -230,7 +230,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
 
     def note(*words: Any) -> Any:
         made = SiteClient.at(*words)
-        heard.append((made.terms, made.methods))
+        heard.append((made.consent.terms, made.consent.methods))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(at=note))

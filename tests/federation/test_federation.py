@@ -45,8 +45,8 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app, local
+from halfmoon.federation.flower.internals import identity
 from halfmoon.federation.flower.link import unwrapped, wrapped
-from halfmoon.federation.flower.local import identity
 from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read, write
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.runs import runner

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from halfmoon.federation.flower.child_main import LOOP
-from halfmoon.federation.flower.polling import Pace, quicken
+from halfmoon.federation.flower.internals import LOOP, sleep_by
+from halfmoon.federation.flower.polling import Pace
 
 
 def test_looks_become_as_seldom_as_flowers_and_an_answer_makes_them_quick_again():
@@ -31,10 +31,10 @@ def test_an_idle_site_never_sleeps_longer_than_flowers():
 
 def test_all_else_is_of_the_module():
     module = ModuleType("loop")
-    quicken(module)
+    sleep_by(module, Pace())
     assert not hasattr(module, "time")
     vars(module)["time"] = time
-    quicken(module)
+    sleep_by(module, Pace())
     made = vars(module)["time"]
     assert isinstance(made, Pace)
     assert made.monotonic is time.monotonic

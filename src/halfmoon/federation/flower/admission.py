@@ -1,8 +1,7 @@
 """Who may come in while a federation is served: sites' keys, registered with the SuperLink and bound to their names.
 
 Flower knows nodes by keys and calls them by numbers. Which number each site's key has is written into a file; the
-server's program believes no node another name than that (`halfmoon.federation.server.sessions`). The one module that
-calls Flower's Control API, which Flower does not promise to keep.
+server's program believes no node another name than that (`halfmoon.federation.server.membership`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from halfmoon.core.errors import UserError
+from halfmoon.federation.flower import internals
 from halfmoon.federation.flower.contact import Address, trust
 from halfmoon.federation.pki import Access
 from halfmoon.storage import atomic_io
@@ -61,31 +61,23 @@ class Control:
 
     def __init__(self, address: Address, ca: Path) -> None:
         """Call at `address`."""
-        from flwr.supercore.control import ControlHttpClient
-
-        self._client = ControlHttpClient(f"https://{address}", verify=trust(ca), timeout=ANSWER)
+        self._api = internals.ControlApi(f"https://{address}", trust(ca), ANSWER)
 
     def nodes(self) -> Sequence[Node]:
         """Return the nodes that are registered."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
-        found = _called(lambda: self._client.ListNodes(ListNodesRequest())).nodes_info
+        found = _called(self._api.nodes)
         return [Node(each.node_id, each.public_key, each.last_activated_at) for each in found if each.status != _GONE]
 
     def register(self, key: bytes, name: str) -> int:
         """Register a public key."""
-        from flwr.proto.control_pb2 import RegisterNodeRequest
-
-        number = _called(lambda: self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))).node_id
+        number = _called(lambda: self._api.register(key, name))
         if not number:
             raise ValueError("the SuperLink gave it no number")
         return number
 
     def unregister(self, number: int) -> None:
         """Let a node not come in any more."""
-        from flwr.proto.control_pb2 import UnregisterNodeRequest
-
-        _called(lambda: self._client.UnregisterNode(UnregisterNodeRequest(node_id=number)))
+        _called(lambda: self._api.unregister(number))
 
 
 def pem(line: bytes) -> bytes:

@@ -19,16 +19,13 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from halfmoon.federation.flower import pinned, polling, prefork
+from halfmoon.federation.flower import internals, pinned, polling, prefork
 from halfmoon.storage import atomic_io
 
 FOLDER = "HALFMOON_FLOWER"
 """The variable of the environment that names the folder of the locks."""
 
 CLIENT_APP, SUPERNODE, WARM = "flwr-clientapp", "flower-supernode", "warm"
-
-LOOP = "flwr.supernode.start_client_internal"
-"""The module of Flower in which a SuperNode asks for work."""
 
 PATIENCE = 60.0
 """Seconds until a process gives up whose predecessor does not end."""
@@ -60,9 +57,9 @@ def main(words: Sequence[str]) -> None:
         prefork.attend(folder, arguments[0], lambda: _answering(folder), lambda: _begin(folder))
     run = _answering(folder) if script == CLIENT_APP else _script(script)
     if script == SUPERNODE:
-        loop = importlib.import_module(LOOP)
+        loop = importlib.import_module(internals.LOOP)
         pinned.aggregator(loop, folder)
-        polling.quicken(loop)
+        internals.sleep_by(loop, polling.Pace())
     sys.argv = [script, *arguments]
     sys.exit(run())
 
@@ -76,7 +73,7 @@ def _script(name: str) -> Callable[[], int | None]:
 def _answering(folder: Path) -> Callable[[], int | None]:
     """Return the function that answers a message, by the app that is installed here alone."""
     run = _script(CLIENT_APP)
-    pinned.only_installed(importlib.import_module(pinned.ANSWERING), folder)
+    pinned.only_installed(importlib.import_module(internals.ANSWERING), folder)
     return run
 
 

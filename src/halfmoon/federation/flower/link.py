@@ -1,20 +1,17 @@
-"""Flower's Grid as a `halfmoon.federation.server.sessions.Transport`: bytes in the arrays of a record, which Flower
+"""Flower's Grid as a `halfmoon.federation.server.transport.Transport`: bytes in the arrays of a record, which Flower
 cuts into pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
+from halfmoon.federation.flower import internals
 from halfmoon.federation.server.transport import NodeIdentity, TransportReply
 from halfmoon.storage import atomic_io
 
@@ -24,13 +21,6 @@ NAME, HEAD, BODY = "message", "head", "body"
 UNREADABLE = "what it sent is no message"
 
 OVERSIZED = "it is larger than any answer in this federation"
-
-PIECE = 5 * 2**20
-"""Bytes into which Flower cuts an array at least; behind `halfmoon.federation.pki` nginx lets none through of over 6
-MiB."""
-
-PARTS = 16
-"""Objects that a message of ours is made of, beside its pieces, and some to spare."""
 
 PROBLEMS = {
     1: "its program cannot be loaded",
@@ -69,10 +59,6 @@ def held(path: Path) -> dict[int, NodeIdentity]:
     return {int(number): NodeIdentity(said["name"], said["since"]) for number, said in nodes.items()}
 
 
-class Oversized(ValueError):
-    """A message of more pieces than any may have; nothing of it was fetched."""
-
-
 class GridPost:
     """Carries bytes over a Grid; `keys` is the file that says whose key each node has, where sites have keys.
 
@@ -82,7 +68,7 @@ class GridPost:
     def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
         """Carry over `grid`."""
         self.grid, self.keys, self.most = grid, keys, most
-        self._desk: _Desk | None = None
+        self._list: internals.MessageList | None = None
 
     def nodes(self) -> Sequence[int]:
         """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
@@ -106,10 +92,9 @@ class GridPost:
     def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
         """Return what has come for these tickets; raises ConnectionError."""
         with _connecting():
-            client = getattr(self.grid, "_runtime_client", None)
-            if self._desk is None or self._desk.client is not client:
-                self._desk = _Desk(client, self.most)
-            ready = self._desk.look(message_ids)
+            if self._list is None or self._list.client is not internals.client_of(self.grid):
+                self._list = internals.MessageList(self.grid, self.most)
+            ready = self._list.look(message_ids)
         return [reply for message_id in ready for reply in self._collect(message_id)]
 
     def _collect(self, message_id: str) -> list[TransportReply]:
@@ -120,49 +105,10 @@ class GridPost:
         try:
             with _connecting():
                 return [_parcel(message) for message in self.grid.pull_messages([message_id])]
-        except Oversized:
+        except internals.Oversized:
             return [TransportReply(message_id, b"", OVERSIZED)]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
             return [TransportReply(message_id, None, UNREADABLE)]
-
-
-class _Desk:
-    """What stands between a Grid and the client by which it asks the SuperLink: one question for all that has come.
-
-    A Grid asks which messages there are and fetches them at once. Here the list is asked for once for all tickets, a
-    hundredth of a second each time, and handed to the Grid ticket by ticket; and a message of too many pieces is seen
-    before the first of them is fetched. Flower offers no place for either: a Grid without such a client is asked for
-    each ticket, and what comes is judged when it is there.
-    """
-
-    def __init__(self, client: Any, most: int | None) -> None:
-        """Stand before a Grid's client, None where it has none."""
-        self.client = client
-        self._most = None if most is None else PARTS + most // PIECE
-        self._listed: dict[str, tuple[Any, Any]] = {}
-        if client is not None:
-            self._ask = client.PullMessages
-            client.PullMessages = self._hand
-
-    def look(self, message_ids: Sequence[str]) -> Sequence[str]:
-        """Return the tickets for which something has come; all of them where nobody can say."""
-        if self.client is None or not message_ids:
-            return message_ids
-        said = self._ask(PullAppMessagesRequest(message_ids=message_ids))
-        found = zip(said.messages_list, said.message_object_trees, strict=True)
-        listed = {each.metadata.reply_to_message_id: (each, tree) for each, tree in found}
-        self._listed |= {message_id: listed[message_id] for message_id in message_ids if message_id in listed}
-        return [message_id for message_id in message_ids if message_id in self._listed]
-
-    def _hand(self, request: Any) -> PullAppMessagesResponse:
-        """Answer in place of the SuperLink."""
-        found = [self._listed.pop(message_id) for message_id in request.message_ids if message_id in self._listed]
-        for _, tree in found:
-            if self._most is not None and next(islice(iterate_object_tree(tree), self._most, None), None) is not None:
-                raise Oversized
-        return PullAppMessagesResponse(
-            messages_list=[each for each, _ in found], message_object_trees=[tree for _, tree in found]
-        )
 
 
 def _parcel(message: Message) -> TransportReply:

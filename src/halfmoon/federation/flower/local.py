@@ -1,20 +1,16 @@
-"""Flower's two apps in one process, without a network: a rehearsal, and the proof that the adapter changes no bit.
-
-The only module that touches what Flower does not promise to keep (a task's identity, a message's number).
-"""
+"""Flower's two apps in one process, without a network: a rehearsal, and the proof that the adapter changes no bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
-from flwr.app.user_config import UserConfig
+from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from halfmoon.federation.flower import internals
 
 CRASHED = 2
 """Flower's code of a ClientApp that raised."""
@@ -36,12 +32,12 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
         self._count = 0
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run: Any) -> None:
         """Raise ValueError: there is one run."""
         raise ValueError("a grid in one process has one run")
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Any:
         """Raise ValueError: there is no SuperLink that would know a run."""
         raise ValueError("a grid in one process has no run of Flower's")
 
@@ -61,7 +57,7 @@ class LocalGrid(Grid):
         for message in messages:
             self._count += 1
             number = f"message-{self._count}"
-            message.metadata.__dict__["_message_id"] = number
+            internals.number(message, number)
             self._replies[number] = self._answered(message)
             numbers.append(number)
         return numbers
@@ -81,17 +77,6 @@ class LocalGrid(Grid):
             return Message(Error(code=CRASHED, reason=repr(error)), reply_to=message)
 
 
-@contextmanager
-def identity() -> Iterator[None]:
-    """Let messages be made outside Flower's processes."""
-    before = TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    try:
-        yield
-    finally:
-        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
-
-
 def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, Path] | None = None) -> None:
     """Play a federation in this process, through both of Flower's apps; the site folders are in `sites`, by name.
 
@@ -109,6 +94,6 @@ def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, P
         if tests and said["name"] in tests:
             said["tests"] = str(tests[said["name"]])
     config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
-    with identity():
+    with internals.identity():
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
         server_app.app(LocalGrid(client_app.app, nodes), context)

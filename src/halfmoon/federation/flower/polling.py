@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 IDLE = 3.0
@@ -42,9 +41,3 @@ class Pace:
     def __getattr__(self, name: str) -> Any:
         """Return what the module has."""
         return getattr(time, name)
-
-
-def quicken(module: ModuleType) -> None:
-    """Let the loop of `flwr.supernode.start_client_internal` sleep by a `Pace`; one that has no `time` stays."""
-    if hasattr(module, "time"):
-        vars(module)["time"] = Pace()

@@ -1,0 +1,52 @@
+"""What of Flower is used without a promise is there, in the version that is installed; nothing else is used."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from halfmoon.federation.flower.internals import NAMES, SEEN, identity, number
+
+pytest.importorskip("flwr")
+
+VERSION = metadata.version("flwr")
+
+
+def known(thing: Any) -> set[str]:
+    """Return the attributes, parameters and fields of something of Flower's."""
+    fields = {field.name for field in thing.DESCRIPTOR.fields} if hasattr(thing, "DESCRIPTOR") else set()
+    try:
+        return {*dir(thing), *fields, *inspect.signature(thing).parameters}
+    except (TypeError, ValueError):
+        return {*dir(thing), *fields}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_flower_does_not_promise_is_there(name: str):
+    """A version that fails here is not admitted in pyproject.toml before internals.py knows its other name."""
+    module, _, attribute = name.partition(":")
+    said = (
+        f"Flower {VERSION} has no {{}}; it was there in {' and '.join(SEEN)}: change internals.py, and say so in SEEN"
+    )
+    thing = getattr(importlib.import_module(module), attribute, None)
+    assert thing is not None, said.format(name)
+    missing = [each for each in NAMES[name] if each not in known(thing)]
+    assert missing == [], said.format(f"{name} with {', '.join(missing)}")
+
+
+def test_a_version_that_was_not_tried_is_seen():
+    """The version that the other tests of this file hold for is among those that are written down."""
+    assert VERSION in SEEN
+
+
+def test_a_message_made_here_has_an_author_and_a_number():
+    from flwr.app import Message, RecordDict
+
+    with identity():
+        message = Message(RecordDict(), 7, "query")
+        number(message, "message-3")
+    assert (message.metadata.message_id, message.metadata.src_node_id) == ("message-3", 1)
