@@ -11,7 +11,7 @@ from torch.func import vmap
 
 from halfmoon.api.types import Task
 from halfmoon.core import tree
-from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Steps, descend
+from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Slower, Steps, descend
 
 RULES = [
     (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
@@ -181,3 +181,28 @@ def test_schedules_equal_torchs(ours, theirs):
         before = now
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
+    """Three steps with momentum or moments and weight decay, the backbone at a tenth of the rate, as torch.optim's."""
+    g = torch.Generator().manual_seed(0)
+    params = {"deep": {"w": torch.randn(3, generator=g)}, "head": {"w": torch.randn(2, generator=g)}}
+    twins = {name: torch.nn.Parameter(part["w"].clone()) for name, part in params.items()}
+    groups = [{"params": [twins["deep"]], "lr": 0.01}, {"params": [twins["head"]], "lr": 0.1}]
+    theirs = (
+        torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+        if kind == "sgd"
+        else torch.optim.Adam(groups, lr=0.1, weight_decay=0.01)
+    )
+    inner = SGD(0.05, 0.9, 0.01) if kind == "sgd" else Adam(0.05, weight_decay=0.01)
+    ours = Slower(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
+    state = ours.init(params)
+    for _ in range(3):
+        gradient = {name: {"w": torch.randn(part["w"].shape, generator=g)} for name, part in params.items()}
+        for name, twin in twins.items():
+            twin.grad = gradient[name]["w"].clone()
+        theirs.step()
+        params, state = ours.step(params, gradient, state)
+    for name, twin in twins.items():
+        torch.testing.assert_close(params[name]["w"], twin.data)

@@ -39,7 +39,7 @@ from halfmoon.config.sections import (
     ViewOptions,
 )
 from halfmoon.config.validation import check
-from halfmoon.core import plugins
+from halfmoon.core import hubs, plugins, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.storage import toml
 
@@ -47,7 +47,7 @@ SETTINGS = (
     *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),
     *("fedloke", "fedloke-balanced", "pair-dir", "fedmatch-iid", "fedmatch-noniid", "fedmatch-stream"),
 )
-NETWORKS = ("auto", "resnet8", "resnet9", "small", "wrn")
+NETWORKS = ("auto", "resnet8", "resnet9", "resnet18", "resnet18-imagenet", "small", "wrn")
 # Options that name a part, and those of this package.
 _PARTS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
     "network": (NETWORKS, "network"),
@@ -194,12 +194,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def anchored(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return `values` with every path, and a `data` that is a path, made absolute from `folder`."""
+    """Return `values` with every path, also one in `data`, `weights` or `network`, made absolute from `folder`."""
     result = dict(values)
     for name, kind in kinds().items():
         value = result.get(name)
         if isinstance(value, str | Path) and Path in members(kind):
             result[name] = _absolute(folder, value)
+    weights, network = result.get("weights"), result.get("network")
+    if isinstance(weights, str) and not weights.startswith(weight_files.PREFIX):
+        result["weights"] = str(_absolute(folder, weights))
+    if isinstance(network, str):
+        result["network"] = hubs.anchored(network, folder)
     data = result.get("data")
     if isinstance(data, str) and _is_folder(data, folder, result):
         result["data"] = str(_absolute(folder, data))
@@ -301,6 +306,8 @@ def text(config: Config) -> str:
     """
     lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
     lines += [f"# {each}" for each in origins(config)]
+    if (start := weights_of(config)) is not None:
+        lines.append(f"# weights from {weight_files.title(start)} sha256 {weight_files.named(start)}")
     for name in kinds():
         value = getattr(config, name)
         if value is not None and name not in _unsaid(config):
@@ -320,6 +327,14 @@ def origins(config: Config) -> list[plugins.Origin]:
     return [plugins.origin(name, kind) for name, kind in dict.fromkeys(named) if plugins.foreign(name, kind)]
 
 
+def weights_of(config: Config) -> str | None:
+    """Return the file of weights that a run starts from, a path or a hash: its own, or that of its network's folder."""
+    if config.weights is not None:
+        return config.weights
+    beside = hubs.weights(config.network)
+    return None if beside is None else str(beside)
+
+
 def identity(config: Config, method: str) -> str:
     """Return the SHA-256 of everything that changes the numbers of `method` in this run.
 
@@ -332,6 +347,8 @@ def identity(config: Config, method: str) -> str:
     facts = {name: getattr(config, name) for name in kinds() if name not in without}
     defaults = {name: option.default for name, option in registry.options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
+    start = weights_of(config)
+    facts |= {"weights": start and weight_files.named(start), "network": hubs.portable(config.network)}
     if config.budget != "none":
         facts["reference"] = config.reference or config.method
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

@@ -149,10 +149,19 @@ class NetworkOptions:
     """The network."""
 
     network: Annotated[
-        str, "the network (auto: small for digits, else resnet9), or my_module:make that gives an nn.Module"
+        str,
+        "the network (auto: small for digits, else resnet9), my_module:make that gives an nn.Module, or "
+        "transformers:FOLDER, torchvision:NAME, timm:NAME",
     ] = "auto"
     width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its own default", at_least(1)] = None
     norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
+    weights: Annotated[
+        str | None, "a safetensors file of weights to start from; the head is drawn anew where its classes differ"
+    ] = None
+    freeze: Annotated[
+        tuple[str, ...], "layers whose weights stay and never travel, by name (* and ?); backbone: all but the head"
+    ] = ()
+    backbone_lr: Annotated[float, "learning rate of all layers but the head, in units of lr", POSITIVE] = 1.0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ def check(c: Any) -> None:
         raise UserError(f"momentum is {toml.shown(c.momentum)}: it must be below 1.")
     _check_images(c)
     _check_together(c)
+    _check_network(c)
     _check_guards(c)
 
 
@@ -66,6 +67,16 @@ def _check_together(c: Any) -> None:
         raise UserError(f"method {twice[0]} is named twice in method and baselines: name it once.")
 
 
+def _check_network(c: Any) -> None:
+    named = c.network.partition(":")[0] == "transformers"
+    if c.freeze and c.weights is None and not named:
+        raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
+    if c.backbone_lr != 1 and "backbone" in c.freeze:
+        raise UserError(
+            "backbone_lr and freeze 'backbone' contradict each other: a frozen backbone has no learning rate."
+        )
+
+
 def _check_guards(c: Any) -> None:
     private = c.dp_clip is not None
     if private != (c.dp_noise is not None):
@@ -81,7 +92,7 @@ def _check_guards(c: Any) -> None:
             )
     if c.secure_aggregation and c.cohort < 3:
         raise UserError(f"secure_aggregation needs a cohort of 3 or more, not {c.cohort}: fewer hide nothing.")
-    if private and c.norm == "batch":
+    if private and c.norm == "batch" and "backbone" not in c.freeze:
         raise UserError(
             "dp_clip needs norm 'group' or 'none': statistics of batches would leave the clients without noise."
         )

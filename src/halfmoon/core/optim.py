@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -143,6 +143,47 @@ class Clipped:
             scale = (self.norm / (tree.squared_norm(gradient).sqrt() + 1e-6)).clamp_max(1.0)
             gradient = tree.map(lambda g: g * scale, gradient)
         return self.optimizer.step(params, gradient, state)
+
+
+@dataclass(frozen=True)
+class Slower:
+    """Step, but move the parameters of `paths` by `factor` of the step: parameter groups with two learning rates.
+
+    The steps of SGD and Adam are proportional to the learning rate and their states do not depend on it, so this is
+    the step at `factor` times the rate.
+    """
+
+    optimizer: Optimizer
+    factor: float
+    paths: frozenset[str]
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the other parameters."""
+        return self.optimizer.lr
+
+    def with_lr(self, lr: float) -> Slower:
+        """Return the same optimizer with another learning rate."""
+        return replace(self, optimizer=self.optimizer.with_lr(lr))
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state of the optimizer inside."""
+        return self.optimizer.init(params)
+
+    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step."""
+        new, state = self.optimizer.step(params, gradient, state)
+        return self._held_back(params, new, ""), state
+
+    def _held_back(self, old: Tree, new: Tree, place: str) -> Tree:
+        result: Tree = {}
+        for key, value in new.items():
+            path = f"{place}{key}"
+            if isinstance(value, dict):
+                result[key] = self._held_back(old[key], cast(Tree, value), f"{path}/")
+            else:
+                result[key] = torch.lerp(old[key], value, self.factor) if path in self.paths else value
+        return result
 
 
 class Schedule(Protocol):

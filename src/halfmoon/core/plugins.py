@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError, one_line
 
 Kind = Literal["method", "network", "split"]
@@ -61,6 +62,8 @@ def announced(kind: Kind) -> dict[str, metadata.EntryPoint]:
 
 def foreign(name: str, kind: Kind) -> bool:
     """Return whether a name means a part from outside: of a module, of a package, or one that was registered."""
+    if kind == "network" and hubs.package(name):
+        return True
     return (kind, name) in _REGISTERED or bool(SPEC.fullmatch(name)) or name in announced(kind)
 
 
@@ -101,7 +104,14 @@ def only(names: Iterable[str]) -> Generator[None, None, None]:
 
 
 def origin(name: str, kind: Kind) -> Origin:
-    """Return where a part comes from; raise `UserError` where it cannot be loaded."""
+    """Return where a part comes from; raise `UserError` where it cannot be loaded.
+
+    Of a network that a package brings by name, the hash is that of the name and the package's version.
+    """
+    if kind == "network" and (package := hubs.package(name)):
+        version, said = hubs.version(name), hubs.portable(name)
+        facts = hashlib.sha256(f"{package} {version} {said}".encode())
+        return Origin(hubs.shown(said), package, version, facts.hexdigest())
     part = load(name, kind)
     point = announced(kind).get(name)
     where = getattr(part, "__module__", None) or type(part).__module__

@@ -74,6 +74,15 @@ def unflatten(flat: dict[str, Tensor]) -> Tree:
     return tree
 
 
+def merged(first: Tree, second: Tree) -> Tree:
+    """Return a tree with the leaves of both; a leaf that both have is the second's."""
+    result: Tree = dict(first)
+    for key, value in second.items():
+        mine = result.get(key)
+        result[key] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+    return result
+
+
 def stack(trees: Sequence[Tree]) -> Tree:
     """Stack K trees of one shape: every leaf gets a leading dimension K."""
     return map(lambda *each: torch.stack(each), trees[0], *trees[1:])

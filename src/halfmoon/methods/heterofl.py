@@ -70,8 +70,8 @@ class HeteroFL:
         """Return the training at each rate, the widest first, and the look that statistics are counted from."""
         if not task.network.cuts:
             raise UserError(
-                "heterofl cuts networks to their leading channels, and does not know which those of an nn.Module are; "
-                "choose a network of halfmoon, or another method."
+                "heterofl cuts networks to their leading channels, and does not know which those of an nn.Module or of "
+                "given weights are; choose a network of halfmoon without weights, or another method."
             )
         rates = sorted(set(parsed(self.rates)), reverse=True)
         return {name(rate): Narrow(task, (), self, rate) for rate in rates} | {"census": BatchNormStatistics(task)}

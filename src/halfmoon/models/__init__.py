@@ -4,9 +4,29 @@ from halfmoon.models.network import Network, forward, track
 from halfmoon.models.passes import Norm
 from halfmoon.models.resnet8 import ResNet8
 from halfmoon.models.resnet9 import ResNet9
+from halfmoon.models.resnet18 import ResNet18, ResNet18ImageNet
 from halfmoon.models.small import SmallCNN
 from halfmoon.models.wide import WideResNet
 
-NETWORKS = {"resnet8": ResNet8, "resnet9": ResNet9, "small": SmallCNN, "wrn": WideResNet}
+NETWORKS = {
+    "resnet8": ResNet8,
+    "resnet9": ResNet9,
+    "resnet18": ResNet18,
+    "resnet18-imagenet": ResNet18ImageNet,
+    "small": SmallCNN,
+    "wrn": WideResNet,
+}
 
-__all__ = ["NETWORKS", "Network", "Norm", "ResNet8", "ResNet9", "SmallCNN", "WideResNet", "forward", "track"]
+__all__ = [
+    "NETWORKS",
+    "Network",
+    "Norm",
+    "ResNet8",
+    "ResNet9",
+    "ResNet18",
+    "ResNet18ImageNet",
+    "SmallCNN",
+    "WideResNet",
+    "forward",
+    "track",
+]

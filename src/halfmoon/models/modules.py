@@ -23,10 +23,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from halfmoon.core import tree
+from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
+from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network
 from halfmoon.models.passes import MOMENTUM
 
@@ -44,6 +45,12 @@ class ModuleNetwork(Network):
     width: int = 1
     factory: str = ""
     size: tuple[int, int] = (32, 32)
+    about: str = ""  # of a network of transformers: its configuration, as JSON
+
+    @property
+    def name(self) -> str:
+        """Return the name from which the module can be made again, on any machine."""
+        return f"{self.factory.partition(':')[0]}:{self.about}" if self.about else self.factory
 
     @property
     def head(self) -> str | None:
@@ -87,14 +94,14 @@ class ModuleNetwork(Network):
         logits, seen = self._pass(params, x, settled or {}, train=True)
         return logits, seen.moments
 
-    def embed(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor, Tree]:
+    def embed(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tensor, Tree]:
         """Return (logits, features, moments), with the features (B, F) that the last linear layer was given."""
         if self.head is None:
             raise UserError(
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
-        logits, seen = self._pass(params, x, {}, train=True)
+        logits, seen = self._pass(params, x, settled or {}, train=True)
         return logits, seen.inputs[self.head], seen.moments
 
     def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -137,8 +144,15 @@ class ModuleNetwork(Network):
 
 
 def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int]) -> ModuleNetwork:
-    """Return the network of a factory; raise `UserError` where it gives no module, or one that cannot be carried."""
-    network = ModuleNetwork(channels, classes, factory=factory, size=size)
+    """Return the network of a factory; raise `UserError` where it gives no module, or one that cannot be carried.
+
+    The factory may be a name of `halfmoon.core.hubs`.
+    """
+    about = ""
+    if hubs.package(factory) == "transformers":
+        about = hubs.portable(factory).partition(":")[2]
+        factory = hubs.shown(f"transformers:{about}")
+    network = ModuleNetwork(channels, classes, factory=factory, size=size, about=about)
     return replace(network, norm="batch" if _template(network).first["stats"] else "none")
 
 
@@ -227,7 +241,7 @@ _OWN = threading.local()
 def _template(network: ModuleNetwork) -> _Template:
     """Return this thread's template: a pass puts values into the module for as long as it goes on."""
     kept = _OWN.__dict__.setdefault("templates", {})
-    key = (network.factory, network.channels, network.classes, network.size)
+    key = (network.name, network.channels, network.classes, network.size)
     if key not in kept:
         if torch.get_default_device().type == "meta":
             with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
@@ -238,9 +252,15 @@ def _template(network: ModuleNetwork) -> _Template:
     return kept[key]
 
 
+def blank(network: ModuleNetwork) -> nn.Module:
+    """Return the module as its factory makes it."""
+    with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
+        return _made(network)
+
+
 def _made(network: ModuleNetwork) -> nn.Module:
     """Call the factory; raise `UserError` where it fails or gives no module."""
-    make = load(network.factory, "network")
+    make = partial(make_named, network.name) if hubs.package(network.factory) else load(network.factory, "network")
     try:
         module = make(channels=network.channels, classes=network.classes, size=network.size)
     except UserError:

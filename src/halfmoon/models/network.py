@@ -61,25 +61,42 @@ class Network(ABC):
         """Return whether the leading part of every leaf is a network as well."""
         return True
 
+    def whole(self, model: Tree) -> tuple[Network, Tree]:
+        """Return the network and the model that is saved, of what is trained: here these are the same."""
+        return self, model
+
+    def path_of(self, name: str) -> str | None:
+        """Return where a tensor of a PyTorch state dict lies in the model, None where the model has no place for it.
+
+        "block.0.weight" is params/block/0/weight, "block.1.running_var" stats/block/1/var.
+        """
+        layer, _, last = name.rpartition(".")
+        if last == "num_batches_tracked":
+            return None
+        kind = {"running_mean": "mean", "running_var": "var"}.get(last)
+        place = layer.replace(".", "/")
+        return f"stats/{place}/{kind}" if kind else f"params/{name.replace('.', '/')}"
+
     def unseen(self, params: Tree) -> Tree:
         """Return zeros in the shape of the moments: what a client without images has seen."""
         biases = {name: part["norm"]["bias"] for name, part in params.items() if "norm" in part}
         return {name: {"mean": torch.zeros_like(b), "var": torch.zeros_like(b)} for name, b in biases.items()}
 
-    def train(self, params: Tree, x: Tensor) -> tuple[Tensor, Tree]:
+    def train(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tree]:
         """Return logits (B, classes) under batch statistics, and the moments {layer: {"mean", "var"}}.
 
-        "var" is the unbiased variance, which is what running statistics track (as in PyTorch).
+        "var" is the unbiased variance, which is what running statistics track (as in PyTorch). Layers of which
+        `settled` has statistics are normalized by these and have no moments.
         """
-        run = Batched(params, self.norm)
+        run = Batched(params, self.norm, settled=settled or {})
         return self.layers(x, run), run.moments
 
-    def embed(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor, Tree]:
+    def embed(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tensor, Tree]:
         """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given.
 
         A second head can stand on the same pass, such as ReMixMatch's for rotations.
         """
-        run = Batched(params, self.norm)
+        run = Batched(params, self.norm, settled=settled or {})
         return self.layers(x, run), run.inputs["head"], run.moments
 
     def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:

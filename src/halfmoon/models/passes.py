@@ -66,9 +66,9 @@ class Run(ABC):
         """Return max(z, 0)."""
         return F.relu(z)
 
-    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
-        """Take the maximum of each tile of `size`."""
-        return F.max_pool2d(z, size)
+    def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
+        """Take the maximum of each window of `size`; without a stride the windows are tiles."""
+        return F.max_pool2d(z, size, stride, padding)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
         """Map features (B, inputs) to (B, outputs)."""
@@ -99,9 +99,13 @@ class Batched(Run):
 
     moments: Tree = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    settled: Tree = field(default_factory=dict)  # statistics of the layers that do not look at the batch
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize with the batch's own mean and variance."""
+        """Normalize with the batch's own mean and variance, or with the settled ones where there are some."""
+        if name in self.settled:
+            p, s = self.params[name]["norm"], self.settled[name]
+            return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
         return self.normalized(name, z)[0]
 
     def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,9 +150,9 @@ class Recorded(Batched):
         self.tape.append(F.relu(z))
         return self.tape[-1]
 
-    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
+    def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
         """Keep where the maxima were."""
-        out, where = F.max_pool2d(z, size, return_indices=True)
+        out, where = F.max_pool2d(z, size, stride, padding, return_indices=True)
         self.tape.append(where)
         return out
 
@@ -198,7 +202,7 @@ class Tangent(Run):
         """Where the output is 0, nothing moves."""
         return torch.ops.aten.threshold_backward(z, next(self.tape), 0)
 
-    def pool(self, z: Tensor, size: int | list[int]) -> Tensor:
+    def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
         """The maxima move as the activations that they are."""
         where = next(self.tape)
         return z.flatten(-2).gather(-1, where.flatten(-2)).unflatten(-1, where.shape[-2:])

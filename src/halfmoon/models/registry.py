@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from halfmoon.core import plugins
+from halfmoon.core import hubs, plugins
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.models import NETWORKS, Network
 from halfmoon.models.modules import ModuleNetwork, from_factory
@@ -33,7 +33,7 @@ def described(network: Network) -> dict[str, Any]:
     """Return what `parsed` makes the network of again, ready for JSON."""
     if isinstance(network, ModuleNetwork):
         held = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
-        return {"name": network.factory, **held}
+        return {"name": network.name, **held}
     (name,) = [name for name, kind in NETWORKS.items() if type(network) is kind]
     return {"name": name, **{each.name: getattr(network, each.name) for each in fields(network)}}
 
@@ -55,11 +55,14 @@ def parsed(said: Mapping[str, Any]) -> Network:
 
 
 def _from_outside(name: str, values: Mapping[str, Any]) -> Network:
-    if not plugins.foreign(name, "network"):
+    named = hubs.package(name) is not None
+    hubs.check_portable(name)
+    if not named and not plugins.foreign(name, "network"):
         raise UserError(f"this halfmoon has no network {name!r}: {nearest(name, names())}")
     size = values.get("size")
     numbers = [values.get("channels"), values.get("classes"), *(size if isinstance(size, list) else ())]
     if len(numbers) != 4 or not all(type(each) is int and each > 0 for each in numbers):
         raise UserError(f"channels, classes and size are {numbers}")
-    plugins.load(name, "network")  # asked even where this process has it already: may it be loaded?
+    if not named:
+        plugins.load(name, "network")  # asked even where this process has it already: may it be loaded?
     return from_factory(name, numbers[0], numbers[1], (numbers[2], numbers[3]))

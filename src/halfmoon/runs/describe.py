@@ -25,7 +25,7 @@ def card(config: Config, shared: Problem, model: Tree) -> Card:
         shrink=config.shrink,
         mean=shared.source.mean,
         std=shared.source.std,
-        network=shared.task.network,
+        network=task.network.whole(model)[0],
         method=config.method,
         config=text(config),
         crop=config.crop,

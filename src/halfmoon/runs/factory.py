@@ -16,10 +16,11 @@ from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
-from halfmoon.config.schema import Config, method_options
+from halfmoon.config.schema import Config, method_options, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
+from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Steps
+from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Slower, Steps
 from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
 from halfmoon.data import load as load_source
 from halfmoon.data.preparation import Preparation
@@ -30,6 +31,8 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
+from halfmoon.models.finetuned import BACKBONE, finetuned, slower
+from halfmoon.models.weights import read as read_weights
 from halfmoon.privacy import clipping
 from halfmoon.privacy.dp import Private, Promise
 from halfmoon.privacy.ledger import LEDGER, Ledger
@@ -98,9 +101,10 @@ def problem(config: Config, split: Split | None = None) -> Problem:
 
 def task(config: Config, form: ImageSpec) -> Task:
     """Return what all methods of a configuration share; raises `UserError` where the network cannot take the images."""
+    network = _network(config, form)
     return Task(
-        network=_network(config, form),
-        optimizer=_optimizer(config),
+        network=network,
+        optimizer=_optimizer(config, network),
         normalize=Normalize(form.mean, form.std),
         statistics=config.statistics,
         labeling=config.labeling,
@@ -115,8 +119,9 @@ def method(config: Config) -> Method:
     fit."""
     made = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=made)
-    singles = entry.unsummed(config.norm)
-    if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, config.norm)):
+    norm = normalization(config)
+    singles = entry.unsummed(norm)
+    if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, norm)):
         raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
     for option in ("secure_aggregation", "dp_clip"):
         if getattr(config, option) and singles:
@@ -287,7 +292,23 @@ def _network(config: Config, form: ImageSpec) -> Network:
     size = (height, width)
     network = networks.make(network_name(config), channels, len(form.classes), size, config.norm, config.width)
     network.check(form.image)
-    return network
+    start = weights_of(config)
+    if start is None:
+        if config.freeze:
+            raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
+        return network
+    made = finetuned(network, read_weights(start), config.freeze, form.classes)
+    if config.dp_clip is not None and made.norm == "batch":
+        raise UserError(
+            "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
+            "clients without noise; freeze the backbone, or set norm to 'group' or 'none'."
+        )
+    return made
+
+
+def normalization(config: Config) -> str:
+    """Return how the trained part of a configuration's network normalizes; a head alone does not."""
+    return "none" if BACKBONE in config.freeze and config.norm == "batch" else config.norm
 
 
 def views(config: Config, form: ImageSpec) -> Views:
@@ -304,14 +325,18 @@ def views(config: Config, form: ImageSpec) -> Views:
     return Views(labeled, unlabeled)
 
 
-def _optimizer(config: OptimizerOptions) -> Optimizer:
+def _optimizer(config: Config, network: Network) -> Optimizer:
     if config.optimizer == "adam":
         optimizer: Optimizer = Adam(config.lr, weight_decay=config.weight_decay)
     else:
         optimizer = SGD(config.lr, config.momentum, config.weight_decay, config.nesterov)
-    if config.clip_norm is None and config.clip_value is None:
+    if config.clip_norm is not None or config.clip_value is not None:
+        optimizer = Clipped(optimizer, config.clip_norm, config.clip_value)
+    if config.backbone_lr == 1:
         return optimizer
-    return Clipped(optimizer, config.clip_norm, config.clip_value)
+    with torch.device("meta"):
+        every = network.init(torch.Generator())["params"]
+    return Slower(optimizer, config.backbone_lr, slower(network, tree.flatten(every)))
 
 
 def _schedule(config: OptimizerOptions) -> Schedule:

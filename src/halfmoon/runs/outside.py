@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.api.types import Method
-from halfmoon.config.schema import Config, origins
-from halfmoon.core import plugins
+from halfmoon.config.schema import Config, origins, weights_of
+from halfmoon.core import plugins, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
 
@@ -60,6 +60,14 @@ def check(config: Config, words: str, root: Path) -> None:
     `root` is named in it.
     """
     held = set(_LINE.findall(words))
+    start = weights_of(config)
+    line = "" if start is None else f"weights from {weight_files.title(start)} sha256 {weight_files.named(start)}"
+    before = next((each for each in held if each.startswith("weights from ")), "")
+    if line.rpartition(" ")[2] != before.rpartition(" ")[2]:
+        raise UserError(
+            f"{root} was begun with the {before or 'network without weights'}, but here is {line or 'no such file'}: "
+            "restore it, or start anew."
+        )
     for each in origins(config):
         if str(each) in held:
             continue

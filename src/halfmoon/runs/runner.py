@@ -25,6 +25,7 @@ from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
+from halfmoon.models.finetuned import told
 from halfmoon.report.remarks import most_used, remarks
 from halfmoon.report.run_reader import Run, ended
 from halfmoon.report.tables import Result, comparison
@@ -219,6 +220,8 @@ def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback) -> Proble
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     shared = problem(jobs[0].config, split)
     _check(jobs, shared, watch)
+    if (words := told(shared.task.network)) is not None:
+        watch.say(words)
     return shared
 
 
@@ -287,7 +290,8 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
         watch.begin(run)
         played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = _summary(config, shared, folder, played)
-        folder.finish(played["model"], card(config, shared, played["model"]).render(), summary)
+        _, model = shared.task.network.whole(played["model"])
+        folder.finish(model, card(config, shared, played["model"]).render(), summary)
     watch.end(run, summary)
     return summary
 

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from halfmoon.cli.commands.base import complain
 from halfmoon.cli.commands.serve import shower, whole
+from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError, nearest
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -40,6 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept", metavar="METHOD", nargs="+", default=(), help=about)
     about = "parts from outside halfmoon (my_module:Mine) that a federation may make this site load (default: none)"
     parser.add_argument("--trust", metavar="PART", nargs="+", default=(), help=about)
+    about = "your copy of the file of weights that the federation starts from (default: none)"
+    parser.add_argument("--weights", metavar="FILE", nargs="+", type=Path, default=(), help=about)
     about = "show every option of the terms before asking, not ten lines"
     parser.add_argument("--all", action="store_true", help=about)
     about = "a port of this machine for Flower's own use (default: a free one)"
@@ -60,6 +63,8 @@ def run(given: argparse.Namespace) -> int:
         raise UserError(f"--device is {given.device!r}: it must be one of {', '.join(DEVICES)}.")
     require_flower()
     _check_methods(given.accept)
+    for path in given.weights:
+        weight_files.offer(path)  # one that cannot be read is told now
     found = read(given.site)
     if given.test is not None and not (read(given.test).labels >= 0).any():
         raise UserError(f"--test {given.test} has no labeled image: name some in its labels.csv.")
@@ -79,6 +84,7 @@ def run(given: argparse.Namespace) -> int:
         terms=given.terms.lower(),
         methods=tuple(given.accept),
         trusted=tuple(given.trust),
+        weights=tuple(given.weights),
         all=given.all,
     )
     try:

@@ -9,6 +9,8 @@ asked. In a rehearsal, on Flower's simulation engine, it has numbers alone: the 
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from halfmoon.config.schema import origins
+from halfmoon.core import weight_files
+from halfmoon.core.errors import UserError
 from halfmoon.federation.flower.link import unwrapped, wrapped
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.site.client import SiteClient
@@ -43,18 +47,22 @@ def _answered(message: Message, context: Context) -> Message:
     if "name" not in said:
         said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
     member = _member(
-        *(said.get(word, "") for word in ("folder", "name", "home", "device", "tests", "terms", "methods", "trusted"))
+        *(said.get(word, "") for word in ("folder", "name", "home", "device", "tests", "terms", "methods", "trusted")),
+        said.get("weights", ""),
     )
     return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
 
 
 @cache
 def _member(
-    folder: str, name: str, home: str, device: str, tests: str, terms: str, methods: str, trusted: str
+    folder: str, name: str, home: str, device: str, tests: str, terms: str, methods: str, trusted: str, weights: str
 ) -> SiteClient:
     """Return the member; a process that answers several messages opens its images once."""
     paths = [Path(each) if each else None for each in (home, tests)]
     parts = tuple(methods.split()), tuple(trusted.split())
+    for path in filter(None, weights.split(os.pathsep)):
+        with suppress(UserError):  # terms that want it say what is missing
+            weight_files.offer(Path(path))
     return SiteClient.at(Path(folder), name, paths[0], device or "auto", paths[1], terms, *parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -121,6 +122,7 @@ class Joining:
     terms: str = ""
     methods: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()  # parts from outside halfmoon that may be loaded
+    weights: tuple[Path, ...] = ()  # the site's copies of files of weights that a federation starts from
     all: bool = False  # whether every option of the terms is shown, not ten lines
 
     def __post_init__(self) -> None:
@@ -164,6 +166,7 @@ def node(site: Joining) -> str:
     facts |= {"terms": site.terms} if site.terms else {}
     facts |= {"methods": " ".join(site.methods)} if site.methods else {}
     facts |= {"trusted": " ".join(site.trusted)} if site.trusted else {}
+    facts |= {"weights": os.pathsep.join(str(each.absolute()) for each in site.weights)} if site.weights else {}
     return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
 
 

@@ -111,6 +111,14 @@ def numbers(network: Network) -> int:
     return tree.size(abstract(network))
 
 
+def frozen(network: Network) -> int:
+    """Return how many numbers of a network stay as its weights have them, and never travel."""
+    model = abstract(network)
+    with torch.device("meta"):
+        whole = network.whole(model)[0].init(torch.Generator())
+    return tree.size(whole) - tree.size(model)
+
+
 def abstract(network: Network) -> tree.Tree:
     """Return a network's {"params", "stats"} without their values: tensors that have a shape and take no memory."""
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from typing import Any
 
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import ATTACKS, NAME, PLACE, SCENARIO, Config
+from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle, header, limits
 from halfmoon.federation.protocol.log import size
@@ -66,6 +67,10 @@ class Terms:
         """Return the terms with the options `values`, without those of `ALONE`; `file` is named where one is wrong."""
         _check_names(name, sites)
         _check_form(form)
+        hubs.check_portable(str(values.get("network", "")))
+        start = values.get("weights")
+        if start is not None and not (isinstance(start, str) and weight_files.NAME.fullmatch(start)):
+            raise UserError("weights must be named by their SHA-256 in the terms of a federation.")
         size = {} if "cohort" in values else {"cohort": min(Config.cohort, len(sites))}
         # With a blank: no folder beside the server's is meant.
         here = {"data": f"federation {name}", "clients": len(sites)}
@@ -158,7 +163,9 @@ class Terms:
         rows += [("halfmoon", program["halfmoon"], "the version that runs at the server and at every site")]
         rows += [("bundle", program["bundle"][:16], "hash of the app bundle, without code, that a site accepts")]
         rows += [(name, hash[:16], "hash of a plugin") for name, hash in program["plugins"].items()]
-        rows += [("numbers", f"{count:,}", f"of the network that is trained ({size(4 * count)})")]
+        rows += [("numbers", f"{count:,}", f"of the network that are trained ({size(4 * count)})")]
+        if still := limits.frozen(task(config, self.form).network):
+            rows += [("frozen", f"{still:,}", "numbers of the weights that stay as they are, and never travel")]
         return Offered(self.hash, self.said(), tuple(rows), self._brief(4 * count))
 
     def _brief(self, numbers: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import typed
 from halfmoon.config.schema import PLACE, TABLE, Config
+from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared
@@ -108,6 +109,7 @@ def load(path: Path) -> Plan:
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
+    values |= _portable(settings.anchored(values, path.parent))
     channels = 3 if held.image[:1] == (3,) else 1  # another number is refused below
     means, deviations = (each * channels if len(each) == 1 else each for each in (held.mean, held.std))
     form = ImageSpec(held.image, held.classes, held.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
@@ -123,6 +125,18 @@ def load(path: Path) -> Plan:
     config = settings.merge(settings.anchored({**values, **own, **here}, path.parent), {}, path)
     test, server = (each and (path.parent / each.expanduser()).absolute() for each in (held.test, held.server))
     return Plan(terms, rules, test, server, config)
+
+
+def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a network and a file of weights as sites name them: by what is in them, not by where they lie here."""
+    found: dict[str, Any] = {}
+    if isinstance(named := values.get("network"), str) and hubs.package(named):
+        found["network"] = hubs.portable(named)
+        if (beside := hubs.weights(named)) is not None:
+            found["weights"] = weight_files.offer(beside)
+    if isinstance(start := values.get("weights"), str) and not start.startswith(weight_files.PREFIX):
+        found["weights"] = weight_files.offer(Path(start))
+    return found
 
 
 def _table(given: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:

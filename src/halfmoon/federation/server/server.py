@@ -39,6 +39,7 @@ from halfmoon.federation.server.transport import Transport
 from halfmoon.federation.site.images import labeled_images
 from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.methods import registry
+from halfmoon.models import Network
 from halfmoon.runs.factory import aggregators, batch_rules, budget, computing, device, examples, method, task, views
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, toml
@@ -175,13 +176,13 @@ class FederationServer:
                 say(f"the sites' own test images: accuracy {said.row()['accuracy']:.2%}")
                 played |= {"confusion": said.confusion.tolist(), "accuracy": _accuracy(folder, said, config.rounds)}
         summary = _summary(self.plan, folder, played)
-        card = _card(self.plan, experiment)
+        card = _card(self.plan, experiment.task.network.whole(played["model"])[0])
         # The sites' copy says what was agreed on, and nothing of this machine.
         told = replace(card, config=settings.text(terms.config)).render()
         final = write(Final(terms.hash, version, json.dumps(told), played["model"]))
         names = [name for name in terms.sites if name not in self._register().aside]
         deliver(manager, names, final, self.path / MODEL, say)  # before the run ends: then nobody answers any more
-        folder.finish(played["model"], card.render(), summary)
+        folder.finish(experiment.task.network.whole(played["model"])[1], card.render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
         return summary
 
@@ -273,7 +274,7 @@ def _words(plan: Plan) -> str:
     return settings.text(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
 
 
-def _card(plan: Plan, experiment: Experiment) -> Card:
+def _card(plan: Plan, network: Network) -> Card:
     form = plan.terms.form
     return Card(
         classes=form.classes,
@@ -282,7 +283,7 @@ def _card(plan: Plan, experiment: Experiment) -> Card:
         shrink=1,
         mean=form.mean,
         std=form.std,
-        network=experiment.task.network,
+        network=network,
         method=plan.config.method,
         config=_words(plan),
     )

@@ -38,10 +38,11 @@ def kept(home: Path, unparsed: UnparsedMessage[Final], terms: Terms, site: SiteR
     except ValueError as error:
         raise Refused(UNFIT, "the card of the final model cannot be read.") from error
     form = terms.form
-    if (card.network, card.classes, card.image) != (task.network, form.classes, form.image):
+    network, model = task.network.whole(message.model)
+    if (card.network, card.classes, card.image) != (network, form.classes, form.image):
         raise Refused(UNFIT, "the card of the final model is not that of the federation.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_io.replace(path, with_seal(pack(message.model)[0], card.render()))
+    atomic_io.replace(path, with_seal(pack(model)[0], card.render()))
     load_model(path, network=terms.config.network)
     found = site.examined(message.model)
     if not found:

@@ -1,0 +1,141 @@
+"""Networks by name from the field's packages: transformers:FOLDER, torchvision:NAME, timm:NAME.
+
+What is said here needs none of these packages: which one a name means, and what a folder of `transformers` says of its
+model. `halfmoon.models.hubs` makes the modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+from halfmoon.core.errors import UserError, one_line
+
+PACKAGES = {
+    "transformers": "pip install 'halfmoon[transformers]'",
+    "torchvision": "pip install torchvision",
+    "timm": "pip install timm",
+}
+"""The packages, and how each is installed."""
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+"""What a model's folder of `transformers` holds."""
+
+_ASIDE = (
+    *("id2label", "label2id", "num_labels", "num_channels", "transformers_version", "torch_dtype", "dtype"),
+    *("auto_map", "architectures", "quantization_config", "attn_implementation", "problem_type"),
+)
+"""Keys of a config.json that say nothing of the layers between the images and the logits."""
+
+
+def package(name: str) -> str | None:
+    """Return the package that a network's name stands for, None where it stands for none."""
+    first, colon, rest = name.partition(":")
+    return first if first in PACKAGES and colon and rest else None
+
+
+def version(name: str) -> str:
+    """Return the version of the package that a network's name stands for; raise `UserError` where it is missing."""
+    wanted = package(name) or name
+    try:
+        return metadata.version(wanted)
+    except metadata.PackageNotFoundError:
+        raise UserError(
+            f"network {shown(name)} needs the package {wanted}, which is not installed: {PACKAGES[wanted]}."
+        ) from None
+
+
+def shown(name: str) -> str:
+    """Return a network's name for a sentence: what `portable` gives without the whole of its configuration."""
+    first, _, rest = name.partition(":")
+    if first != "transformers" or not rest.startswith("{"):
+        return name
+    return f"{first}:{json.loads(rest)['model_type']}"
+
+
+def check_portable(name: str) -> None:
+    """Raise `UserError` for a name in a file or a message that names a folder, or is none that `portable` gives."""
+    first, _, rest = name.partition(":")
+    if package(name) is None:
+        return
+    if first != "transformers":
+        fine = bool(re.fullmatch(r"[\w.]+", rest))
+    else:
+        try:
+            facts: Any = json.loads(rest)
+            fine = isinstance(facts, dict) and isinstance(cast(dict[str, Any], facts).get("model_type"), str)
+        except ValueError:
+            fine = False
+    if not fine:
+        raise UserError(f"network {name[:80]} is no name of a network that another machine could make.")
+
+
+def portable(name: str) -> str:
+    """Return a network's name as every machine understands it: in place of a folder, what the folder says of the model.
+
+    Raise `UserError` where there is no such folder, or no model of `transformers` in it.
+    """
+    rest = name.partition(":")[2]
+    if package(name) != "transformers" or rest.startswith("{"):
+        check_portable(name)
+        return name
+    path = folder(name) / CONFIG
+    try:
+        facts: Any = json.loads(path.read_bytes())
+        kind = facts["model_type"]
+    except OSError as error:
+        raise UserError(
+            f"network {name}: {path} cannot be read ({error.strerror or error}); give a folder that save_pretrained of "
+            "transformers wrote."
+        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"network {name}: {path} is no configuration of a model of transformers.") from error
+    # Code that a folder brings is never run.
+    held = {key: value for key, value in facts.items() if key not in _ASIDE and not key.startswith("_")}
+    return f"transformers:{json.dumps({**held, 'model_type': str(kind)}, sort_keys=True, separators=(',', ':'))}"
+
+
+def folder(name: str) -> Path:
+    """Return the folder of a model of `transformers`: the one that is named, or its copy of the hub's."""
+    place = Path(name.partition(":")[2])
+    if place.is_dir():
+        return place
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(place)):
+        raise UserError(f"network {name}: there is no folder {place}; give one that save_pretrained wrote.")
+    return _fetched(str(place))
+
+
+def weights(name: str) -> Path | None:
+    """Return the file of weights that comes with a network's name, None where none does."""
+    if package(name) != "transformers" or name.partition(":")[2].startswith("{"):
+        return None
+    path = folder(name) / WEIGHTS
+    return path if path.is_file() else None
+
+
+def anchored(name: str, place: Path) -> str:
+    """Return a network's name with a folder in it made absolute from `place`."""
+    rest = name.partition(":")[2]
+    if package(name) != "transformers" or rest.startswith("{") or not (place / rest).is_dir():
+        return name
+    return f"transformers:{os.path.abspath(place / rest)}"
+
+
+@cache
+def _fetched(name: str) -> Path:
+    """Return the local copy of a model of the Hugging Face hub."""
+    version("transformers")
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+    except Exception as error:  # no network, no such model, no permission
+        raise UserError(
+            f"network transformers:{name}: there is no folder {name} here, and the Hugging Face hub does not give it "
+            f"({one_line(error)[:160]}); fetch it where there is a network, and name its folder."
+        ) from error

@@ -1,0 +1,242 @@
+"""Networks that start from given weights, of which a part may stay as it is: only the other part is a model here.
+
+`FineTuned` stands around any network. What methods, messages, optimizers and averages see as the model is what is
+trained; the frozen part, with the statistics of its batch normalizations, is added inside each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.tree import Tree
+from halfmoon.models.network import Network
+from halfmoon.models.weights import Weights, fitted, of_head
+
+BACKBONE = "backbone"
+"""The pattern that means every layer but the head."""
+
+
+@dataclass(frozen=True)
+class FineTuned(Network):
+    """`inner` from the weights whose SHA-256 is `sha256`, without training the parts that `patterns` name.
+
+    `norm` is "batch" where statistics are tracked in the trained part. `fresh` says that the head starts at random.
+    """
+
+    inner: Network = field(kw_only=True)
+    sha256: str = field(kw_only=True)
+    patterns: tuple[str, ...] = field(kw_only=True)
+    fresh: bool = field(kw_only=True)
+    given: Tree = field(
+        kw_only=True, compare=False, repr=False
+    )  # the trained part of the weights, without a fresh head
+    frozen: Tree = field(kw_only=True, compare=False, repr=False)
+    _moved: dict[Any, Tree] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
+
+    @property
+    def head(self) -> str | None:
+        """Return the path of the head, None where there is no such layer."""
+        return self.inner.head
+
+    @property
+    def cuts(self) -> bool:
+        """Return False: given weights belong to the whole width."""
+        return False
+
+    def init(self, generator: torch.Generator) -> Tree:
+        """Return the trained part of {"params", "stats"}: as given, a fresh head as drawn from `generator`."""
+        drawn = tree.flatten(self.inner.init(generator))
+        given, frozen = tree.flatten(self.given), tree.flatten(self.frozen)
+        shapes = torch.get_default_device().type == "meta"
+        start = {
+            path: given[path].clone() if path in given and not shapes else leaf
+            for path, leaf in drawn.items()
+            if path not in frozen
+        }
+        return {"params": {}, "stats": {}, **tree.unflatten(start)}
+
+    def whole(self, model: Tree) -> tuple[Network, Tree]:
+        """Return `inner`, and its model {"params", "stats"} with the frozen part in it."""
+        like = next(tree.leaves(model["params"]))
+        return self.inner, tree.merged(self._held(like), model)
+
+    def _held(self, like: Tensor) -> Tree:
+        """Return the frozen {"params", "stats"} where `like` lies, in its type."""
+        place = like.device, like.dtype
+        if place not in self._moved:
+            self._moved[place] = tree.to(self.frozen, *place)
+        return self._moved[place]
+
+    def _joined(self, params: Tree) -> tuple[Tree, Tree]:
+        """Return all parameters, and the statistics of the frozen layers."""
+        held = self._held(next(tree.leaves(params)))
+        return tree.merged(held["params"], params), held["stats"]
+
+    def unseen(self, params: Tree) -> Tree:
+        """Return zeros in the shape of the moments: what a client without images has seen."""
+        moments = tree.flatten(self.inner.unseen(self._joined(params)[0]))
+        frozen = tree.flatten(self.frozen["stats"])
+        return tree.unflatten({path: leaf for path, leaf in moments.items() if path not in frozen})
+
+    def layers(self, x: Tensor, run: Any) -> Tensor:
+        """Not used: the network inside has the layers."""
+        raise NotImplementedError
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Raise `UserError` if images of `shape` (C, H, W) do not fit."""
+        self.inner.check(shape)
+
+    def train(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tree]:
+        """Return logits (B, classes) under batch statistics, of frozen layers under their own, and the moments."""
+        whole, stats = self._joined(params)
+        return self.inner.train(whole, x, tree.merged(stats, settled or {}))
+
+    def embed(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tensor, Tree]:
+        """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given."""
+        whole, stats = self._joined(params)
+        return self.inner.embed(whole, x, tree.merged(stats, settled or {}))
+
+    def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
+        if self.patterns:
+            return self.train(params, x)[0], []
+        return self.inner.linearize(params, x)
+
+    def tangent(self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree) -> Tensor:
+        """Return the derivative (B, classes) of the training logits along `direction`: in the trained part alone."""
+        if not self.patterns:
+            return self.inner.tangent(params, x, tape, direction)
+        # PyTorch's forward-mode of a group normalization refuses other layouts.
+        params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
+        try:
+            return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
+        except NotImplementedError as error:
+            raise UserError(
+                "the trained part of the network has a layer that PyTorch cannot differentiate forward, which this "
+                "method needs; freeze that layer too, or choose another method."
+            ) from error
+
+    def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
+        """Return logits (B, classes) under the tracked statistics."""
+        whole, held = self._joined(params)
+        return self.inner.predict(whole, tree.merged(held, stats), x)
+
+    def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (logits, features): what `predict` does, with the features (B, F) that the head was given."""
+        whole, held = self._joined(params)
+        return self.inner.represent(whole, tree.merged(held, stats), x)
+
+
+@lru_cache(maxsize=8)
+def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], classes: tuple[str, ...]) -> FineTuned:
+    """Return the network from these weights, without training what `patterns` name.
+
+    A pattern names a layer, or several with * and ?; "backbone" is every layer but the head. A normalization whose
+    weight is frozen keeps its statistics. The head is drawn anew where the weights have none, or one for other classes.
+    Raise `UserError` where the weights are not the network's, a pattern names nothing, or nothing is left to train.
+    """
+    held, fresh = fitted(network, weights, classes)
+    flat = tree.flatten(held)
+    with torch.device("meta"):
+        every = list(tree.flatten(network.init(torch.Generator())))
+    parameters = [path.removeprefix("params/") for path in every if path.startswith("params/")]
+    still = _named(network, parameters, patterns)
+    if len(still) == len(parameters):
+        raise UserError(f"freeze is {', '.join(patterns)}, which leaves nothing to train: freeze fewer layers.")
+    if fresh and any(of_head(network, path) for path in still):
+        raise UserError(
+            f"freeze is {', '.join(patterns)}, but the head starts at random, as {weights.name} has none for these "
+            "classes: freeze other layers."
+        )
+    settled = {
+        path
+        for path in every
+        if path.startswith("stats/") and _frozen(path.removeprefix("stats/").rpartition("/")[0], still, patterns)
+    }
+    frozen = settled | {f"params/{path}" for path in still}
+    parts = [{path: flat[path] for path in flat if (path in frozen) is side} for side in (False, True)]
+    given, fixed = ({"params": {}, "stats": {}, **tree.unflatten(part)} for part in parts)
+    tracked = any(path.startswith("stats/") and path not in frozen for path in every)
+    norm = "batch" if tracked else "none" if network.norm == "batch" else network.norm
+    return FineTuned(
+        network.channels,
+        network.classes,
+        network.width,
+        norm,
+        inner=network,
+        sha256=weights.sha256,
+        patterns=patterns,
+        fresh=fresh,
+        given=given,
+        frozen={**fixed, "params": tree.channels_last(fixed["params"])},
+    )
+
+
+def told(network: Network) -> str | None:
+    """Return in a sentence what of a network is trained, None where it starts from no weights."""
+    if not isinstance(network, FineTuned):
+        return None
+    with torch.device("meta"):
+        mine, whole = (tree.size(each.init(torch.Generator())) for each in (network, network.inner))
+    part = f"{mine:,} of {whole:,} numbers are trained and travel" if mine < whole else f"all {whole:,} numbers train"
+    head = "the head starts at random" if network.fresh else "the head starts from the weights"
+    return f"from given weights: {part}; {head}."
+
+
+def slower(network: Network, params: Iterable[str]) -> frozenset[str]:
+    """Return the paths of parameters that are the backbone's; raise `UserError` where the network has no head."""
+    _headed(network, "backbone_lr")
+    return frozenset(path for path in params if not of_head(network, path))
+
+
+def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Return the parameters that are frozen."""
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern == BACKBONE:
+            _headed(network, "freeze backbone")
+            found |= {path for path in parameters if not of_head(network, path)}
+            continue
+        matched = {path for path in parameters if _matches(path, pattern)}
+        if not matched:
+            layers = {place for path in parameters for place in _places(path)} | {BACKBONE}
+            raise UserError(f"freeze names {pattern!r}, but the network has no such layer: {nearest(pattern, layers)}")
+        found |= matched
+    return found
+
+
+def _frozen(layer: str, still: set[str], patterns: Sequence[str]) -> bool:
+    """Return whether the statistics of a normalization stay: those of a frozen weight, or, without one, named ones."""
+    own = [path for path in (f"{layer}/norm/weight", f"{layer}/weight") if path in still]
+    if own:
+        return True
+    return any(pattern == BACKBONE or _matches(f"{layer}/mean", pattern) for pattern in patterns)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    wanted = pattern.replace(".", "/")
+    return any(fnmatchcase(place, wanted) for place in _places(path))
+
+
+def _places(path: str) -> list[str]:
+    """Return a path and the layers that it lies in: a, a/b, a/b/weight."""
+    words = path.split("/")
+    return ["/".join(words[:count]) for count in range(1, len(words) + 1)]
+
+
+def _headed(network: Network, word: str) -> None:
+    if network.head is None:
+        raise UserError(
+            f"{word} means every layer but the head, and this network does not end in a linear layer: name layers with "
+            "freeze."
+        )

@@ -1,0 +1,108 @@
+"""Modules of transformers, torchvision and timm, made anew from their names; nothing in them draws random numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfmoon.core import hubs
+from halfmoon.core.errors import UserError, one_line
+
+MOST = 2**28
+"""Parameters of a network at most."""
+
+
+def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Return the module of a portable name (`halfmoon.core.hubs.portable`), with weights as its package draws them.
+
+    Raise `UserError` where the package is missing, has no such network, or none for such images.
+    """
+    package = hubs.package(name)
+    hubs.version(name)
+    try:
+        if package == "transformers":
+            module = _transformer(name, channels, classes, size)
+        elif package == "torchvision":
+            if channels != 3:
+                raise UserError(f"network {name} takes RGB images: set channels to 3.")
+            models = importlib.import_module("torchvision.models")
+            module = models.get_model(name.partition(":")[2], weights=None, num_classes=classes)
+        else:
+            timm = importlib.import_module("timm")
+            module = timm.create_model(name.partition(":")[2], pretrained=False, num_classes=classes, in_chans=channels)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the package says of a name that it does not have
+        raise UserError(
+            f"network {hubs.shown(name)} cannot be made ({type(error).__name__}: {one_line(error)[:200]})."
+        ) from error
+    return _settled(module)
+
+
+def converted(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a file under the names of the module's parameters and buffers.
+
+    transformers names layers otherwise in files than in modules, and itself knows how; what it does not know keeps its
+    name, so that whoever compares sees it.
+    """
+    if hubs.package(name) != "transformers":
+        return dict(tensors)
+    logging = importlib.import_module("transformers").logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with torch.device("cpu"):
+            read, info = type(module).from_pretrained(  # type: ignore[attr-defined]
+                None,
+                config=module.config,
+                state_dict=dict(tensors),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever is in somebody's file
+        raise UserError(
+            f"transformers cannot read the weights of {hubs.shown(name)} ({one_line(error)[:200]})."
+        ) from error
+    absent = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
+    found = {key: value for key, value in read.state_dict().items() if key not in absent}
+    return found | {key: tensors[key] for key in (*info["unexpected_keys"], *absent) if key in tensors}
+
+
+def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    config = _config(name, channels, classes, size)
+    kind = importlib.import_module("transformers").AutoModelForImageClassification
+    with torch.device("meta"):  # a name may come from another machine: nothing of its size is made before it is known
+        count = sum(each.numel() for each in kind.from_config(config, attn_implementation="eager").parameters())
+    if count > MOST:
+        raise UserError(f"network {hubs.shown(name)} has {count:,} parameters, of {MOST:,} at most.")
+    return kind.from_config(config, attn_implementation="eager")
+
+
+def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> Any:
+    """Return the configuration of a name for such images, without any drop-out."""
+    facts = json.loads(name.partition(":")[2])
+    kind = facts.pop("model_type")
+    auto = importlib.import_module("transformers").AutoConfig
+    if "timm" in kind:
+        raise UserError(f"network {hubs.shown(name)} stands for a network of timm: give --network timm:NAME.")
+    known = auto.for_model(kind).to_dict()
+    facts = {key: value for key, value in facts.items() if key in known and "backbone" not in key}
+    drops = {key: 0.0 for key, value in {**known, **facts}.items() if "drop" in key and isinstance(value, int | float)}
+    config = auto.for_model(kind, **{**facts, **drops}, num_labels=classes, num_channels=channels)
+    if hasattr(config, "image_size"):
+        config.image_size = size[0] if size[0] == size[1] else list(size)
+    return config
+
+
+def _settled(module: nn.Module) -> nn.Module:
+    """Return the module with all drop-out, of activations and of whole paths, switched off."""
+    for layer in module.modules():
+        for word in ("p", "drop_prob"):
+            if isinstance(layer.__dict__.get(word), float):
+                setattr(layer, word, 0.0)
+    return module

@@ -1,0 +1,134 @@
+"""Weights to start from: a safetensors file of halfmoon, or of a PyTorch state dict, and where its tensors belong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from halfmoon.core import hubs, tree, weight_files
+from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.tree import Tree
+from halfmoon.models.hubs import converted
+from halfmoon.models.modules import ModuleNetwork, blank
+from halfmoon.models.network import Network
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a file of weights holds: its name, its SHA-256, its tensors, and the classes that its head knows."""
+
+    name: str
+    sha256: str
+    classes: tuple[str, ...] | None = None  # only a file of halfmoon says it
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+
+def read(said: str) -> Weights:
+    """Return the weights of a file that a path, or the hash of an offered one, names.
+
+    Raise `UserError` where there is no such file, or it is no safetensors file of finite numbers.
+    """
+    path = weight_files.find(said)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        raise UserError(
+            f"weights {path} is a pickle, which can run code when it is opened: save its tensors as safetensors "
+            "(safetensors.torch.save_file(model.state_dict(), FILE))."
+        )
+    return _read(path, weight_files.digest(path))
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, sha256: str) -> Weights:
+    try:
+        with safe_open(path, "pt") as file:
+            said = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"weights {path}: it is no safetensors file ({one_line(error)[:160]}).") from error
+    for name, value in tensors.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise UserError(f"weights {path}: the tensor {name!r} holds values that are not finite.")
+    try:
+        classes = tuple(str(each) for each in json.loads(said["classes"]))
+    except (KeyError, TypeError, ValueError):
+        classes = None
+    return Weights(path.name, sha256, classes, tensors)
+
+
+def fitted(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
+    """Return the network's {"params", "stats"} from a file, and whether the head is left out, to be drawn anew.
+
+    It is where the file has no head, one of another shape, or one for classes of other names. Raise `UserError` for
+    tensors that the network lacks, lacks a place for, or has in another shape.
+    """
+    with torch.device("meta"):
+        wanted = tree.flatten(network.init(torch.Generator()))
+    found = _placed(network, weights)
+    head = {path for path in wanted if path.startswith("params/") and of_head(network, path.removeprefix("params/"))}
+    other = weights.classes is not None and weights.classes != classes
+    fresh = bool(head) and (other or any(p not in found or found[p].shape != wanted[p].shape for p in head))
+    leave = {path for path in {*wanted, *found} if fresh and of_head(network, path.removeprefix("params/"))}
+    for path in sorted(wanted.keys() - leave):
+        if path not in found:
+            near = f"it has {', '.join(sorted(found)[:3])} ..." if found else "it has none of its tensors"
+            raise UserError(
+                f"weights {weights.name} lack the tensor {_said(path)} of the network ({near}): give a file of this "
+                "network."
+            )
+        _check_shape(weights, path, found[path].shape, wanted[path].shape)
+    beyond = sorted(found.keys() - wanted.keys() - leave)
+    if beyond:
+        raise UserError(
+            f"weights {weights.name} have a tensor {_said(beyond[0])}, for which the network has no place: give a file "
+            "of this network."
+        )
+    flat = {path: found[path].float().contiguous() for path in wanted if path not in leave}
+    return {"params": {}, "stats": {}, **tree.unflatten(flat)}, fresh
+
+
+def of_head(network: Network, path: str) -> bool:
+    """Return whether a parameter is the head's."""
+    return network.head is not None and path.startswith(f"{network.head}/")
+
+
+def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
+    """Return a file's tensors by their place in the network's tree."""
+    if any(name.startswith("params/") for name in weights.tensors):
+        return dict(weights.tensors)
+    named = dict(weights.tensors)
+    if isinstance(network, ModuleNetwork):
+        module = blank(network)
+        if hubs.package(network.factory):
+            named = converted(network.name, module, named)
+        aside = {name for name, _ in module.named_buffers() if network.path_of(name) not in _statistics(network)}
+        named = {name: value for name, value in named.items() if name not in aside}
+    places = {name: network.path_of(name) for name in named}
+    return {place: named[name] for name, place in places.items() if place is not None}
+
+
+def _statistics(network: Network) -> set[str]:
+    with torch.device("meta"):
+        return {f"stats/{path}" for path in tree.flatten(network.init(torch.Generator())["stats"])}
+
+
+def _check_shape(weights: Weights, path: str, have: torch.Size, want: torch.Size) -> None:
+    if have == want:
+        return
+    advice = "give a file of this network"
+    if len(have) == len(want) == 4 and have[1] != want[1] and have[0] == want[0] and have[2:] == want[2:]:
+        advice = f"they are for images of {have[1]} channels, these have {want[1]}: set channels to {have[1]}"
+    raise UserError(
+        f"weights {weights.name}: the tensor {_said(path)} is {tuple(have)}, but the network's is {tuple(want)}; "
+        f"{advice}."
+    )
+
+
+def _said(path: str) -> str:
+    return path.partition("/")[2].replace("/", ".")

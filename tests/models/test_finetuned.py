@@ -1,0 +1,255 @@
+"""Weights to start from: only the trained part is a model, wherever it runs; a mistake is one sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import outside_parts
+import pytest
+import torch
+from safetensors.torch import save_file
+from scenes import furthest, play, same, simulate, task
+from torch import nn
+from torch_models import TorchSmall
+
+from halfmoon.contract.checks import sites_compute_the_same, straight
+from halfmoon.core import hubs, rng, tree, weight_files
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods import registry
+from halfmoon.models import Network, ResNet8, SmallCNN
+from halfmoon.models import registry as networks
+from halfmoon.models.finetuned import FineTuned, finetuned
+from halfmoon.models.modules import from_factory
+from halfmoon.models.weights import read
+
+NAMES = ("a", "b", "c", "d")
+OURS = SmallCNN(1, 4, 4)
+
+
+def given(network: Network = OURS, seed: int = 7) -> Tree:
+    """Return a model whose statistics are not at their start."""
+    model = network.init(rng.generator(seed, "model"))
+    g = rng.generator(seed, "noise")
+    stats = tree.map(lambda leaf: leaf + 0.3 * torch.rand(leaf.shape, generator=g), model["stats"])
+    return {"params": model["params"], "stats": stats}
+
+
+def saved(path: Path, tensors: Tree, classes: tuple[str, ...] | None = None) -> str:
+    """Write a file of weights, and return its path."""
+    said = {} if classes is None else {"classes": json.dumps(classes)}
+    save_file({name: leaf.contiguous() for name, leaf in tree.flatten(tensors).items()}, path, said)
+    return str(path)
+
+
+def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree | None = None) -> FineTuned:
+    """Return the network from a file of this model, with layers frozen."""
+    path = saved(tmp_path / "w.safetensors", given() if model is None else model)
+    return finetuned(network, read(path), patterns, NAMES[: network.classes])
+
+
+def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
+    """A frozen backbone leaves 36 numbers; the whole has all tensors, and every pass says what the whole one says."""
+    model, which = given(), partly(tmp_path, "backbone")
+    mine = which.init(rng.generator(0, "model"))
+    assert {path: leaf.shape for path, leaf in tree.flatten(mine).items()} == {
+        "params/head/weight": (4, 8), "params/head/bias": (4,),
+    }  # fmt: skip
+    assert (which.norm, which.head, mine["stats"], which.unseen(mine["params"])) == ("none", "head", {}, {})
+    network, whole = which.whole(mine)
+    assert network == OURS
+    assert same(whole, model)
+    x = torch.randn(6, 1, 8, 8)
+    logits, features = OURS.represent(model["params"], model["stats"], x)
+    assert torch.equal(which.predict(mine["params"], {}, x), logits)
+    for one, two in zip(which.embed(mine["params"], x), (logits, features, {}), strict=True):
+        assert torch.equal(one, two) if isinstance(two, torch.Tensor) else one == two
+    with torch.device("meta"):
+        assert tree.size(which.init(torch.Generator())) == 36
+
+
+def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
+    """With features F of the frozen layers, d CE / dW = (softmax - onehot)^T F / B, and moving W by D moves F D^T."""
+    model, which = given(), partly(tmp_path, "backbone")
+    params, x, y = which.init(rng.generator(0, "m"))["params"], torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 3, 1])
+    _, features = OURS.represent(model["params"], model["stats"], x)
+
+    def loss(params: Tree) -> torch.Tensor:
+        return nn.functional.cross_entropy(which.train(params, x)[0], y)
+
+    gradient = torch.func.grad(loss)(params)
+    gap = which.train(params, x)[0].softmax(-1) - nn.functional.one_hot(y, 4)
+    torch.testing.assert_close(gradient["head"]["weight"], gap.T @ features / 5)
+    torch.testing.assert_close(gradient["head"]["bias"], gap.mean(0))
+    along = {"head": {"weight": torch.randn(4, 8), "bias": torch.randn(4)}}
+    moved = which.tangent(params, x, which.linearize(params, x)[1], along)
+    torch.testing.assert_close(moved, features @ along["head"]["weight"].T + along["head"]["bias"])
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, ours: bool) -> None:
+    """Frozen first layer: a torch module whose first normalization is in eval mode, ours and one from outside."""
+    network = OURS if ours else from_factory("outside_parts:small", 1, 4, (8, 8))
+    model = given(network)
+    which = partly(tmp_path, "conv1", network=network, model=model)
+    mine = which.init(rng.generator(0, "m"))
+    module, x = TorchSmall(1, 4, 4), torch.randn(6, 1, 8, 8)
+    flat = {path.replace("/", "."): leaf for path, leaf in tree.flatten(model["params"]).items()}
+    flat |= {
+        (f"{path}." if "norm" in path else f"{path}.norm.").replace("/", ".") + f"running_{kind}": leaf
+        for place, leaf in tree.flatten(model["stats"]).items()
+        for path, _, kind in [place.rpartition("/")]
+    }
+    module.load_state_dict(flat, strict=False)
+    module.train().conv1.eval()
+    logits, moments = which.train(mine["params"], x)
+    torch.testing.assert_close(logits, module(x).detach())
+    layers = {path.rpartition("/")[0].partition("/")[0] for path in tree.flatten(moments)}
+    assert layers == {path.partition("/")[0] for path in tree.flatten(mine["stats"])} == {"conv2", "conv3"}
+    assert which.norm == "batch"
+
+
+@pytest.mark.parametrize("name", ["feddure", "semifl", "fedavg-fixmatch"])
+@pytest.mark.parametrize("patterns", [("backbone",), ("conv1", "conv2.conv")])
+def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patterns: tuple[str, ...]) -> None:
+    """Two executors to rounding, sites behind messages to the bit; what is frozen is in no message."""
+    which, entry = partly(tmp_path, *patterns), registry.entry(name)
+    loop = straight(entry, "both", network=which)
+    assert furthest(straight(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
+    messages, _ = sites_compute_the_same(entry, "both", loop, which)
+    said = b"".join(messages)
+    assert b"head" in said
+    assert b"conv1" not in said
+
+
+def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path) -> None:
+    """What a cohort sends has the leaves of the head alone, and 4 bytes for each of its 36 numbers."""
+    which = partly(tmp_path, "backbone")
+    method, shared = registry.make("fedavg"), task(which, torch.float32)
+    seen: list[Tree] = []
+
+    class Spy:
+        def uploads(self, question, up):
+            seen.append(up)
+            return list(range(len(up["weight"]))), up
+
+        def row(self):
+            return {}
+
+        def ended(self, round):
+            return None
+
+    simulation = simulate(method, shared, aggregators=[Spy()])
+    server = method.start(shared, which.init(rng.generator(0, "m")))
+    played = play(method, simulation, server, range(1))[0]
+    assert {path for path in tree.flatten(seen[0]) if "params" in path} == {"params/head/weight", "params/head/bias"}
+    assert tree.nbytes(played.server["params"]) == 4 * 36
+    assert played.report.cost["bytes_down"] == 3 * 4 * 36
+
+
+def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None:
+    """Another number of classes, other names of classes in a file of ours, or no head in the file."""
+    model = given()
+    path = saved(tmp_path / "five.safetensors", model)
+    five = finetuned(SmallCNN(1, 5, 4), read(path), ("backbone",), (*NAMES, "e"))
+    assert five.fresh
+    assert five.init(rng.generator(0, "m"))["params"]["head"]["weight"].shape == (5, 8)
+    named = saved(tmp_path / "named.safetensors", model, NAMES)
+    assert not finetuned(OURS, read(named), (), NAMES).fresh
+    others = finetuned(OURS, read(named), (), ("w", "x", "y", "z"))
+    one, two = (others.init(rng.generator(seed, "m"))["params"] for seed in (0, 1))
+    assert others.fresh
+    assert not torch.equal(one["head"]["weight"], two["head"]["weight"])
+    assert torch.equal(one["conv1"]["conv"]["weight"], model["params"]["conv1"]["conv"]["weight"])
+    headless = {"params": {k: v for k, v in model["params"].items() if k != "head"}, "stats": model["stats"]}
+    assert finetuned(OURS, read(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES).fresh
+
+
+def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
+    """Names, shapes, channels, numbers, pickles, patterns, and nothing left to train."""
+    good = saved(tmp_path / "good.safetensors", given())
+    without = {"params": {k: v for k, v in given()["params"].items() if k != "conv2"}, "stats": given()["stats"]}
+    wrong = given()
+    wrong["params"]["conv2"]["conv"]["weight"][0, 0, 0, 0] = float("nan")
+    (tmp_path / "text.safetensors").write_text("no")
+    for network, path, patterns, why in (
+        (OURS, saved(tmp_path / "a.safetensors", without), (), "lack the tensor conv2.conv.bias of the network"),
+        (SmallCNN(1, 4, 8), good, (), r"conv1.conv.bias is \(4,\), but the network's is \(8,\); give a file of this"),
+        (SmallCNN(3, 4, 4), good, (), "they are for images of 1 channels, these have 3: set channels to 1"),
+        (ResNet8(1, 4, 4), good, (), "lack the tensor block1a.conv.weight"),
+        (OURS, saved(tmp_path / "b.safetensors", {**given(), "x": {"y": torch.zeros(1)}}), (), "no place"),
+        (OURS, saved(tmp_path / "c.safetensors", wrong), (), "'params/conv2/conv/weight' holds values that are not"),
+        (OURS, str(tmp_path / "text.safetensors"), (), "it is no safetensors file"),
+        (OURS, str(tmp_path / "model.pth"), (), "is a pickle, which can run code"),
+        (OURS, str(tmp_path / "none.safetensors"), (), "cannot be read .No such file"),
+        (OURS, good, ("conv7",), "no such layer: did you mean 'conv[123]'"),
+        (OURS, good, ("*",), "leaves nothing to train"),
+        (SmallCNN(1, 3, 4), good, ("head", "conv1"), "but the head starts at random"),
+    ):
+        with pytest.raises(UserError, match=why):
+            finetuned(network, read(path), patterns, NAMES[: network.classes])
+    with pytest.raises(UserError, match=r"a file of weights with SHA-256 0{64}, which is not here"):
+        read(f"sha256:{'0' * 64}")
+    assert read(weight_files.offer(Path(good))).tensors.keys() == read(good).tensors.keys()
+
+
+class Ending(nn.Module):
+    """A convolution whose means are the logits: no head."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, classes, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).mean((2, 3))
+
+
+def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own names, running statistics and counters; "backbone" needs a head."""
+    module = outside_parts.small(1, 4, (8, 8)).eval()
+    module(torch.zeros(1, 1, 8, 8))
+    save_file(module.state_dict(), tmp_path / "s.safetensors")
+    network = from_factory("outside_parts:small", 1, 4, (8, 8))
+    which = finetuned(network, read(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(which.predict(which.init(rng.generator(0, "m"))["params"], {}, x), module(x).detach())
+    monkeypatch.setattr(outside_parts, "ending", Ending, raising=False)
+    headless = from_factory("outside_parts:ending", 1, 4, (8, 8))
+    save_file(Ending(1, 4, (8, 8)).state_dict(), tmp_path / "e.safetensors")
+    with pytest.raises(UserError, match="freeze backbone means every layer but the head, and this network does not"):
+        finetuned(headless, read(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)
+
+
+def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door alone, with a stand-in for the package: asked for the name, without weights, its drop-out switched off.
+
+    Where the package is missing, the sentence says how it is installed.
+    """
+    with pytest.raises(UserError, match="network timm:vit needs the package timm, which is not installed: pip install"):
+        networks.make("timm:vit", 3, 4, (8, 8), "batch", None)
+    asked = []
+
+    def get_model(name: str, weights: None, num_classes: int) -> nn.Module:
+        asked.append((name, weights, num_classes))
+        if name != "tiny":
+            raise ValueError(f"Unknown model {name}")
+        return nn.Sequential(TorchSmall(3, 8, 4), nn.Dropout(0.5), nn.Linear(8, num_classes))
+
+    package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
+    models.get_model = get_model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    monkeypatch.setattr(hubs.metadata, "version", lambda name: "0.99")
+    made = networks.make("torchvision:tiny", 3, 4, (8, 8), "batch", None)
+    made.check((3, 8, 8))
+    assert (made.head, asked[0]) == ("2", ("tiny", None, 4))
+    assert networks.parsed(networks.described(made)) == made
+    with pytest.raises(UserError, match=r"network torchvision:huge cannot be made \(ValueError: Unknown model huge\)"):
+        networks.make("torchvision:huge", 3, 4, (8, 8), "batch", None)
+    with pytest.raises(UserError, match="torchvision:tiny takes RGB images: set channels to 3"):
+        networks.make("torchvision:tiny", 1, 4, (8, 8), "batch", None)
+    with pytest.raises(UserError, match="no name of a network that another machine could make"):
+        networks.parsed({"name": "transformers:some/where", "channels": 3, "classes": 4, "size": [8, 8]})

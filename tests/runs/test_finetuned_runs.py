@@ -1,0 +1,133 @@
+"""Runs from given weights: what travels, what is saved, how they are gone on with, and models of transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import halfmoon
+from halfmoon import Config, UserError, load_model
+from halfmoon.config import schema as settings
+from halfmoon.storage import atomic_io
+
+SMALL = Config(method="fedavg", rounds=1, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
+HEAD = 10 * 32 + 10
+"""Numbers of the small network's head."""
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the model file of a run that trains everything."""
+    folder = tmp_path_factory.mktemp("first") / "run"
+    halfmoon.run(replace(SMALL, run_dir=folder))
+    return folder / "model.safetensors"
+
+
+def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(first: Path, tmp_path: Path) -> None:
+    """Bytes and checkpoints are the head's; the model file has all layers, the frozen ones as they were given.
+
+    Its file names the weights' SHA-256; equal weights elsewhere are the same run; resumed = straight; another file is
+    refused.
+    """
+    own = tmp_path / "mine.safetensors"
+    own.write_bytes(first.read_bytes())
+    config = replace(SMALL, rounds=2, weights=str(own), freeze=("backbone",), optimizer="sgd", lr=0.1)
+    folder = tmp_path / "run"
+    halfmoon.run(replace(config, run_dir=folder))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["cost"]["bytes_down"] == 2 * 4 * HEAD
+    assert rows[0]["cost"]["bytes_up"] < 2 * 4 * HEAD + 100
+    saved = load_file(folder / "checkpoint-000002.safetensors")
+    assert sum(leaf.numel() for leaf in saved.values() if leaf.is_floating_point()) == HEAD
+    before, after = load_file(first), load_file(folder / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"params/head/weight", "params/head/bias"}
+    images = np.zeros((2, 8, 8, 1), np.uint8)
+    assert load_model(folder).probabilities(images).shape == (2, 10)
+    digest = atomic_io.digest(first.read_bytes())
+    assert f"# weights from mine.safetensors sha256 {digest}\n" in (folder / "config.toml").read_text()
+    there = replace(config, weights=str(first))
+    assert settings.identity(there, "fedavg") == settings.identity(config, "fedavg")
+    assert settings.identity(replace(config, freeze=("conv1",)), "fedavg") != settings.identity(config, "fedavg")
+    again = tmp_path / "again"
+    halfmoon.run(replace(config, rounds=2, run_dir=again))
+    (again / "summary.json").unlink()
+    for name in ("model.safetensors", "checkpoint-000002.safetensors", "checkpoint-000002.json"):
+        (again / name).unlink()
+    halfmoon.resume(again)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    own.write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(UserError, match=rf"was begun with the weights from mine.safetensors sha256 {digest}, but here"):
+        halfmoon.resume(again)
+
+
+def test_a_frozen_backbone_admits_noise_and_secure_sums(first: Path) -> None:
+    """With batch normalization in the backbone alone there is no statistic that would leave without noise."""
+    noisy = {"dp_clip": 1.0, "dp_noise": 1.0, "weights": str(first)}
+    with pytest.raises(UserError, match="dp_clip needs norm 'group' or 'none'"):
+        replace(SMALL, **noisy)
+    with pytest.raises(UserError, match="freeze needs weights: layers that stay at random values learn nothing"):
+        replace(SMALL, freeze=("backbone",))
+    pytest.importorskip("dp_accounting")
+    done = halfmoon.run(replace(SMALL, **noisy, freeze=("backbone",), run_dir=first.parent.parent / "noisy"))
+    row = json.loads((done.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["aggregation"]["epsilon"] > 0
+    before, after = load_file(first), load_file(done.folder / "model.safetensors")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "params/head/weight",
+        "params/head/bias",
+    }
+
+
+def test_a_slower_backbone_moves_as_much_less(first: Path, tmp_path: Path) -> None:
+    """One step of plain SGD with a tenth of the rate moves the first layers a tenth as far, the head as far as ever."""
+    plain = replace(SMALL, weights=str(first), steps=1, clients=1, cohort=1, optimizer="sgd", schedule="constant")
+    moved = []
+    for factor in (1.0, 0.1):
+        folder = tmp_path / str(factor)
+        halfmoon.run(replace(plain, backbone_lr=factor, run_dir=folder))
+        after, before = load_file(folder / "model.safetensors"), load_file(first)
+        moved.append({name: after[name] - before[name] for name in before if name.startswith("params")})
+    for name, change in moved[0].items():
+        factor = 1.0 if "head" in name else 0.1
+        torch.testing.assert_close(moved[1][name], factor * change, rtol=1e-3, atol=1e-7)
+    assert moved[0]["params/conv1/conv/weight"].abs().max() > 1e-4
+
+
+def test_a_folder_of_transformers_is_a_network_with_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny vision transformer that transformers wrote, of 7 classes: a new head of 10 on the frozen layers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4,
+        num_channels=1, num_labels=7, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.ViTForImageClassification(config).eval()
+    theirs.save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    run = replace(SMALL, network="transformers:vit", freeze=("backbone",), run_dir=tmp_path / "run")
+    halfmoon.run(run)
+    model = load_model(tmp_path / "run")  # without a word: its code is transformers'
+    assert model.card.network.head == "classifier"
+    with torch.no_grad():
+        theirs.classifier = torch.nn.Linear(8, 10)
+        theirs.classifier.load_state_dict(model.params["classifier"])
+        x = torch.randn(3, 1, 8, 8)
+        torch.testing.assert_close(model.network.predict(model.params, {}, x), theirs(x).logits)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["cost"]["bytes_down"] == 2 * 4 * (8 * 10 + 10)
+    words = (tmp_path / "run/config.toml").read_text()
+    assert f"# transformers:vit from transformers {transformers.__version__} sha256 " in words
+    assert "# weights from model.safetensors sha256 " in words
+    other = settings.identity(replace(run, network=f"transformers:{tmp_path / 'vit'}"), "fedavg")
+    assert other == settings.identity(run, "fedavg")
+    with pytest.raises(UserError, match=r"image_size of the folder|the network's is \(1, \d+, 8\)"):
+        halfmoon.run(replace(run, resize=16, run_dir=tmp_path / "large"))
