@@ -15,12 +15,11 @@ import threading
 import webbrowser
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from html import escape
-from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfmoon.core import templates
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -186,7 +185,9 @@ def _answered(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
 def _index(page: str, title: str) -> Response:
     from starlette.responses import HTMLResponse
 
-    return HTMLResponse(_web(f"{page}.html").replace("{{title}}", escape(title)), headers={"cache-control": "no-store"})
+    return HTMLResponse(
+        templates.render("halfmoon.pages", f"{page}.html", title=title), headers={"cache-control": "no-store"}
+    )
 
 
 def _asset(name: str) -> Response:
@@ -196,16 +197,10 @@ def _asset(name: str) -> Response:
     try:
         if kind is None or name != Path(name).name:
             raise FileNotFoundError(name)
-        return Response(_web(name), media_type=kind, headers={"cache-control": "no-cache"})
+        package = "halfmoon.report" if name in SHARED else "halfmoon.pages"
+        return Response(templates.web(package, name), media_type=kind, headers={"cache-control": "no-cache"})
     except FileNotFoundError:
         return PlainTextResponse("There is no such file.", 404)
-
-
-@cache
-def _web(name: str) -> str:
-    package = "halfmoon.report" if name in SHARED else "halfmoon.pages"
-    text = (resources.files(package) / "web" / name).read_text(encoding="utf-8")
-    return text.replace("{{version}}", metadata.version("halfmoon"))
 
 
 def listening(port: int | None) -> socket.socket:

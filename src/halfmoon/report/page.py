@@ -1,18 +1,17 @@
-"""One self-contained HTML page of studies: tables written here, charts drawn by the script that comes with it."""
+"""One self-contained HTML page of studies: tables by the templates in web/, charts drawn by the script there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import metadata, resources
-from string import Template
+from importlib import metadata
 from typing import Any
 
-from halfmoon.report import scores, series
-from halfmoon.report.comparison import Column, Score, equal, final
-from halfmoon.report.gather import common_options
+from halfmoon.core import templates
+from halfmoon.report import gather, scores, series
+from halfmoon.report.comparison import equal, final, order
 from halfmoon.report.headline import headline
-from halfmoon.report.markup import Markup, el, joined, script_data
 from halfmoon.report.study import Study, scale_words
+from halfmoon.storage.atomic_io import finite
 
 CHARTS = {
     "learning": ("accuracy", "pseudo", "above", "share_above", "share_used"),
@@ -28,17 +27,21 @@ CHARTS = {
 
 def as_html(studies: Sequence[Study]) -> str:
     """Return the page: every text escaped, no address of anything outside."""
-    web = resources.files("halfmoon.report") / "web"
-    title = " · ".join(study.sweep.title for study in studies)
-    data = {"studies": [_data(study) for study in studies]}
-    body = joined(*(_study(number, study) for number, study in enumerate(studies)))
-    return Template((web / "page.html").read_text(encoding="utf-8")).substitute(
-        title=joined(f"{title} · halfmoon"),
-        style=(web / "page.css").read_text(encoding="utf-8"),
-        body=body,
-        foot=joined(f"Written by halfmoon {metadata.version('halfmoon')}."),
-        data=script_data(data),
-        script="\n".join((web / name).read_text(encoding="utf-8") for name in ("draw.js", "charts.js", "page.js")),
+    words = (
+        *(scores.TableNotes, scores.percent, scores.signed, scores.points, scores.count, scores.column_heads),
+        *(scores.taus_of, scores.seeds_words, scores.published_words, scores.marks_of, scores.costs_of),
+        *(scale_words, headline, missing, sentence, facts, common_options, uneven, order, final, equal),
+    )
+    return templates.render(
+        "halfmoon.report",
+        "page.html",
+        title=" · ".join(study.sweep.title for study in studies),
+        studies=studies,
+        version=metadata.version("halfmoon"),
+        data=finite({"studies": [_data(study) for study in studies]}),
+        CHARTS=CHARTS,
+        COSTS=scores.COSTS,
+        **{word.__name__: word for word in words},
     )
 
 
@@ -90,62 +93,32 @@ def _data(study: Study) -> dict[str, Any]:
     }
 
 
-def _study(number: int, study: Study) -> Markup:
+def facts(study: Study) -> dict[str, str]:
+    """Return where a study comes from and by which command; "" for what is not known."""
     sweep = study.sweep
-    parts = [el("h1", None, sweep.title)]
-    said = headline(study)
-    if said:
-        parts.append(el("p", {"class": "headline"}, said))
-    scale = scale_words(sweep.scale)
-    if scale:
-        parts.append(el("p", {"class": "banner", "role": "note"}, scale))
-    parts.append(_head(study))
-    if sweep.kind == "splits":
-        parts.append(_splits())
-    else:
-        parts += _results(study)
-        parts.append(_groups(study))
-        parts.append(_splits())
-    notes = missing(study)
-    if notes:
-        listed = el("ul", None, *(el("li", None, words) for words in notes))
-        parts.append(el("section", {"class": "missing"}, el("h2", None, "What is missing"), listed))
-    return el("article", {"class": "study", "data-study": str(number)}, *parts)
-
-
-def _head(study: Study) -> Markup:
-    """Return what was run, on what, and by which command."""
-    sweep = study.sweep
-    parts = [el("p", {"class": "about"}, sentence(sweep.about))] if sweep.about else []
-    if sweep.reading:
-        how = el("strong", None, "How the paper is read: ")
-        parts.append(el("p", {"class": "reading"}, how, sentence(sweep.reading)))
-    facts = {
+    return {
         "paper": ", ".join(words for words in (sweep.paper, sweep.item) if words),
         "machine": _machine(sweep.machine),
         "versions": ", ".join(f"{name} {version}" for name, version in sweep.versions.items()),
         "command": sweep.command,
     }
-    rows = [
-        joined(el("dt", None, name), el("dd", None, el("code", None, words) if name == "command" else words))
-        for name, words in facts.items()
-        if words
-    ]
-    parts.append(el("dl", {"class": "facts"}, *rows))
-    legend = study.legend()
-    if legend:
-        items = [joined(el("dt", None, name), el("dd", None, words)) for name, words in legend.items()]
-        said = el("summary", None, "What the configurations are")
-        parts.append(el("details", None, said, el("dl", None, *items)))
-    options = common_options(list(study.runs.values()))
-    if options:
-        items = [
-            joined(el("dt", None, name), el("dd", None, "none" if value is None else str(value)))
-            for name, value in options.items()
-        ]
-        said = el("summary", None, "Options that all runs share")
-        parts.append(el("details", None, said, el("dl", {"class": "options"}, *items)))
-    return el("header", None, *parts)
+
+
+def common_options(study: Study) -> dict[str, Any]:
+    """Return the options that all runs of a study share."""
+    return gather.common_options(list(study.runs.values()))
+
+
+def uneven(study: Study) -> bool:
+    """Return whether equal labeled steps are another matter than the runs' ends: a table that says the same is none."""
+    score, even = final(study), equal(study)
+    steps = even.steps or {}
+    return any(
+        even.mark(row.name, column).last != score.mark(row.name, column).last
+        for row in study.row_values
+        for column in study.columns
+        if steps.get(column)
+    )
 
 
 def sentence(words: str) -> str:
@@ -158,109 +131,3 @@ def _machine(machine: Mapping[str, Any]) -> str:
     words += [f"{machine['cores']} {'core' if machine['cores'] == 1 else 'cores'}"] if machine.get("cores") else []
     words += [str(machine["gpu"]) if machine.get("gpu") else "no GPU"] if machine else []
     return ", ".join(words)
-
-
-def _results(study: Study) -> list[Markup]:
-    """Return the tables of all columns together; with one column they stand in its group."""
-    score, even = final(study), equal(study)
-    parts = []
-    if study.sweep.kind == "lines":
-        parts.append(
-            section(f"{study.measured} along {study.sweep.x}", el("div", {"class": "charts", "data-along": ""}))
-        )
-    if len(study.columns) > 1:
-        parts.append(section("Accuracy", grid_note(study), scores.grid(study, score, f"{study.measured} in percent.")))
-        if _uneven(study, even):
-            table = scores.grid(study, even, "Test accuracy in percent at equal labeled steps.")
-            parts.append(section("Accuracy at equal labeled steps", equal_note(), table))
-    return parts
-
-
-def _uneven(study: Study, even: Score) -> bool:
-    """Return whether equal labeled steps are another matter than the runs' ends: a table that says the same is none."""
-    steps = even.steps or {}
-    if not any(steps.values()):
-        return False
-    final_score = final(study)
-    return any(
-        (one := even.mark(row.name, column).last) != (other := final_score.mark(row.name, column).last)
-        and not (one is None and other is None)
-        for row in study.row_values
-        for column in study.columns
-        if steps.get(column)
-    )
-
-
-def section(title: str, *children: str | Markup) -> Markup:
-    """Return a section under a heading."""
-    return el("section", None, el("h2", None, title), *children)
-
-
-def grid_note(study: Study) -> Markup:
-    """Return how the tables of accuracy are to be read."""
-    words = "Mean ± sample standard deviation over seeds, of the final model; best: of each seed's best round."
-    if any(cell.published for cell in study.sweep.cells):
-        words += (
-            " The difference is the final model's mean minus the published one, in points; two-sigma rule: it lies "
-            "within where it is at most twice the root of the sum of both squared deviations."
-        )
-    return el("p", {"class": "how"}, words)
-
-
-def equal_note() -> Markup:
-    """Return what equal labeled steps are."""
-    return el(
-        "p",
-        {"class": "how"},
-        "Every run at the largest number of labeled steps that all runs of its column reached: its last evaluation not "
-        "after that. Readings of one protocol differ up to nine-fold in steps.",
-    )
-
-
-def _splits() -> Markup:
-    return el(
-        "section",
-        {"data-splits": "", "hidden": ""},
-        el("h2", None, "Clients and classes"),
-        el("p", {"class": "how"}, "Areas are proportional to the number of images, apart for labeled and unlabeled."),
-        el("div", {"class": "charts", "data-splits-here": ""}),
-    )
-
-
-def _groups(study: Study) -> Markup:
-    several = len(study.columns) > 1
-    groups = [_group(number, study, column, several) for number, column in enumerate(study.columns)]
-    if not several:
-        return joined(*groups)
-    options = [el("option", {"value": str(n)}, study.column_title(column)) for n, column in enumerate(study.columns)]
-    choice = el("label", {"class": "choice"}, "Column: ", el("select", {"data-choose": "group"}, *options))
-    return joined(el("div", {"class": "chooser", "hidden": ""}, choice), *groups)
-
-
-def _group(number: int, study: Study, column: Column, several: bool) -> Markup:
-    """Return one column: its tables, and places for its charts."""
-    score, even = final(study), equal(study)
-    title = study.column_title(column)
-    reached = (even.steps or {}).get(column)
-    parts = [el("h2", {"class": "column"}, title)] if several else []
-    ordering = scores.ordering(study, score, column)
-    if several:  # the numbers stand in the grid above, of all columns beside each other
-        parts += [section("Order", ordering)] if ordering else []
-    else:
-        parts.append(
-            section("Accuracy", grid_note(study), scores.flat(study, score, column, f"{study.measured}."), ordering)
-        )
-    if reached and not several and _uneven(study, even):
-        table = scores.flat(study, even, column, f"Test accuracy at {reached:,.0f} labeled steps.")
-        parts.append(section("Accuracy at equal labeled steps", equal_note(), table))
-    parts.append(section("Learning curves", _charts("learning", "Lines: mean over seeds; bands: smallest to largest.")))
-    parts.append(section("Classes", _charts("classes", "")))
-    parts.append(section("Confusion", _charts("confusion", "")))
-    parts.append(section("Costs", scores.costs(study, column), _charts("costs", "")))
-    return el("div", {"class": "group", "data-group": str(number)}, *parts)
-
-
-def _charts(name: str, how: str) -> Markup:
-    note = el("p", {"class": "how"}, how) if how else Markup("")
-    words = " ".join(CHARTS[name])
-    return joined(note, el("div", {"class": "charts", "data-charts": name, "data-names": words}))

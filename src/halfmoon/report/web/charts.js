@@ -134,7 +134,7 @@ function classChart(width, spec) {
     });
     root.append(group);
   });
-  const slot = svg("rect", { y: box.top, width: x(1) - x(0), height: box.bottom - box.top, fill: "#000", opacity: 0.05, visibility: "hidden" });
+  const slot = svg("rect", { y: box.top, width: x(1) - x(0), height: box.bottom - box.top, fill: "currentColor", opacity: 0.06, visibility: "hidden" });
   root.append(slot);
   follow(root, (across, _, clientX, clientY) => {
     const n = Math.floor((across - box.left) / (x(1) - x(0)));
@@ -173,15 +173,15 @@ function matrixChart(width, { matrix, classes, title }) {
   matrix.forEach((row, t) => row.forEach((count, p) => {
     if (!count) return;
     const share = count / right[t];
-    const fill = `color-mix(in srgb, #0072b2 ${(100 * share).toFixed(1)}%, #fff)`;
+    const fill = `color-mix(in srgb, #0072b2 ${(100 * share).toFixed(1)}%, var(--back))`;
     root.append(svg("rect", { class: "cell", x: (left + p * side).toFixed(1), y: (t * side).toFixed(1), width: side.toFixed(2), height: side.toFixed(2), fill }));
     if (side >= 24) {
-      const words = { x: left + (p + 0.5) * side, y: (t + 0.5) * side, "text-anchor": "middle", "dominant-baseline": "central", style: `fill:${share > 0.55 ? "#fff" : "#1d1f23"}` };
+      const words = { x: left + (p + 0.5) * side, y: (t + 0.5) * side, "text-anchor": "middle", "dominant-baseline": "central", style: `fill:${share > 0.55 ? "#fff" : "var(--ink)"}` };
       root.append(svg("text", words, shown(100 * share, 0)));
     }
   }));
   root.append(svg("rect", { class: "axis", x: left, y: 0.5, width: span, height: span, fill: "none" }));
-  root.append(svg("text", { class: "label", x: left + span / 2, y: height - 6, "text-anchor": "middle" }, "predicted class (rows: true class), % of the row"));
+  root.append(svg("text", { class: "label", x: Math.max(left + span / 2, 125), y: height - 6, "text-anchor": "middle" }, "predicted class (rows: true class), % of the row"));
   follow(root, (h, v, clientX, clientY) => {
     const p = Math.floor((h - left) / side);
     const t = Math.floor(v / side);

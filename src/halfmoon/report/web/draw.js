@@ -67,7 +67,7 @@ const SHAPES = {
 };
 
 function marker(look, x, y, size, hollow) {
-  const paint = hollow ? { fill: "#fff", stroke: look.color, "stroke-width": 1.6 } : { fill: look.color };
+  const paint = hollow ? { fill: "var(--back)", stroke: look.color, "stroke-width": 1.6 } : { fill: look.color };
   const corners = SHAPES[look.marker];
   if (!corners) return svg("circle", { class: "marker", cx: x.toFixed(1), cy: y.toFixed(1), r: size, ...paint });
   const points = corners.map(([a, b]) => `${(x + a * size).toFixed(1)},${(y + b * size).toFixed(1)}`).join(" ");

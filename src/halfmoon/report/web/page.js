@@ -28,7 +28,7 @@ const SHARES = [
   ["accuracy", { title: "class-wise accuracy, its share", color: "#0072B2", dashes: "", marker: "o" }],
   ["app_u", { title: "APP-U", color: "#D55E00", dashes: "", marker: "s" }],
   ["labeled", { title: "labeled", color: "#009E73", dashes: "", marker: "^" }],
-  ["unlabeled", { title: "unlabeled (true)", color: "#000000", dashes: "", marker: "D" }],
+  ["unlabeled", { title: "unlabeled (true)", color: "currentColor", dashes: "", marker: "D" }],
 ];
 
 const charts = [];
