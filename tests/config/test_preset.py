@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.config.schema import identity, method_options, resolve, text
+from halfmoon.config.schema import Config, identity, method_options, resolve, text
 from halfmoon.core.errors import UserError
 from halfmoon.runs.runner import resume, start
 
@@ -57,3 +57,30 @@ def test_methods_without_the_preset_play_beside_one_with_it(tmp_path):
     assert (one.preset, other.preset) == ("paper", "none")
     assert one.lr == other.lr == 5e-4
     assert resume(tmp_path / "run").summaries == outcome.summaries
+
+
+def test_a_protocol_lies_under_what_is_said():
+    """SAGE's experiment by name: a word of one's own wins, labels and steps said in other words leave its own out."""
+    sage = Config.of(protocol="sage", method="proxyfl", cohort=4)
+    assert (sage.clients, sage.cohort, sage.rounds, sage.steps, sage.setting) == (20, 4, 300, 95, "pair-dir")
+    assert (sage.label_ratio, sage.labels_per_class, sage.network, sage.width) == (0.1, None, "resnet8", 64)
+    assert resolve(tomllib.loads(text(sage)), {}) == sage
+    loke = Config.of(protocol="fedloke", labels=100, epochs=2)
+    assert (loke.clients, loke.cohort, loke.labels, loke.label_ratio, loke.epochs) == (50, 20, 100, None, 2)
+    assert Config.of(protocol="sage", epochs=3).steps is None
+    match = Config.of(protocol="fedmatch", preset="paper")  # what FedDure's paper fixes lies over FedMatch's experiment
+    assert (match.clients, match.setting, match.labels_per_class, match.lr, match.norm) == (
+        *(100, "fedmatch-iid", 5.0),
+        *(5e-4, "none"),
+    )
+
+
+def test_a_protocol_is_put_in_place_before_a_configuration_is_made():
+    assert Config.of(protocol="sage").protocol == "none"
+    with pytest.raises(UserError, match=r"use Config\.of\(protocol="):
+        Config(protocol="sage")
+
+
+def test_what_is_recommended_is_known_to_python_too():
+    assert Config(method="recommended", labels_at="server", labels=10).method == "fl2"
+    assert Config.of(method="recommended").method == "proxyfl"

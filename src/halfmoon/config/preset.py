@@ -1,11 +1,38 @@
-"""`preset = "paper"`: what the main method's paper fixes of a run, under everything that is said."""
+"""What lies under everything that is said: `preset = "paper"`, what the main method's paper fixes of a run, and under
+that a protocol by name, the experiment in which papers compare methods."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from halfmoon.core.errors import UserError
+from halfmoon.storage import toml
+
+SHIPPED = {"sage": "_proxyfl", "fedloke": "_fedloke"}
+"""The file among the recipes whose table [protocol] a protocol is."""
+
+FEDMATCH: dict[str, Any] = {
+    **{"clients": 100, "cohort": 5, "rounds": 200, "setting": "fedmatch-iid", "labels_per_class": 5.0},
+    **{"network": "resnet9", "width": 64, "norm": "none", "optimizer": "sgd", "lr": 1e-3, "schedule": "constant"},
+    **{"epochs": 1, "labeled_batch": 10, "unlabeled_batch": "rest", "labeled_view": "plain", "budget": "none"},
+}
+"""FedMatch's own experiment with labels at clients (ICLR 2021, and its code): of its tables none is a recipe."""
+
+
+def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
+    """Return what the protocol that `given` values name says of a run, without what they say in other words."""
+    name = given.get("protocol", "none")
+    if name in SHIPPED:
+        file = resources.files("halfmoon") / "recipes" / f"{SHIPPED[name]}.toml"
+        values = toml.loads(file.read_text("utf-8"))["protocol"]
+    else:
+        values = FEDMATCH if name == "fedmatch" else {}
+    without = _said_otherwise(given, amounts, scenario)
+    if {"epochs", "epoch"} & given.keys():
+        without.add("steps")
+    return {name: value for name, value in values.items() if name not in without}
 
 
 def paper_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
@@ -15,10 +42,14 @@ def paper_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequen
     """
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    said = any(given.get(name) is not None for name in amounts)
-    without = {*(amounts if said else ()), *(scenario if given.get("split") is not None else ())}
+    without = _said_otherwise(given, amounts, scenario)
     fixed = registry.entry(given.get("method", "feddure")).paper_run
     return {name: value for name, value in fixed.items() if name not in without}
+
+
+def _said_otherwise(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> set[str]:
+    said = any(given.get(name) is not None for name in amounts)
+    return {*(amounts if said else ()), *(scenario if given.get("split") is not None else ())}
 
 
 def check_preset(config: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
-from halfmoon.config.preset import check_preset, paper_run
+from halfmoon.config.preset import check_preset, paper_run, protocol_run
 from halfmoon.config.ranges import Range
 from halfmoon.config.sections import (
     SECTIONS,
@@ -112,7 +112,8 @@ class Config(
     """Say everything about a run; the defaults are the main job on the embedded digits.
 
     Raise UserError where a value has the wrong type or range, or two options exclude each other. The names and
-    options of methods are checked by `check_methods`.
+    options of methods are checked by `check_methods`. What a `preset` or a `protocol` says of a run lies under what is
+    said, as `Config.of` and files know it.
     """
 
     def __post_init__(self) -> None:
@@ -120,11 +121,23 @@ class Config(
         if all(values[name] is None for name in AMOUNTS):
             values["labels_per_class"] = LABELS
         values["options"] = joined({}, self.options, "options")
+        if values["protocol"] != "none":
+            raise UserError("protocol fills in what is not said, which Config cannot know: use Config.of(protocol=...).")
+        if values["method"] == RECOMMENDED:
+            values["method"] = recommended(values["labels_at"])
         for name, value in anchored(values, Path()).items():
             object.__setattr__(self, name, value)
         for name, allowed in ranges().items():
             allowed.check(name, getattr(self, name))
         check(self)
+
+    @classmethod
+    def of(cls, **options: Any) -> Config:
+        """Return the configuration that a file with these options gives: under them lie `preset` and `protocol`.
+
+        Raise UserError for the first mistake, in names and options of methods too.
+        """
+        return resolve(options, {}, "Config.of")
 
 
 def _typed(said: str, name: str, value: Any) -> Any:
@@ -240,9 +253,9 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
         _check_split(given)
     if given.get("method") == RECOMMENDED:
         given["method"] = recommended(given.get("labels_at", "clients"))
-    if given.get("preset") == "paper":
-        given = {**paper_run(given, AMOUNTS, SCENARIO), **given}
-    return Config(**given)
+    paper = paper_run(given, AMOUNTS, SCENARIO) if given.get("preset") == "paper" else {}
+    given = {**paper, **given}
+    return Config(**{**protocol_run(given, AMOUNTS, SCENARIO), **given, "protocol": "none"})
 
 
 def recommended(place: str) -> str:
@@ -343,7 +356,7 @@ def identity(config: Config, method: str) -> str:
     """
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    without = PLACE | {"method", "baselines", "reference", "preset"} | _unsaid(config)
+    without = PLACE | {"method", "baselines", "reference", "preset", "protocol"} | _unsaid(config)
     facts = {name: getattr(config, name) for name in kinds() if name not in without}
     defaults = {name: option.default for name, option in registry.options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}

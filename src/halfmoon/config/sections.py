@@ -23,6 +23,11 @@ class MethodOptions:
     method: Annotated[str, "the method to train (see halfmoon methods); recommended: by where labels are"] = "feddure"
     baselines: Annotated[tuple[str, ...], "methods to train beside it on the same split and cohorts"] = ()
     preset: Annotated[Literal["none", "paper"], "paper: what the method's paper fixes, where you say nothing"] = "none"
+    protocol: Annotated[
+        Literal["none", "sage", "fedloke", "fedmatch"],
+        "an experiment by name, where you say nothing: SAGE's (20 clients, 8 a round), FedLoKe's (50, 20), "
+        "FedMatch's (100, 5)",
+    ] = "none"
     options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
         field(default_factory=dict[str, Any])
     )
