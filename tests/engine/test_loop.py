@@ -125,6 +125,34 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
     assert rows[-1]["test"]["per_class"] == pytest.approx(per_class, abs=2e-6)
 
 
+@pytest.mark.parametrize(("said", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
+def test_what_clients_say_of_the_model_before_chooses_the_round(
+    tmp_path: Path, said: tuple[float, ...], best: int
+) -> None:
+    """A round's answers are about the model that it started from, and those after the end about the last one."""
+    method, shared = FedAvg(FixMatch()), task(dtype=torch.float32, rounds=len(said))
+    runtime = simulate(method, shared)
+    close, verdicts, brought = runtime.close, list(said), list[Tree]()
+
+    def told(round: int) -> Any:
+        return {"round": round, "sites": 1, "accuracy": verdicts.pop(0), "loss": 1.0, "per_class": []}
+
+    def closed() -> Any:
+        report = close()
+        return report._replace(validation=told(len(brought))) if brought else report
+
+    runtime.close, runtime.bring = closed, brought.append  # type: ignore[method-assign]
+    runtime.conclude = lambda model: (None, told(len(said)))  # type: ignore[method-assign]
+    with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
+        made = play(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
+    expected = models(len(said))
+    assert all(same(*pair) for pair in zip(brought, expected, strict=False))
+    assert same(made["model"], expected[best - 1])
+    assert made["chosen"] == {"round": best, "accuracy": max(said)}
+    assert made["accuracy"]["chosen_round"] == best
+    assert made["confusion"] == confusion(made["model"])
+
+
 def models(rounds: int) -> list[Tree]:
     """Return the server's model after every round of what `run` plays."""
     method, shared = FedAvg(FixMatch()), task(dtype=torch.float32, rounds=rounds)

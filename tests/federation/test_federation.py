@@ -476,3 +476,20 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
     assert bits(there.run) == bits(known.run)
     summary, other = (json.loads((run / "summary.json").read_text()) for run in (there.run, known.run))
     assert summary["confusion"] == other["confusion"]
+
+
+def test_validation_images_of_sites_choose_the_round(play: Callable[..., Played]) -> None:
+    """Two sites have the test images as their validation images: what they count, and the model that is kept, are those
+    of a server with these validation images."""
+    town = play("fedavg", "clients").town
+    held, wild = town.folder / "test", {"test": None, "lr": 0.5, "schedule": "constant"}
+    there = town.play(town.write("fedavg", table=f"validation = {json.dumps(str(held))}", rounds=3, **wild))
+    asked = town.write("fedavg", rounds=3, **wild)
+    run = town.runs / asked.stem
+    local.rehearse(asked, run, town.folder, validations={"site-00": held, "site-02": held})
+    told = [row["validation"] for row in rows(there)]
+    at_sites = [row["validation"] for row in rows(run) if "validation" in row]
+    assert [(each["round"], each["per_class"]) for each in at_sites] == [
+        (k + 1, each["per_class"]) for k, each in enumerate(told[:2])
+    ]
+    assert bits(run) == bits(there)

@@ -122,7 +122,9 @@ class Config(
             values["labels_per_class"] = LABELS
         values["options"] = joined({}, self.options, "options")
         if values["protocol"] != "none":
-            raise UserError("protocol fills in what is not said, which Config cannot know: use Config.of(protocol=...).")
+            raise UserError(
+                "protocol fills in what is not said, which Config cannot know: use Config.of(protocol=...)."
+            )
         if values["method"] == RECOMMENDED:
             values["method"] = recommended(values["labels_at"])
         for name, value in anchored(values, Path()).items():

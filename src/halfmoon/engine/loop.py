@@ -41,6 +41,7 @@ class Report(NamedTuple):
     pseudo: Row | None
     cost: dict[str, int]  # of the run so far
     evaluation: Row | None = None  # how the model before this round did on test images that only the clients have
+    validation: Row | None = None  # the same on validation images that only the clients have
     aggregator: Row | None = None  # what stood between the uploads and the method says of the round
 
 
@@ -63,7 +64,11 @@ class Runtime(Federation, Protocol):
         ...
 
     def bring(self, model: Tree) -> None:
-        """Have the model tested with the next query, where clients have test images of their own."""
+        """Have the model tested with the next query, where clients have test or validation images of their own."""
+        ...
+
+    def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
+        """Return what the last model does on clients' own test and validation images; None where none chooses."""
         ...
 
     def saved(self, round: int) -> None:
@@ -104,7 +109,8 @@ class Runtime(Federation, Protocol):
 class Experiment:
     """One method on one federation; without `test` images nothing is evaluated here.
 
-    With `validation` images the model of the round that is best on them is the run's. With `ema` > 0 what is evaluated
+    With `validation` images, or where clients have some of their own, the model of the round that is best on them is
+    the run's. With `ema` > 0 what is evaluated
     is an average of the server's models, which keeps that share of itself in each round (`averaged`).
     """
 
@@ -141,10 +147,11 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
 
     "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is
     that of "model" on the test set: rows are true classes, columns predicted ones. Without a test set it and "accuracy"
-    are None. "aggregation" is what the last row says of aggregators. "ended" says why the run is over before its last
-    round, None where it is not. The folder gets a line a round and a checkpoint every `checkpoint_every` rounds; the
-    run goes on from `loaded`, the folder's newest checkpoint, if there is one. Raises
-    `halfmoon.engine.client_update.Diverged` when a loss is not a number.
+    are None. Where clients' validation images have chosen, "concluded" is what their test images say of the last model,
+    and "chosen" {"round", "accuracy"}; both are None elsewhere. "aggregation" is what the last row says of aggregators.
+    "ended" says why the run is over before its last round, None where it is not. The folder gets a line a round and a
+    checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`, the folder's newest checkpoint, if there
+    is one. Raises `halfmoon.engine.client_update.Diverged` when a loss is not a number.
     """
     task, runtime = experiment.task, experiment.runtime
     state, first = _start(experiment, folder, loaded, runtime.device)
@@ -153,11 +160,12 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     if ended is not None and not first:
         raise UserError(ended)
     while number < task.rounds and ended is None:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), state.solution(experiment)
         server = _round(experiment, number, state)
         runtime.stored(tree.nbytes(server))
         state = state._replace(server=server, average=_follow(experiment, number, server, state.average))
         row = _row(number, runtime.close())
+        state, seen = _best(state, seen, before, _validated([row]))
         number += 1
         ended = runtime.ended(number) if number < task.rounds else None
         last = number == task.rounds or ended is not None
@@ -168,18 +176,24 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
             _save(folder, number, state, runtime, row["cost"])
         folder.time({"round": number, "seconds": round(time.perf_counter() - began, 4)})
         watch(row)
+    tested, validated = runtime.conclude(state.solution(experiment))
+    if validated is not None:
+        state, seen = _best(state, seen, state.solution(experiment), [_Validated.of(validated, number)])
     model = state.chosen or state.solution(experiment)
     if told is None and experiment.test is not None:  # it was stopped between an evaluation and its end
         told = _tally(experiment, model, experiment.test)
     confusion = None if told is None else [integers(row) for row in told.confusion]
-    return {"model": model, "confusion": confusion, **_result(folder.verified_rows()), "ended": ended}
+    result = _result(folder.verified_rows(), seen)
+    chosen = None if validated is None else {"round": max(seen).round, "accuracy": max(seen).accuracy}
+    return {"model": model, "confusion": confusion, "concluded": tested, "chosen": chosen, **result, "ended": ended}
 
 
 def _round(experiment: Experiment, number: int, state: _State) -> Tree:
     """Return the server's tree after a round, which is played until enough clients have answered."""
     while True:
         experiment.runtime.open(number)
-        if experiment.test is None and number and number % experiment.evaluate_every == 0:
+        wanted = experiment.test is None or experiment.validation is None
+        if wanted and number and number % experiment.evaluate_every == 0:
             experiment.runtime.bring(state.solution(experiment))
         try:
             return experiment.method.round(experiment.task.at(number), state.server, experiment.runtime)
@@ -231,10 +245,8 @@ def _evaluate(
     if experiment.validation is None:
         return state, seen, test
     row["validation"] = _tally(experiment, model, experiment.validation).row()
-    seen = [*seen, *_validated([row])]
-    if max(seen) == seen[-1]:
-        return state._replace(chosen=model), seen, test
-    return state, seen, told
+    chosen, seen = _best(state, seen, model, _validated([row]))
+    return chosen, seen, test if chosen is not state else told
 
 
 class _Validated(NamedTuple):
@@ -244,10 +256,25 @@ class _Validated(NamedTuple):
     lead: float  # minus the loss: it decides between equal accuracies
     round: int
 
+    @classmethod
+    def of(cls, told: Row, round: int) -> _Validated:
+        return cls(told["accuracy"], -told["loss"], round)
+
 
 def _validated(rows: list[Row]) -> list[_Validated]:
-    said = [(row["validation"], row["round"]) for row in rows if "validation" in row]
-    return [_Validated(told["accuracy"], -told["loss"], round) for told, round in said]
+    """Return what rows say: of their own round's model or, where clients judge, of that of the round before."""
+    said = [(row["validation"], row["validation"].get("round", row["round"])) for row in rows if "validation" in row]
+    return [_Validated.of(*each) for each in said]
+
+
+def _best(
+    state: _State, seen: list[_Validated], model: Tree, said: list[_Validated]
+) -> tuple[_State, list[_Validated]]:
+    """Keep a model if it is the best so far; `said` is what the validation images say of it, or nothing."""
+    if not said:
+        return state, seen
+    seen = [*seen, *said]
+    return (state._replace(chosen=model) if max(seen) == seen[-1] else state), seen
 
 
 def _start(
@@ -314,11 +341,12 @@ def _row(number: int, report: Report) -> Row:
         "pseudo": report.pseudo,
         "cost": report.cost,
         **({} if report.evaluation is None else {"evaluation": report.evaluation}),
+        **({} if report.validation is None else {"validation": report.validation}),
         **({} if report.aggregator is None else {"aggregation": report.aggregator}),
     }
 
 
-def _result(rows: list[Row]) -> Row:
+def _result(rows: list[Row], seen: Sequence[_Validated]) -> Row:
     """Return the last and the best accuracy, of the test and of pseudo-labels, and the last row's cost and
     aggregators."""
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
@@ -326,7 +354,7 @@ def _result(rows: list[Row]) -> Row:
     if not tested:
         return {"accuracy": None, **said}
     accuracy = _last_and_best(tested)
-    if seen := _validated(rows):
+    if seen:
         chosen = max(seen)
         by_round = {round: share for share, round in tested}
         accuracy |= {"chosen": by_round[chosen.round], "chosen_round": chosen.round, "validation": chosen.accuracy}

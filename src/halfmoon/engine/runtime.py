@@ -108,7 +108,11 @@ class ServerRuntime(ABC):
 
     @abstractmethod
     def bring(self, model: Tree) -> None:
-        """Have the model tested with the next query, where clients have test images of their own."""
+        """Have the model tested with the next query, where clients have test or validation images of their own."""
+
+    def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
+        """Return what the last model does on clients' test and validation images; None where none chooses."""
+        return None, None
 
     @abstractmethod
     def saved(self, round: int) -> None:

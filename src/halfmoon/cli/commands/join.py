@@ -33,6 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", default=DEVICES[0], help=about)
     about = "a folder of labeled images that models are tested on, and never trained on (default: none)"
     parser.add_argument("--test", metavar="FOLDER", type=Path, help=about)
+    about = "a folder of labeled images that choose the round whose model is kept, and are never trained on"
+    parser.add_argument("--validation", metavar="FOLDER", type=Path, help=f"{about} (default: none)")
     about = (
         "the terms to take part on: the hash that halfmoon site terms shows, or 8 or more of its first digits; or any"
     )
@@ -66,8 +68,9 @@ def run(given: argparse.Namespace) -> int:
     for path in given.weights:
         weight_files.offer(path)  # one that cannot be read is told now
     found = read(given.site)
-    if given.test is not None and not (read(given.test).labels >= 0).any():
-        raise UserError(f"--test {given.test} has no labeled image: name some in its labels.csv.")
+    for flag, folder in {"--test": given.test, "--validation": given.validation}.items():
+        if folder is not None and not (read(folder).labels >= 0).any():
+            raise UserError(f"{flag} {folder} has no labeled image: name some in its labels.csv.")
     site = Joining(
         server,
         given.name,
@@ -81,6 +84,7 @@ def run(given: argparse.Namespace) -> int:
         device=given.device,
         port=port,
         tests=given.test,
+        validations=given.validation,
         terms=given.terms.lower(),
         methods=tuple(given.accept),
         trusted=tuple(given.trust),

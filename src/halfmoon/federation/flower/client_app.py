@@ -1,10 +1,10 @@
 """The one ClientApp: whatever the method, it hands a message to the site's `SiteClient` and sends back what that
 answers.
 
-`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" (a folder), and on what terms it
-takes part: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without "terms" its people are
-asked. In a rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the folder of that name in
-`run_config` "sites", and takes part in whatever is played there.
+`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" and "validations" (folders),
+and on what terms it takes part: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without
+"terms" its people are asked. In a rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the
+folder of that name in `run_config` "sites", and takes part in whatever is played there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from halfmoon.federation.server.plan import load
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.consent import ANY
 
+FACTS = ("folder", "name", "home", "device", "tests", "validations", "terms", "methods", "trusted", "weights")
+
 app = ClientApp()
 
 
@@ -46,24 +48,30 @@ def _answered(message: Message, context: Context) -> Message:
     said = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in said:
         said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
-    member = _member(
-        *(said.get(word, "") for word in ("folder", "name", "home", "device", "tests", "terms", "methods", "trusted")),
-        said.get("weights", ""),
-    )
+    member = _member(*(said.get(word, "") for word in FACTS))
     return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
 
 
 @cache
 def _member(
-    folder: str, name: str, home: str, device: str, tests: str, terms: str, methods: str, trusted: str, weights: str
+    folder: str,
+    name: str,
+    home: str,
+    device: str,
+    tests: str,
+    validations: str,
+    terms: str,
+    methods: str,
+    trusted: str,
+    weights: str,
 ) -> SiteClient:
     """Return the member; a process that answers several messages opens its images once."""
-    paths = [Path(each) if each else None for each in (home, tests)]
+    own, tested, chosen = (Path(each) if each else None for each in (home, tests, validations))
     parts = tuple(methods.split()), tuple(trusted.split())
     for path in filter(None, weights.split(os.pathsep)):
         with suppress(UserError):  # terms that want it say what is missing
             weight_files.offer(Path(path))
-    return SiteClient.at(Path(folder), name, paths[0], device or "auto", paths[1], terms, *parts)
+    return SiteClient.at(Path(folder), name, own, device or "auto", tested, terms, *parts, chosen)
 
 
 @cache

@@ -77,10 +77,16 @@ class LocalGrid(Grid):
             return Message(Error(code=CRASHED, reason=repr(error)), reply_to=message)
 
 
-def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, Path] | None = None) -> None:
+def rehearse(
+    federation: Path,
+    run_dir: Path,
+    sites: Path,
+    tests: Mapping[str, Path] | None = None,
+    validations: Mapping[str, Path] | None = None,
+) -> None:
     """Play a federation in this process, through both of Flower's apps; the site folders are in `sites`, by name.
 
-    `tests` has the folders of test images of sites that have some.
+    `tests` has the folders of test images of sites that have some, `validations` those of validation images.
 
     Raise UserError for what stops it, as a served federation would.
     """
@@ -91,8 +97,9 @@ def rehearse(federation: Path, run_dir: Path, sites: Path, tests: Mapping[str, P
     names = load(federation).terms.sites
     nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY} for k, name in enumerate(names)}
     for said in nodes.values():
-        if tests and said["name"] in tests:
-            said["tests"] = str(tests[said["name"]])
+        for word, folders in {"tests": tests, "validations": validations}.items():
+            if folders and said["name"] in folders:
+                said[word] = str(folders[said["name"]])
     config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
     with internals.identity():
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)

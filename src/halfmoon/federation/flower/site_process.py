@@ -101,9 +101,9 @@ class Joining:
     `images` and `labeled` count what is in the folder. `ca` has the authority that signed the server's certificate;
     without it the connection is plain, which away from this machine needs `insecure`. `key` is the site's own, where
     the server wants one. `port` is one of this machine's for Flower's own use, a free one if None. `tests` is a folder
-    of labeled images to test models on. `terms` and `methods` are what it takes part in, as in
-    `halfmoon.federation.site.consent.Consent`; without `terms` its people are asked. Raise UserError where these do not
-    fit.
+    of labeled images to test models on, `validations` one of those that choose the round whose model is kept. `terms`
+    and `methods` are what it takes part in, as in `halfmoon.federation.site.consent.Consent`; without `terms` its
+    people are asked. Raise UserError where these do not fit.
     """
 
     server: Address
@@ -123,6 +123,7 @@ class Joining:
     methods: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()  # parts from outside halfmoon that may be loaded
     weights: tuple[Path, ...] = ()  # the site's copies of files of weights that a federation starts from
+    validations: Path | None = None
     all: bool = False  # whether every option of the terms is shown, not ten lines
 
     def __post_init__(self) -> None:
@@ -161,8 +162,8 @@ def node(site: Joining) -> str:
     """Return what the site's own program is told, as TOML; it stays on this machine."""
     folder, home = site.folder.absolute(), site.home.absolute()
     facts = {"name": site.name, "folder": folder, "home": home, "device": site.device}
-    if site.tests is not None:
-        facts["tests"] = site.tests.absolute()
+    facts |= {} if site.tests is None else {"tests": site.tests.absolute()}
+    facts |= {} if site.validations is None else {"validations": site.validations.absolute()}
     facts |= {"terms": site.terms} if site.terms else {}
     facts |= {"methods": " ".join(site.methods)} if site.methods else {}
     facts |= {"trusted": " ".join(site.trusted)} if site.trusted else {}

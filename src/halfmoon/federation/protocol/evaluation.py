@@ -1,8 +1,9 @@
-"""How a model does on test images that only the sites have: what each counted, added up."""
+"""How a model does on test and validation images that only the sites have: what each counted, added up."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,12 +28,15 @@ class FederatedEvaluation:
         """Return how many sites have said something."""
         return len(self.said)
 
-    def add(self, said: Tree, classes: int, tests: int) -> bool:
+    def add(self, said: object, classes: int, tests: int) -> bool:
         """Add what a site said (`halfmoon.federation.protocol.messages.Reply`), and return whether that can be.
 
         It told of `tests` test images, each of one of the classes.
         """
-        cells, loss = said.get("confusion"), said.get("loss")
+        if not isinstance(said, dict):
+            return False
+        told = cast(Tree, said)
+        cells, loss = told.get("confusion"), told.get("loss")
         if not isinstance(cells, Tensor) or not isinstance(loss, Tensor):
             return False
         if cells.shape != (classes, classes) or cells.dtype != torch.int64 or loss.shape != ():
@@ -55,3 +59,20 @@ class FederatedEvaluation:
             total = total + cells
             loss += mean * int(cells.sum())
         return Tally(total, loss / max(1, int(total.sum())))
+
+    def row(self, round: int) -> dict[str, Any] | None:
+        """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing."""
+        said = self.tally()
+        return None if said is None else {"round": round, "sites": self.sites, **said.row()}
+
+
+class Evaluations(NamedTuple):
+    """What sites say of one model: of their test images, and of those that choose the round."""
+
+    tests: FederatedEvaluation
+    validations: FederatedEvaluation
+
+    @classmethod
+    def capped(cls, cap: float) -> Evaluations:
+        """Return two empty ones with this cap."""
+        return cls(FederatedEvaluation(cap), FederatedEvaluation(cap))

@@ -162,7 +162,8 @@ def unsure(network: Network) -> int:
 
 def examined(classes: int) -> TreeSpec:
     """Return the pattern of what a site says of a model that it has tested."""
-    return {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
+    said: TreeSpec = {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
+    return {**said, **{f"validation/{name}": kind for name, kind in said.items()}}
 
 
 def check_images(folder: Path, count: int, image: tuple[int, int, int]) -> None:

@@ -55,7 +55,8 @@ class Request:
     `run` is the hexadecimal number of the server's run, of which there may be several of one federation. `attempt`
     counts how often the round is played, from 0. `known` is the client update (round, attempt, query) whose memory the
     site goes on from, `safe` the oldest one that it may ever have to; both are empty where there is none. `evaluation`
-    is a model {"params", "stats"} to test on the site's own test images, beside the work; without a work that is all.
+    is a model {"params", "stats"} to test on the site's own test and validation images, beside the work; without a work
+    that is all.
     `masks` is what a masked sum needs (`halfmoon.federation.site.secure_sum`); without a work it asks for the site's
     part in that.
     """
@@ -78,6 +79,8 @@ class Request:
 class Joined:
     """A site takes part: under its name, with so many images that have a label, that have none, and to test on.
 
+    `validations` are images that choose the round whose model is kept.
+
     `key` is the public key, in hexadecimal, under which others deal shares to it; nothing where no sums are masked.
     """
 
@@ -87,6 +90,7 @@ class Joined:
     labeled: int
     unlabeled: int
     tests: int = 0
+    validations: int = 0
     key: str = ""
 
 
@@ -104,7 +108,8 @@ class Reply:
     """What a site answers: `up`, its samples as a tree, and counts of what the client update took (see `ClientResult`).
 
     `evaluation` is what the model that came for a test said of the site's own test images: "confusion" (classes,
-    classes) int64, rows the true classes, and "loss" (), the mean cross-entropy, float64.
+    classes) int64, rows the true classes, and "loss" (), the mean cross-entropy, float64; "validation" holds the same
+    of its validation images. What a site has none of is not there.
     """
 
     federation: str

@@ -12,7 +12,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.client_update import ClientContext
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.evaluation import FederatedEvaluation
+from halfmoon.federation.protocol.evaluation import Evaluations, FederatedEvaluation
 from halfmoon.federation.protocol.messages import LARGEST, Malformed, Refusal, Reply, Request, read, write
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
 from halfmoon.federation.server.plan import Rules
@@ -44,13 +44,14 @@ class Inspection:
     """What is known of sites before they answer, to judge their answers by.
 
     most: how much a client update at a site may look at, and of how many images the site told.
-    tests: of how many test images of its own a site told.
+    tests, validations: of how many test and validation images of its own a site told; 0 where nobody asks.
     keys: what sites showed when they joined, if uploads come under masks: then their sum is all that can be read.
     """
 
     patterns: UplinkSpec
     most: Callable[[ClientUpdate, str], tuple[Amount, int]]
     tests: Callable[[str], int]
+    validations: Callable[[str], int] = lambda _: 0
     keys: Callable[[], Mapping[str, bytes]] | None = None
 
 
@@ -88,6 +89,10 @@ class SiteCalls:
         """Return how many test images of its own a site told of."""
         return 0 if self.inspection is None else self.inspection.tests(site)
 
+    def validations(self, site: str) -> int:
+        """Return how many validation images of its own a site told of."""
+        return 0 if self.inspection is None else self.inspection.validations(site)
+
     def asked(self, requests: Mapping[str, Request], pattern: TreeSpec, what: str) -> dict[str, Reply]:
         """Return the usable replies to requests about a masked sum alone."""
         good: dict[str, Reply] = {}
@@ -107,11 +112,32 @@ class SiteCalls:
             raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
         return pattern
 
-    def add(self, evaluation: FederatedEvaluation, site: str, reply: Reply, network: Network) -> None:
+    def examining(self) -> list[str]:
+        """Return the sites, but those that are set aside, which have images that models are tested on."""
+        names = [name for name in self.names if name not in self.quarantine.aside]
+        return [name for name in names if self.tests(name) or self.validations(name)]
+
+    def examined(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
+        """Return what sites say of a model that comes without any work."""
+        evaluations = Evaluations.capped(self.rules.weight_cap)
+        answers = self.exchange(requests, "the last test") if requests else {}
+        for name, answer in answers.items():
+            reply = self.read(name, answer, requests[name], self.most(None, requests[name], {}, network))
+            if reply is not None:
+                self.add(evaluations, name, reply, network)
+        return evaluations
+
+    def add(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
         """Count what a site says of a model, if it says something."""
-        if not reply.evaluation:
+        said = reply.evaluation
+        if not said:
             return
-        if not evaluation.add(reply.evaluation, network.classes, self.tests(site)):
+        parts: list[tuple[FederatedEvaluation, object, int]] = [
+            (evaluations.tests, said, self.tests(site)),
+            (evaluations.validations, said.get("validation"), self.validations(site)),
+        ]
+        added = [each.add(told, network.classes, count) for each, told, count in parts if count]
+        if not all(added):
             self.say(f"{site} tested a model in a way that cannot be: that is left out")
 
     def most(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:

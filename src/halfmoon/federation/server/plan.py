@@ -71,6 +71,10 @@ class Table:
     mean: Annotated[tuple[float, ...], "mean of each channel (of pixels in 0..1), to normalize by"] = (0.5,)
     std: Annotated[tuple[float, ...], "standard deviation of each channel, to normalize by"] = (0.25,)
     test: Annotated[Path | None, "the server's folder of labeled images to test on; none: the sites' own ones"] = None
+    validation: Annotated[
+        Path | None,
+        "the server's folder of labeled images that choose the round; none: the sites' own ones",
+    ] = None
     server: Annotated[Path | None, "the server's own folder of labeled images, where it has some"] = None
 
 
@@ -83,6 +87,7 @@ class Plan:
     test: Path | None
     server: Path | None
     config: Config
+    validation: Path | None = None
 
 
 def load(path: Path) -> Plan:
@@ -123,8 +128,9 @@ def load(path: Path) -> Plan:
     own = {name: raw[name] for name in OWN if name in raw}
     here = {"data": terms.config.data, "clients": len(held.sites), "cohort": terms.config.cohort}
     config = settings.merge(settings.anchored({**values, **own, **here}, path.parent), {}, path)
-    test, server = (each and (path.parent / each.expanduser()).absolute() for each in (held.test, held.server))
-    return Plan(terms, rules, test, server, config)
+    folders = (held.test, held.server, held.validation)
+    test, server, validation = (each and (path.parent / each.expanduser()).absolute() for each in folders)
+    return Plan(terms, rules, test, server, config, validation)
 
 
 def _portable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from halfmoon.engine.local_clients import LocalClients
 from halfmoon.engine.loop import Report, Row, TooFew
 from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime
 from halfmoon.engine.sampling import Views
-from halfmoon.federation.protocol.evaluation import FederatedEvaluation
+from halfmoon.federation.protocol.evaluation import Evaluations
 from halfmoon.federation.protocol.messages import Reply, Request
 from halfmoon.federation.protocol.tree_spec import TreeSpec, spec_of
 from halfmoon.federation.server.calls import SiteCalls
@@ -60,7 +60,7 @@ class RemoteRuntime(ServerRuntime):
         self.state_store: StateStore = self._staged
         self._versions = MemoryVersions(self.store)
         self._brought: Tree = {}
-        self._evaluation: FederatedEvaluation | None = None
+        self._evaluations: Evaluations | None = None
 
     @property
     def labeled(self) -> int:
@@ -74,7 +74,7 @@ class RemoteRuntime(ServerRuntime):
     def open(self, round: int) -> None:
         """Begin a round, or begin it again: draw its cohort, at first as a simulation does."""
         super().open(round)
-        self._brought, self._evaluation = {}, None
+        self._brought, self._evaluations = {}, None
         self._versions.drop()
         for staged in self._staged_stores():
             staged.changed.clear()
@@ -91,22 +91,23 @@ class RemoteRuntime(ServerRuntime):
         self.calls.ready(self.calls.rules.quorum(self.size))
 
     def bring(self, model: Tree) -> None:
-        """Have the model tested with the next query by those who have test images of their own."""
+        """Have the model tested with the next query by those who have test or validation images of their own."""
         self._brought = model
+
+    def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
+        """Return what the last model does on the sites' images; Nones where no site has validation images."""
+        if not any(self.calls.validations(name) for name in self.names):
+            return None, None
+        tests, validations = self._concluded(model, self.calls.examining())
+        return tests.row(self._round + 1), validations.row(self._round + 1)
 
     def concluded(self, model: Tree) -> Tally | None:
         """Return how a model does on the test images of all sites that have some and answer, None where none does."""
-        names = [name for name in self.names if self.calls.tests(name) and name not in self.calls.quarantine.aside]
+        return self._concluded(model, [name for name in self.calls.examining() if self.calls.tests(name)]).tests.tally()
+
+    def _concluded(self, model: Tree, names: Sequence[str]) -> Evaluations:
         requests = {name: self._request(name, self.task.rounds - 1, self._query, "", {}, model) for name in names}
-        evaluation = FederatedEvaluation(self.calls.rules.weight_cap)
-        if names:
-            network = self.base.network
-            for name, answer in self.calls.exchange(requests, "the last test").items():
-                most = self.calls.most(None, requests[name], {}, network)
-                reply = self.calls.read(name, answer, requests[name], most)
-                if reply is not None:
-                    self.calls.add(evaluation, name, reply, network)
-        return evaluation.tally()
+        return self.calls.examined(requests, self.base.network)
 
     def saved(self, round: int) -> None:
         """Take note of what is on the disk: the newest checkpoint, and the one to fall back on."""
@@ -128,10 +129,10 @@ class RemoteRuntime(ServerRuntime):
         self._attempt = 0
         self.cohorts.over()
         report = super().close()
-        said = self._evaluation and self._evaluation.tally()
-        if not (self._evaluation and said):
+        if self._evaluations is None:
             return report
-        return report._replace(evaluation={"round": self._round, "sites": self._evaluation.sites, **said.row()})
+        tests, validations = (each.row(self._round) for each in self._evaluations)
+        return report._replace(evaluation=tests, validation=validations)
 
     def _keep(self) -> None:
         """Take over what a round that is over has changed; once it is done, there is nothing more to take."""
@@ -156,12 +157,12 @@ class RemoteRuntime(ServerRuntime):
             if self.names[k] not in self.calls.quarantine.aside  # a method may ask others than its cohort
         }
         brought, self._brought = self._brought, {}
-        evaluations = {site: brought if self.calls.tests(site) else {} for site in downlinks}
-        evaluation = FederatedEvaluation(self.calls.rules.weight_cap) if any(evaluations.values()) else None
-        self.cost.bytes_down += sum(tree.nbytes(each) for each in evaluations.values())
+        examining = self.calls.examining() if brought else []
+        said = Evaluations.capped(self.calls.rules.weight_cap)
+        self.cost.bytes_down += tree.nbytes(brought) * sum(site in examining for site in downlinks)
         what = f"round {context.round + 1}, query {context.query + 1} ({name})"
         requests = {
-            site: self._request(site, context.round, context.query, name, own, evaluations[site])
+            site: self._request(site, context.round, context.query, name, own, brought if site in examining else {})
             for site, own in downlinks.items()
         }
         masked = None
@@ -171,10 +172,10 @@ class RemoteRuntime(ServerRuntime):
             requests = masked.begin()
         replies = self._replies(requests, None if masked else context, downlinks, what)
         good = self.calls.judged(replies, context, downlinks)
-        if evaluation is not None:
+        if examining:
             for site, reply in good.items():
-                self.calls.add(evaluation, site, reply, self.base.network)
-            self._evaluation = evaluation
+                self.calls.add(said, site, reply, self.base.network)
+            self._evaluations = said
         self.cohorts.lose(k for k in clients if self.names[k] not in good)
         # Those of its cohort count, in all its queries: a method may ask others as well, of whom some are always away.
         wanted, left, drawn = self.calls.rules.quorum(self.cohorts.drawn), len(self.cohorts.left), self.cohorts.drawn

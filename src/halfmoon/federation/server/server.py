@@ -13,12 +13,12 @@ import numpy as np
 
 from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.weights import WeightCap
-from halfmoon.api.types import ClientUpdate
+from halfmoon.api.types import ClientUpdate, Task
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
-from halfmoon.engine.budget import ClientSize
+from halfmoon.engine.budget import Budget, ClientSize
 from halfmoon.engine.evaluation import Examples, Tally
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients
 from halfmoon.engine.loop import Experiment, Row, play
@@ -74,7 +74,7 @@ class FederationServer:
         cannot be read, a method without its labels.
         """
         config = self.plan.config
-        for folder in (self.plan.test, self.plan.server):
+        for folder in (self.plan.test, self.plan.server, self.plan.validation):
             if folder is not None:
                 self._labeled(folder)
         if config.labels_at == "server" and self.plan.server is None:
@@ -174,7 +174,7 @@ class FederationServer:
             said = runtime.concluded(played["model"])
             if said is not None:
                 say(f"the sites' own test images: accuracy {said.row()['accuracy']:.2%}")
-                played |= {"confusion": said.confusion.tolist(), "accuracy": _accuracy(folder, said, config.rounds)}
+                played |= {"confusion": said.confusion.tolist(), "accuracy": _accuracy(folder, said, played)}
         summary = _summary(self.plan, folder, played)
         card = _card(self.plan, experiment.task.network.whole(played["model"])[0])
         # The sites' copy says what was agreed on, and nothing of this machine.
@@ -189,10 +189,12 @@ class FederationServer:
     def _experiment(self, manager: ClientManager, version: str, patience: float) -> Experiment:
         terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
         shared, seen = task(config, terms.form), views(config, terms.form)
-        entry = registry.entry(config.method)
         store = Store(cap=config.memory_cap * 1_000_000)
         place = device(config)
-        test = None if self.plan.test is None else examples(self._labeled(self.plan.test), place)
+        test, validation = (
+            None if held is None else examples(self._labeled(held), place)
+            for held in (self.plan.test, self.plan.validation)
+        )
         batching, serving = batch_rules(config)
         measure = budget(config, shared)
         server = None
@@ -201,25 +203,7 @@ class FederationServer:
             state_store = StateView(store, "client/", place)
             server = LocalClients(held, seen, batching, serving, measure, config.seed, "loop", state_store)
 
-        def most(work: ClientUpdate, site: str) -> tuple[Amount, int]:
-            said = manager.joined[site]
-            images = said.labeled + said.unlabeled
-            if rules.images is not None:
-                images = min(images, rules.images[terms.sites.index(site)])
-            labeled = min(said.labeled, images)
-            given = ClientSize(labeled, images if config.reuse_labeled else images - labeled)
-            own = ClientSize(images, 0) if entry.all_labels else given
-            return measure.amount(batching, work, own, given), images
-
-        def tests(site: str) -> int:
-            return manager.joined[site].tests if site in manager.joined else 0
-
-        inspection = Inspection(
-            UplinkSpec(shared, seen, terms.form.image, config.seed),
-            most,
-            tests,
-            (lambda: shown(manager.joined)) if config.secure_aggregation else None,
-        )
+        inspection = _inspection(self.plan, manager, shared, measure, (test is None, validation is None))
         calls = SiteCalls(
             manager,
             terms.sites,
@@ -243,18 +227,54 @@ class FederationServer:
             config.seed,
             config.evaluate_every,
             config.checkpoint_every,
-            ema=config.server_ema,
+            validation,
+            config.server_ema,
         )
 
 
-def _accuracy(folder: RunFolder, last: Tally, rounds: int) -> Row:
-    """Return the last and the best accuracy on the sites' own test images."""
-    tested = [
-        (row["evaluation"]["accuracy"], row["evaluation"]["round"]) for row in folder.rows() if row.get("evaluation")
-    ]
-    final = last.row()["accuracy"]
-    best, best_round = max([*tested, (final, rounds)], key=lambda each: (each[0], -each[1]))
-    return {"last": final, "best": best, "best_round": best_round}
+def _inspection(
+    plan: Plan, manager: ClientManager, shared: Task, measure: Budget, asked: tuple[bool, bool]
+) -> Inspection:
+    """Return what is known of sites; `asked` says whether their test and their validation images are wanted."""
+    terms, config, rules = plan.terms, plan.config, plan.rules
+    entry = registry.entry(config.method)
+
+    def most(work: ClientUpdate, site: str) -> tuple[Amount, int]:
+        said = manager.joined[site]
+        images = said.labeled + said.unlabeled
+        if rules.images is not None:
+            images = min(images, rules.images[terms.sites.index(site)])
+        labeled = min(said.labeled, images)
+        given = ClientSize(labeled, images if config.reuse_labeled else images - labeled)
+        own = ClientSize(images, 0) if entry.all_labels else given
+        return measure.amount(batch_rules(config)[0], work, own, given), images
+
+    def tests(site: str) -> int:
+        return manager.joined[site].tests if asked[0] and site in manager.joined else 0
+
+    def validations(site: str) -> int:
+        return manager.joined[site].validations if asked[1] and site in manager.joined else 0
+
+    return Inspection(
+        UplinkSpec(shared, views(config, terms.form), terms.form.image, config.seed),
+        most,
+        tests,
+        validations,
+        (lambda: shown(manager.joined)) if config.secure_aggregation else None,
+    )
+
+
+def _accuracy(folder: RunFolder, kept: Tally, played: Row) -> Row:
+    """Return the last, the best and the chosen accuracy on the sites' own test images; `kept` is the kept model's."""
+    rows = folder.rows()
+    tested = [(row["evaluation"]["accuracy"], row["evaluation"]["round"]) for row in rows if row.get("evaluation")]
+    share, chosen = kept.row()["accuracy"], played["chosen"]
+    last = share if chosen is None else played["concluded"]["accuracy"]
+    best, best_round = max([*tested, (last, len(rows))], key=lambda each: (each[0], -each[1]))
+    said = {"last": last, "best": best, "best_round": best_round}
+    if chosen is None:
+        return said
+    return said | {"chosen": share, "chosen_round": chosen["round"], "validation": chosen["accuracy"]}
 
 
 def _served(rows: Examples, sites: int) -> FederatedDataset:

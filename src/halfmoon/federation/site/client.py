@@ -81,14 +81,16 @@ class SiteClient:
         terms: str = ANY,
         methods: tuple[str, ...] = (),
         trusted: tuple[str, ...] = (),
+        validations: Path | None = None,
     ) -> SiteClient:
         """Return the client of a site folder, with its home in that folder where no other is given.
 
-        `device` is where it computes, `tests` a folder of labeled images that are never trained on. `terms` and
+        `device` is where it computes. `tests` and `validations` are folders of labeled images that are never trained
+        on: models are tested on the one, and the round whose model is kept is chosen by the other. `terms` and
         `methods` are what it takes part in (`halfmoon.federation.site.consent.Consent`).
         """
         home = home or folder / HOME
-        return cls(SiteImages(folder, home, tests, device), name, Consent(home, terms, methods), trusted)
+        return cls(SiteImages(folder, home, tests, device, validations), name, Consent(home, terms, methods), trusted)
 
     @property
     def home(self) -> Path:
@@ -180,11 +182,10 @@ class SiteClient:
         self._sites[terms.hash] = terms, site
         atomic_io.replace(place / joined.TERMS, terms.text.encode())
         labeled, unlabeled = site.counts()
-        tests = 0 if site.tests is None else len(site.tests.labels)
-        tested = f"; it tests models on {tests:,} others" if tests else ""
-        self._say(f"{terms.said()}; this site gives {labeled:,} images with a label and {unlabeled:,} without{tested}")
+        tests, validations, others = _others(site)
+        self._say(f"{terms.said()}; this site gives {labeled:,} images with a label and {unlabeled:,} without{others}")
         key = secure_sum.shown(self.home, terms.hash) if terms.config.secure_aggregation else ""
-        return Joined(terms.hash, self.version, self.name, labeled, unlabeled, tests, key)
+        return Joined(terms.hash, self.version, self.name, labeled, unlabeled, tests, validations, key)
 
     def _agree_to(self, terms: Terms, kind: str) -> None:
         """Raise `Refused` for terms that the site's people do not want, or have not said yes to; put those down."""
@@ -241,14 +242,22 @@ class SiteClient:
         return part.answer(request, lambda plain: site.do(plain, memory))
 
 
+def _others(site: SiteRuntime) -> tuple[int, int, str]:
+    """Return how many test and validation images a site has, and the words for that."""
+    tests, validations = (0 if held is None else len(held.labels) for held in site.held)
+    tested = f"; it tests models on {tests:,} others" if tests else ""
+    chosen = f"; {validations:,} others choose the round whose model is kept" if validations else ""
+    return tests, validations, tested + chosen
+
+
 def told(request: Request, reply: Reply, received: int, seconds: float) -> list[str]:
     """Return what the log says of a request that was done."""
     lines = []
-    if reply.evaluation:
-        cells = reply.evaluation["confusion"]
-        share = int(cells.diagonal().sum()) / max(1, int(cells.sum()))
-        which = f"the model before round {request.round + 1}" if request.work else "the last model"
-        lines.append(f"{which} is right on {share:.2%} of the test images here")
+    which = f"the model before round {request.round + 1}" if request.work else "the last model"
+    for kind, said in {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}.items():
+        if "confusion" in said:
+            share = int(said["confusion"].diagonal().sum()) / max(1, int(said["confusion"].sum()))
+            lines.append(f"{which} is right on {share:.2%} of the {kind} images here")
     if not request.work:
         if "shares" in reply.up:
             lines.append(f"round {request.round + 1}: received {size(received)} and answered, for a sum under masks")

@@ -45,7 +45,7 @@ def kept(home: Path, unparsed: UnparsedMessage[Final], terms: Terms, site: SiteR
     atomic_io.replace(path, with_seal(pack(model)[0], card.render()))
     load_model(path, network=terms.config.network)
     found = site.examined(message.model)
-    if not found:
+    if "confusion" not in found:
         return f"finished: the model lies in {path}"
     cells = found["confusion"]
     share = int(cells.diagonal().sum()) / max(1, int(cells.sum()))

@@ -13,7 +13,7 @@ from halfmoon.data import Images
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.messages import UNFIT
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.site.runtime import Impossible, SiteRuntime
+from halfmoon.federation.site.runtime import HeldOut, Impossible, SiteRuntime
 from halfmoon.federation.site_data import Prepared, prepare
 from halfmoon.federation.site_data.prepare import open_site
 from halfmoon.federation.site_data.site_folder import SiteFolder as Folder
@@ -23,7 +23,7 @@ from halfmoon.runs.factory import examples, preparation
 
 @dataclass(frozen=True)
 class SiteImages:
-    """The images in `folder`, decoded into `home`; `tests` is a folder of labeled images that are never trained on.
+    """The images in `folder`, decoded into `home`; `tests` and `validations` are folders of others, for no training.
 
     `device` is where a site computes with them: auto, cpu or cuda.
     """
@@ -32,6 +32,7 @@ class SiteImages:
     home: Path
     tests: Path | None = None
     device: str = "auto"
+    validations: Path | None = None
 
     def opened(self, terms: Terms, name: str, version: str, say: Callable[[str], None]) -> SiteRuntime:
         """Return the site `name` with its images in the terms' form; those not decoded before are decoded, and said.
@@ -42,10 +43,14 @@ class SiteImages:
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)
         site = SiteRuntime.of(terms, number, folder.images, numbered(folder, terms), version, self.device)
-        if self.tests is None:
-            return site
-        held = labeled_images(self.tests, terms, self.home / f"tests-{_form(terms)}")
-        return replace(site, tests=examples(held, site.local_clients.dataset.train.labels.device))
+        place = site.local_clients.dataset.train.labels.device
+        folders = {"tests": self.tests, "validations": self.validations}
+        found = {
+            word: labeled_images(folder, terms, self.home / f"{word}-{_form(terms)}")
+            for word, folder in folders.items()
+            if folder is not None
+        }
+        return replace(site, held=HeldOut(**{word: examples(each, place) for word, each in found.items()}))
 
     def _prepared(self, terms: Terms, say: Callable[[str], None]) -> Folder:
         """Return the folder, decoded at home, or beside that where another form is at home already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ from halfmoon.storage.state_store import StateView, Store
 
 NOTHING = ClientResult({}, {}, {}, Amount(0, 0, 0), (0, 0))
 """What comes of a request without work."""
+
+
+class HeldOut(NamedTuple):
+    """Images of a site that are never trained on: models are tested on these, and the round is chosen by those."""
+
+    tests: Examples | None = None
+    validations: Examples | None = None
 
 
 class Refused(UserError):
@@ -63,7 +70,7 @@ def agreed(text: str) -> DownlinkSpec:
 class SiteRuntime:
     """The client `number` of a federation: `local_clients` has its rows alone, under that number.
 
-    `federation` is the hash of what all agreed on when the site joined, `version` that of its halfmoon. `tests` are
+    `federation` is the hash of what all agreed on when the site joined, `version` that of its halfmoon. `held` are
     images of its own that are never trained on, `downlinks` what a server of its method sends.
     """
 
@@ -73,7 +80,7 @@ class SiteRuntime:
     local_clients: LocalClients
     federation: str
     version: str
-    tests: Examples | None = None
+    held: HeldOut = field(default_factory=HeldOut)
     downlinks: DownlinkSpec = field(default_factory=lambda: DownlinkSpec({}, 0))
 
     @classmethod
@@ -154,11 +161,14 @@ class SiteRuntime:
         return replace(Reply.of(request, self.version, outcome), evaluation=evaluation)
 
     def examined(self, model: Tree) -> Tree:
-        """Return what a model says of the site's test images, {} where it has none."""
-        if self.tests is None:
-            return {}
-        said = tally(self.task.network, model, self.task.normalize, self.tests, statistics=self.task.testing)
-        return {"confusion": said.confusion.cpu(), "loss": torch.tensor(said.loss, dtype=torch.float64)}
+        """Return what a model says of the site's test and validation images (`Reply`), {} where it has none."""
+
+        def said(images: Examples) -> Tree:
+            found = tally(self.task.network, model, self.task.normalize, images, statistics=self.task.testing)
+            return {"confusion": found.confusion.cpu(), "loss": torch.tensor(found.loss, dtype=torch.float64)}
+
+        tested = {} if self.held.tests is None else said(self.held.tests)
+        return tested if self.held.validations is None else {**tested, "validation": said(self.held.validations)}
 
     def check(self, request: Request) -> None:
         """Raise `Refused` for a request of another version, of another federation, or of a round that there is not."""
