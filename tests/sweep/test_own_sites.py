@@ -49,6 +49,30 @@ def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> 
     assert int((half.client == -1).sum()) == int(whole.labeled.sum() - half.labeled.sum())
 
 
+def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
+    """The test images stay what they are; a quarter of each site's other labels of each class is nobody's."""
+    folders = [site(tmp_path / "a", 24, 30), site(tmp_path / "bb", 30, 34)]
+    plain = own_sites._written(Config(), folders, tmp_path / "plain", print)
+    rows = own_sites._written(Config(validation_share=0.25), folders, tmp_path / "data", print)
+    whole, source = load(str(tmp_path / "plain")), load(str(tmp_path / "data"))
+    chosen = load(str(tmp_path / "data"), test="validation").test
+    assert np.array_equal(whole.test.images, source.test.images)
+    expected = sum(
+        round(0.25 * int(((plain.client == k) & plain.labeled & (plain.labels == c)).sum()))
+        for k in (0, 1)
+        for c in (0, 1)
+    )
+    assert len(chosen) == expected == len(plain.client) - len(rows.client) > 5
+    assert rows.labeled.sum() == plain.labeled.sum() - expected
+    config = Config(rounds=2, steps=1, network="small", validation_share=0.25, method="fedavg-fixmatch", threads=1)
+    table = own_sites.rehearse(config, folders, tmp_path / "r", print)
+    ended = json.loads((tmp_path / "r" / "labels-only" / "summary.json").read_text())["accuracy"]
+    told = [json.loads(line) for line in (tmp_path / "r" / "labels-only" / "metrics.jsonl").read_text().splitlines()]
+    assert ended["validation"] == max(row["validation"]["accuracy"] for row in told)
+    assert sum(len(row["validation"]["per_class"]) for row in told) == 4
+    assert next(row.accuracy for row in table if row.name == "federation, labels only") == ended["chosen"]
+
+
 def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all."""
     folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]

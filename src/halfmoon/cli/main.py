@@ -64,7 +64,7 @@ MODULES: dict[str, ModuleType] = {
 }  # fmt: skip
 """The commands that are modules of their own, by name."""
 
-SPLIT_OPTIONS = ("data_dir", "cache", "data_share", "validation_share", *settings.SCENARIO, "split")
+SPLIT_OPTIONS = ("data_dir", "cache", "data_share", "validation_share", "validation_part", *settings.SCENARIO, "split")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

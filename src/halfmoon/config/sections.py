@@ -44,6 +44,9 @@ class DataOptions:
     validation_share: Annotated[
         float, "share of the training images of each class that is set aside to choose a round by; 0: none", BELOW_ONE
     ] = 0.0
+    validation_part: Annotated[
+        bool, "choose a round by the data set's own validation images: validation*.parquet or validation/CLASS"
+    ] = False
     resize: Annotated[
         int | None, "resample all images to this size while they are decoded; none: they have one", at_least(1)
     ] = None

@@ -33,6 +33,7 @@ WORLD = (
         "data",
         "data_share",
         "validation_share",
+        "validation_part",
         "image_size",
         "shrink",
         "pixel_mean",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -184,10 +185,15 @@ def largest_of(configs: Sequence[Config], shared: Problem) -> str:
 def images(config: DataOptions) -> Source:
     """Return the images of a configuration as they are, of the training images the share that it wants.
 
-    A part of these is set aside for validation, if it says so.
+    A part of these is set aside for validation, or the data set's own validation part is read, if it says so. Raise
+    UserError where it says both.
     """
-    how = preparation(config)
-    found = subset(load_source(config.data, config.data_dir, cache=config.cache, how=how), config.data_share)
+    if config.validation_part and config.validation_share:
+        raise UserError("validation_part and validation_share both say what chooses a round; leave one of them out.")
+    load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=preparation(config))
+    found = subset(load(), config.data_share)
+    if config.validation_part:
+        return replace(found, validation=load(test="validation").test)
     return hold_out(found, config.validation_share)
 
 

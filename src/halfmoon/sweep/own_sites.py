@@ -1,7 +1,8 @@
 """Rehearse a federation with the sites' real folders on one machine, before anybody is asked to join.
 
 The folders become a data set and its natural split: each folder is a client. A third of each site's labeled images of
-each class is held out, and all models are tested on what was held out everywhere. Played are the questions that a
+each class is held out, and all models are tested on what was held out everywhere. With `validation_share` that share of
+each site's other labels of each class chooses the round, and nobody trains on it. Played are the questions that a
 manager has: what each site reaches alone, what all labels reach together, what a federation makes of the labels, what
 it makes of the images without a label as well, and what fewer labels would do to that.
 """
@@ -75,6 +76,7 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[
     base = replace(config, data=str(root / "data"), cache=root / "cache", baselines=(), image_size=config.image_size)
     base = replace(base, clients=len(folders), cohort=min(config.cohort, len(folders)), resize=None, channels=None)
     base = replace(base, crop=False, window=None, reference=config.reference or config.method)
+    base = replace(base, validation_share=0.0, validation_part=config.validation_share > 0)
     table: list[Played] = []
 
     def play(name: str, word: str, method: str, split: Split) -> None:
@@ -83,7 +85,8 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[
         one = replace(base, method=method, split=path, clients=split.clients, cohort=min(base.cohort, split.clients))
         options = one.options if method == config.method else {}
         summary = cell(replace(one, options=options), root / word)
-        table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), summary["accuracy"]["last"]))
+        right = summary["accuracy"]["chosen" if base.validation_part else "last"]
+        table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), right))
         say(f"{name}: {table[-1].accuracy:.2%} with {table[-1].labels:,} labels")
 
     for number, name in enumerate(rows.names):
@@ -118,10 +121,10 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
     classes = _classes(sites)
     how = preparation(config)
     channels = how.channels or 3
-    parts: dict[str, list[tuple[bytes, int]]] = {"train": [], "test": []}
+    parts: dict[str, list[tuple[bytes, int]]] = {"train": [], "test": [], "validation": []}
     client, labeled = list[int](), list[bool]()
     for number, site in enumerate(sites):
-        held = _held_out(site)
+        part = _parts(site, config.validation_share)
         for row, path in enumerate(site.paths):
             label = int(site.labels[row])
             named = classes.index(site.classes[label]) if label >= 0 else 0
@@ -130,16 +133,21 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
             except (UserError, OSError) as error:
                 say(f"{site.folder.name}: left out: {error}")
                 continue
-            parts["test" if held[row] else "train"].append((data, named))
-            if not held[row]:
+            parts[part[row]].append((data, named))
+            if part[row] == "train":
                 client.append(number)
                 labeled.append(label >= 0)
     if not parts["test"] or not any(labeled):
         raise UserError(
             f"too few images have labels: each site needs {HELD_OUT} or more of a class to be tested on one."
         )
-    for part, rows in parts.items():
-        _write(place / f"{part}.parquet", rows, classes)
+    if config.validation_share and not parts["validation"]:
+        raise UserError(
+            f"validation_share {config.validation_share:g} leaves no validation image; choose a larger one."
+        )
+    for name, rows in parts.items():
+        if rows:
+            _write(place / f"{name}.parquet", rows, classes)
     labels = np.array([label for _, label in parts["train"]], np.int64)
     names = tuple(site.folder.resolve().name for site in sites)
     return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names)
@@ -151,13 +159,18 @@ def _classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
     return next((site.classes for site in sites if set(site.classes) == every), tuple(sorted(every)))
 
 
-def _held_out(site: SiteFolder) -> np.ndarray:
-    """Return which images of a site are test images, the same ones every time."""
-    held = np.zeros(len(site), bool)
+def _parts(site: SiteFolder, share: float) -> np.ndarray:
+    """Return of which part each image of a site is, the same every time: "test", "validation" or "train".
+
+    `share` of the labeled images of a class that are not test images are for validation, if one is left to train on.
+    """
+    part = np.full(len(site), "train", dtype="<U10")
     for label in np.unique(site.labels[site.labels >= 0]):
-        of = np.flatnonzero(site.labels == label)
-        held[stream(0, "own sites", "test", str(label)).permutation(of)[: len(of) // HELD_OUT]] = True
-    return held
+        of = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
+        tests = len(of) // HELD_OUT
+        validations = min(round(share * (len(of) - tests)), len(of) - tests - 1)
+        part[of[:tests]], part[of[tests : tests + validations]] = "test", "validation"
+    return part
 
 
 def _png(data: bytes, name: str, how: Preparation) -> bytes:

@@ -100,6 +100,7 @@ _FIXED = {
     "seed",
     "split_seed",
     "validation_share",
+    "validation_part",
     "run_dir",
     "split",
 }
@@ -128,7 +129,7 @@ def tune(
     where the extra "tune" is not installed, a knob cannot be what it is to be, or the folder holds another search.
     """
     optuna = _optuna()
-    if not config.validation_share:
+    if not (config.validation_share or config.validation_part):
         config = replace(config, validation_share=SHARE)
     marks = json.dumps([settings.text(replace(config, run_dir=None)), [str(each) for each in knobs], list(seeds)])
     try:

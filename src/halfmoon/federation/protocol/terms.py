@@ -30,6 +30,7 @@ ALONE = {
         "data",
         "data_share",
         "validation_share",
+        "validation_part",
         "image_size",
         "resize",
         "channels",
