@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.core import tree
+from halfmoon.api.uploads import Upload, stack
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import Reply, Request, read, write
 from halfmoon.federation.protocol.tree_spec import spec_of
@@ -99,7 +99,8 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     """Play one question under masks, and one without."""
     g = torch.Generator().manual_seed(0)
     down: Tree = {"params": {"w": torch.zeros(parameters)}}
-    up = {"params": {"w": torch.randn(parameters, generator=g)}, "weight": torch.tensor(7.0, dtype=torch.float64)}
+    moved = {"params": {"w": torch.randn(parameters, generator=g)}}
+    up = Upload(moved, torch.tensor(7.0, dtype=torch.float64)).tree
     request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", down=down)
     names = [f"site-{k}" for k in range(sites)]
     row = Row(sites, parameters, dropped)
@@ -108,7 +109,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     plain = Wire(folder, sites, up, set(range(dropped)))
     began = time.process_time()
     said = plain.ask(dict.fromkeys(names, request), {}, "")
-    average(tree.stack([reply.up for reply in said.values()]))
+    average(stack([Upload.of(reply.up) for reply in said.values()]))
     spent = time.process_time() - began
     row.plain_site_seconds, row.plain_server_seconds = plain.seconds / there, spent - plain.seconds
     row.plain_up, row.plain_down = plain.received / there, plain.sent / there
@@ -120,7 +121,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
         keys[name] = bytes.fromhex(secure_sum.shown(folder / name, FEDERATION))
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), summed(layout(spec_of(up), spec_of(down))), "it"))
+    sum.total(wire.ask(sum.begin(), summed(layout(spec_of(up))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there

@@ -25,8 +25,8 @@ ROWS = (
     {"runs": "factory and runner: what a configuration describes, played"},
     {"config": "every option once", "methods": "one file a method, registry"},
     {"engine": "the round loop, clients", "objectives": "one file a loss", "privacy": "noise, accountant"},
-    {"api": "Method, ClientUpdate", "data": "readers, splits", "report": "tables, charts", "secure": "masked sums"},
-    {"models": "networks", "augment": "views", "aggregation": "robust rules", "storage": "run folders"},
+    {"api": "Method, ClientUpdate", "data": "readers, splits", "aggregation": "robust rules", "secure": "masked sums"},
+    {"models": "networks", "augment": "views", "report": "tables, charts", "storage": "run folders"},
     {"core": "trees, random streams, gradients, optimizers, errors"},
 )
 """The packages from the top down: each imports from its own row and those below it."""

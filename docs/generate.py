@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Task
 from halfmoon.augment import Normalize
 from halfmoon.cli import main as cli
@@ -237,7 +238,7 @@ class Overheard(Simulation):
                     self.passed.add(path.split("/")[0])
         outcomes = super()._visit(context, clients, down, each)
         for client, outcome in outcomes.items():
-            for leaf in tree.leaves(outcome.up) if client != SERVER else ():
+            for leaf in tree.leaves(outcome.up.update) if client != SERVER else ():
                 # What a client sends back as it came tells nothing of it.
                 if leaf.numel() > MANY and _mark(leaf) not in sent[client]:
                     self.known.setdefault(_mark(leaf), set()).add(client)
@@ -245,7 +246,7 @@ class Overheard(Simulation):
         for client, outcome in outcomes.items():
             if client != SERVER:
                 parts, samples = self.heard.setdefault(name, (set(), set()))
-                parts |= {path.split("/")[0] for path in tree.flatten(outcome.up)}
+                parts.update(outcome.up.parts)
                 samples |= set(outcome.samples)
         return outcomes
 
@@ -259,8 +260,8 @@ def _mark(leaf: Tensor) -> int:
 def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     """Play a method for a few rounds with labels at `place`; return its runtime and its first model.
 
-    One that sends something every `interval` rounds plays that long, and the next one; in a place where it is not
-    measured, but only listened to, it does so every round.
+    One that sends something every few rounds (its `period`) plays that long, and the next one; in a place where it is
+    not measured, but only listened to, it does so every round.
     """
     entry, rounds = registry.entry(name), _rounds(name)
     changed: dict[str, Any] = {}
@@ -284,8 +285,8 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
 
 
 def _rounds(name: str) -> int:
-    every = registry.options(name).get("interval")
-    return ROUNDS if every is None else every.default + 1
+    period = requirements_of(registry.entry(name).method).period
+    return ROUNDS if period == 1 else period + 1
 
 
 def leaves() -> str:

@@ -18,12 +18,12 @@ ROOT = Path(halfmoon.__file__).parent
 
 PACKAGES = [
     "core",
-    "aggregation",
     "augment",
     "models",
     "storage",
-    "secure",
     "api",
+    "aggregation",
+    "secure",
     "report",
     "data",
     "objectives",

@@ -13,6 +13,7 @@ from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, changed, sent, update
 from halfmoon.api.requirements import requirements_of
+from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -34,7 +35,7 @@ class Recorder:
     act: Any = None
     seen: list[AggregationContext] = field(default_factory=list)
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         self.seen.append(question)
         return (range(len(question.clients)), up) if self.act is None else self.act(question, up)
 
@@ -50,22 +51,22 @@ def question(down: Tree, each: Tree, clients: tuple[int, ...]) -> AggregationCon
     return AggregationContext(0, 0, 0, "train", down, each, clients, len(clients), True)
 
 
-def mean_for_all(asked: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+def mean_for_all(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
     """Put the weighted mean of the updates in the place of each."""
-    change = tree.weighted_mean(update(up, asked), up["weight"])
+    change = tree.weighted_mean(update(up, asked), up.weight)
     return range(len(asked.clients)), changed(up, asked, change)
 
 
 def test_an_update_is_what_a_client_changed_and_nothing_else():
-    """Counts, new names and other shapes are no update; what came for one client alone is its own start."""
+    """Weights and counts are no update; what came for one client alone is its own start."""
     down = {"params": {"w": torch.tensor([1.0, 2.0])}, "round": torch.tensor(3)}
     each = {"own": torch.tensor([[10.0], [20.0]])}
-    up = {
+    parts = {
         "params": {"w": torch.tensor([[1.5, 2.0], [0.0, 2.0]])},
         "own": torch.tensor([[11.0], [19.0]]),
         "round": torch.tensor([4, 4]),
-        "weight": torch.tensor([2.0, 3.0]),
     }
+    up = Upload(parts, torch.tensor([2.0, 3.0]), {"beside": torch.ones(2, 3)})
     asked = question(down, each, (4, 7))
     change = update(up, asked)
     assert {path: leaf.tolist() for path, leaf in change.items()} == {
@@ -73,10 +74,10 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
         "own": [[1.0], [-1.0]],
     }
     again = changed(up, asked, change)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(up), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.tree), tree.leaves(up.tree), strict=True))
     one = changed(up, asked, {"params/w": torch.tensor([5.0, 5.0])})
-    assert one["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
-    assert one["weight"].tolist() == [2.0, 3.0]
+    assert one.update["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
+    assert one.weight.tolist() == [2.0, 3.0]
     assert sent(asked.only([1]))["own"].tolist() == [[20.0]]
     assert asked.only([1]).clients == (7,)
 
@@ -101,8 +102,8 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
 def test_whom_a_guard_leaves_out_has_not_answered():
     """The cohort and the average are without it; where nobody is left, the round has too few."""
 
-    def first_only(asked: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
-        return [0], tree.map(lambda leaf: leaf[:1], up)
+    def first_only(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+        return [0], up.map(lambda leaf: leaf[:1])
 
     made, _, alone = scene("fedavg", "both", aggregators=[Recorder(first_only)])
     shared = alone.base
@@ -111,8 +112,8 @@ def test_whom_a_guard_leaves_out_has_not_answered():
     first = int(alone.cohort[0])
     assert played.report.cohort == [first]
     up = alone.ask("train", begin(made, shared), to=torch.tensor([first]))
-    assert furthest(played.server, {name: tree.index(up, 0)[name] for name in played.server}) < 1e-12
-    _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, up: ([], {}))])
+    assert furthest(played.server, up.at(0).update) < 1e-12
+    _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, up: ([], up))])
     with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has no usable upload"):
         play(made, empty, begin(made, shared), [0])
 
@@ -161,7 +162,7 @@ def test_the_servers_own_training_is_not_clipped():
     alone.ask("train", first)
     tuned = alone.ask_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
     assert moved > 1e-3
-    assert furthest(played.server["params"], tuned["params"]) < 1e-9
+    assert furthest(played.server["params"], tuned.update["params"]) < 1e-9
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from test_robust import SMALL, stopping
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.attacks import FLIP, NOISE, Attack, Hostile, hostile
 from halfmoon.aggregation.robust import Finite, Robust
+from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
@@ -32,19 +33,20 @@ EVERY = pytest.mark.parametrize("attack", ATTACKS)
 CLIENTS = (3, 5, 8)
 
 
-def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Tree]:
+def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
     """Return a question that three clients have answered, and their uploads in float32."""
     g = torch.Generator().manual_seed(0)
     down = {"params": {"w": torch.randn(4, 5, generator=g), "b": torch.randn(3, generator=g)}, "stats": {}}
     moved = {name: torch.randn(3, *leaf.shape, generator=g) for name, leaf in down["params"].items()}
     params = {name: leaf + moved[name] for name, leaf in down["params"].items()}
-    up = {"params": params, "stats": {}, "appu": torch.rand(3, 2, generator=g), "weight": torch.tensor([4.0, 5.0, 6.0])}
+    appu = torch.rand(3, 2, generator=g)
+    up = Upload({"params": params, "stats": {}}, torch.tensor([4.0, 5.0, 6.0]), {"appu": appu})
     return AggregationContext(round, 0, query, "train", down, {}, CLIENTS, 3, True), up
 
 
 def attacked(
     attack: Attack, round: int = 0, query: int = 0, bad: tuple[int, ...] = (5,), seed: int = 7
-) -> tuple[Tree, Tree, Tree]:
+) -> tuple[Tree, Upload, Upload]:
     """Return what went down, what came up, and what the attack makes of it."""
     question, up = cohort(round, query)
     places, new = Hostile(attack, bad, seed).uploads(question, up)
@@ -52,9 +54,9 @@ def attacked(
     return question.down, up, new
 
 
-def change(up: Tree, down: Tree, place: int) -> torch.Tensor:
+def change(up: Upload, down: Tree, place: int) -> torch.Tensor:
     """Return all that one client changed, one vector in float64."""
-    moved = [up["params"][name][place].double() - down["params"][name].double() for name in ("w", "b")]
+    moved = [up.update["params"][name][place].double() - down["params"][name].double() for name in ("w", "b")]
     return torch.cat([each.flatten() for each in moved])
 
 
@@ -62,10 +64,10 @@ def change(up: Tree, down: Tree, place: int) -> torch.Tensor:
 def test_honest_clients_and_what_is_no_update_keep_their_bits(attack: Attack):
     _, up, new = attacked(attack)
     honest = [0, 2]
-    assert same(tree.map(lambda leaf: leaf[honest], new), tree.map(lambda leaf: leaf[honest], up))
-    assert torch.equal(new["weight"], up["weight"])
-    assert torch.equal(new["appu"], up["appu"])
-    assert not torch.equal(new["params"]["w"][1], up["params"]["w"][1])
+    assert same(new.map(lambda leaf: leaf[honest]).tree, up.map(lambda leaf: leaf[honest]).tree)
+    assert torch.equal(new.weight, up.weight)
+    assert torch.equal(new.aux["appu"], up.aux["appu"])
+    assert not torch.equal(new.update["params"]["w"][1], up.update["params"]["w"][1])
 
 
 def test_a_flipped_update_points_the_other_way_and_is_as_long():
@@ -76,12 +78,12 @@ def test_a_flipped_update_points_the_other_way_and_is_as_long():
 
 def test_a_stale_upload_is_what_was_sent():
     down, _, new = attacked("stale")
-    assert all(torch.equal(new["params"][name][1], leaf) for name, leaf in down["params"].items())
+    assert all(torch.equal(new.update["params"][name][1], leaf) for name, leaf in down["params"].items())
 
 
 def test_a_nan_upload_is_no_number_anywhere():
     _, _, new = attacked("nan")
-    assert all(bool(leaf[1].isnan().all()) for leaf in tree.leaves(new["params"]))
+    assert all(bool(leaf[1].isnan().all()) for leaf in tree.leaves(new.update["params"]))
 
 
 def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
@@ -91,10 +93,10 @@ def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
     drawn = change(new, down, 1) - change(up, down, 1)
     assert float(drawn.norm()) == pytest.approx(10 * float(change(up, down, 1).norm()), rel=1e-5)
     _, _, again = attacked("noise")
-    assert same(again, new)
+    assert same(again.tree, new.tree)
     others = [attacked("noise", 1), attacked("noise", 0, 1), attacked("noise", seed=8), attacked("noise", bad=(5, 3))]
     for number, (_, _, other) in enumerate(others):
-        assert torch.equal(other["params"]["w"][1], new["params"]["w"][1]) == (number == 3)
+        assert torch.equal(other.update["params"]["w"][1], new.update["params"]["w"][1]) == (number == 3)
     directions = [change(each, down, 1) - change(up, down, 1) for _, _, each in others[:3]]
     directions.append(change(others[3][2], down, 0) - change(up, down, 0))
     for each in directions:
@@ -104,9 +106,9 @@ def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
 def test_noise_is_normal():
     """Of 200,000 numbers in units of their deviation: mean 0, deviation 1, kurtosis 3, within four sigmas."""
     down = {"w": torch.zeros(200_000)}
-    up = {"w": torch.full((1, 200_000), 1e-3)}
+    up = Upload({"w": torch.full((1, 200_000), 1e-3)}, torch.ones(1))
     _, new = Hostile("noise", [0], 1).uploads(AggregationContext(0, 0, 0, "train", down, {}, (0,), 1, True), up)
-    z = (new["w"][0] - 1e-3).double() / (NOISE * 1e-3)
+    z = (new.update["w"][0] - 1e-3).double() / (NOISE * 1e-3)
     assert abs(float(z.mean())) < 4 / 200_000**0.5
     assert float(z.square().mean()) == pytest.approx(1, abs=1e-5)  # its norm is fixed
     assert float(z.pow(4).mean()) == pytest.approx(3, abs=4 * (96 / 200_000) ** 0.5)
@@ -200,14 +202,14 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
     plain.open(0)
     up = plain.ask("train", server)
     bad = int(plain.cohort[1])
-    shares = (up["weight"] / up["weight"].sum()).tolist()
+    shares = (up.weight / up.weight.sum()).tolist()
 
     def wanted(leaf: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
 
     _, _, held = scene("fedavg-fixmatch", "both", aggregators=[Hostile("stale", [bad], 0)])
     (played,) = play(made, held, server, range(1))
-    mean = {name: tree.map(wanted, up[name], server[name]) for name in server}
+    mean = {name: tree.map(wanted, up.update[name], server[name]) for name in server}
     assert furthest(played.server, mean) < 1e-12
 
 

@@ -19,6 +19,7 @@ from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.robust import Robust, Rule, distances, finite, krum, median, tolerated, trimmed
+from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -43,13 +44,13 @@ def ask(count: int, down: Tree) -> AggregationContext:
     return AggregationContext(0, 0, 0, "train", down, {}, tuple(range(0, 10 * count, 10)), count, True)
 
 
-def models(values: Sequence[Sequence[float]], stats: Sequence[Sequence[float]] | None = None) -> tuple[Tree, Tree]:
+def models(values: Sequence[Sequence[float]], stats: Sequence[Sequence[float]] | None = None) -> tuple[Tree, Upload]:
     """Return a model of ones and zeros that was sent, and uploads that changed it by these rows."""
     change = torch.tensor(values, dtype=torch.float64)
     more = torch.zeros_like(change) if stats is None else torch.tensor(stats, dtype=torch.float64)
     down = {"params": {"w": torch.ones_like(change[0])}, "stats": {"mean": torch.zeros_like(more[0])}}
-    up = {"params": {"w": 1 + change}, "stats": {"mean": more}, "weight": torch.arange(1, len(change) + 1).double()}
-    return down, up
+    parts = {"params": {"w": 1 + change}, "stats": {"mean": more}}
+    return down, Upload(parts, torch.arange(1, len(change) + 1).double())
 
 
 def ruled(
@@ -60,8 +61,8 @@ def ruled(
     aggregator = Robust(rule, byzantine)
     places, new = aggregator.uploads(ask(len(values), down), up)
     assert list(places) == list(range(len(values)))
-    assert torch.equal(new["weight"], up["weight"])
-    return (new["params"]["w"] - 1).tolist(), aggregator.row()
+    assert torch.equal(new.weight, up.weight)
+    return (new.update["params"]["w"] - 1).tolist(), aggregator.row()
 
 
 # Each rule, by hand
@@ -79,8 +80,8 @@ def test_statistics_are_clipped_by_themselves():
     down, up = models([[1], [2], [3]], [[100], [0], [300]])
     aggregator = Robust("clip", 0.2)
     _, new = aggregator.uploads(ask(3, down), up)
-    assert (new["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
-    assert new["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
+    assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
+    assert new.update["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
     assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
 
 
@@ -112,24 +113,24 @@ def test_krum_chooses_the_update_nearest_to_its_neighbors():
 def test_krum_looks_at_parameters_alone_and_takes_statistics_along():
     down, up = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
     _, new = Robust("krum", 0.2).uploads(ask(5, down), up)
-    assert new["stats"]["mean"].flatten().tolist() == [1e9] * 5
+    assert new.update["stats"]["mean"].flatten().tolist() == [1e9] * 5
 
 
 def test_whoever_weighs_nothing_has_no_say():
     """A client without labels sends back what it got: it is no vote for standing still."""
     down, up = models([[2], [4], [0], [0], [0]])
-    up["weight"] = torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double()
+    up = up._replace(weight=torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double())
     wanted: dict[Rule, int] = {"median": 3, "trimmed": 3, "krum": 2}
     for rule in ONE:
         aggregator = Robust(rule, 0.2)
         _, new = aggregator.uploads(ask(5, down), up)
-        assert (new["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
+        assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
     aggregator = Robust("clip", 0.2)
     _, new = aggregator.uploads(ask(5, down), up)
-    assert (new["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
-    up["weight"] = torch.zeros(5)
+    assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
+    up = up._replace(weight=torch.zeros(5))
     _, still = Robust("median", 0.2).uploads(ask(5, down), up)
-    assert same(still, up)
+    assert same(still.tree, up.tree)
 
 
 # Against numpy, scipy and the paper
@@ -212,13 +213,13 @@ def test_the_order_of_clients_changes_nothing(rule: Rule):
 def test_what_is_below_the_median_keeps_its_bits():
     g = torch.Generator().manual_seed(3)
     down = {"params": {"w": torch.randn(8, generator=g)}}
-    up = {"params": {"w": down["params"]["w"] + torch.randn(7, 8, generator=g)}}
+    up = Upload({"params": {"w": down["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
     _, new = Robust("clip", 0.2).uploads(ask(7, down), up)
-    norms = (up["params"]["w"] - down["params"]["w"]).double().norm(dim=1)
+    norms = (up.update["params"]["w"] - down["params"]["w"]).double().norm(dim=1)
     short = norms <= norms.median()
     assert int(short.sum()) == 4
-    assert torch.equal(new["params"]["w"][short], up["params"]["w"][short])
-    long = (new["params"]["w"] - down["params"]["w"]).double().norm(dim=1)[~short]
+    assert torch.equal(new.update["params"]["w"][short], up.update["params"]["w"][short])
+    long = (new.update["params"]["w"] - down["params"]["w"]).double().norm(dim=1)[~short]
     assert long.tolist() == pytest.approx([float(norms.median())] * 3, rel=1e-5)
 
 
@@ -228,10 +229,10 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
     """Of five in float32, one as far as numbers go: clip leaves it the median norm, the others the honest's range."""
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
     down = {"params": {"w": torch.full((6,), -1.0)}}
-    up = {"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}, "weight": torch.ones(5)}
+    up = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
     places, new = Robust(rule, 0.2).uploads(ask(5, down), up)
     assert list(places) == list(range(5))
-    moved = new["params"]["w"] + 1
+    moved = new.update["params"]["w"] + 1
     if rule == "clip":
         assert float(moved.norm(dim=1).max()) <= float(honest.norm(dim=1).max()) * (1 + 1e-6)
     else:
@@ -246,41 +247,41 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
     values = torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     down, up = models(values.tolist())
     rest = [0, 1, 3, 4, 5]
-    alone = Robust(rule, 0.2).uploads(ask(6, down).only(rest), tree.map(lambda leaf: leaf[rest], up))[1]
+    alone = Robust(rule, 0.2).uploads(ask(6, down).only(rest), up.map(lambda leaf: leaf[rest]))[1]
     for path in ("params", "weight"):
         _, spoiled = models(values.tolist())
-        leaf = spoiled["params"]["w"] if path == "params" else spoiled["weight"]
+        leaf = spoiled.update["params"]["w"] if path == "params" else spoiled.weight
         leaf[2, ...] = bad
         aggregator = Robust(rule, 0.2)
         places, new = aggregator.uploads(ask(6, down), spoiled)
         assert list(places) == rest
-        assert same(new, alone)
+        assert same(new.tree, alone.tree)
         assert aggregator.row()["not_finite"] == [20]
 
 
 def test_a_difference_that_is_not_finite_is_left_out():
     down = {"params": {"w": torch.tensor([-3e38])}}
-    up = {"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}
+    up = Upload({"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}, torch.ones(3))
     places, new = Robust("median", 0.2).uploads(ask(3, down), up)
     assert list(places) == [0, 2]
-    assert new["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
+    assert new.update["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
 
 
 def test_nobody_finite_is_nobody():
     down, up = models([[1.0], [2.0]])
-    up["params"]["w"][:] = torch.nan
-    assert finite(list(tree.leaves(up))) == []
+    up.update["params"]["w"][:] = torch.nan
+    assert finite(list(tree.leaves(up.tree))) == []
     places, _ = Robust("median", 0.2).uploads(ask(2, down), up)
     assert list(places) == []
 
 
 def test_a_question_without_an_update_passes():
     """SemiFL's census, say: nothing in it came down, so that no rule has anything to say, and the row is empty."""
-    up = {"moments": {"mean": torch.tensor([[1.0], [9.0]])}, "rows": torch.tensor([4.0, 5.0])}
+    up = Upload({}, torch.tensor([4.0, 5.0]), {"moments": {"mean": torch.tensor([[1.0], [9.0]])}})
     aggregator = Robust("median", 0.2)
     places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), up)
     assert list(places) == [0, 1]
-    assert same(new, up)
+    assert same(new.tree, up.tree)
     assert aggregator.row() == {}
 
 
@@ -344,10 +345,10 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
     """With one aggregate in everyone's place, a client that lies in its mean prediction and rows changes nothing."""
 
     class Liar:
-        def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
-            appu, weight = up["appu"].clone(), up["weight"].clone()
+        def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+            appu, weight = up.aux["appu"].clone(), up.weight.clone()
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
-            return range(len(question.clients)), {**up, "appu": appu, "weight": weight}
+            return range(len(question.clients)), Upload(up.update, weight, {"appu": appu})
 
         def row(self) -> dict[str, Any]:
             return {}

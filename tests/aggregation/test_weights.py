@@ -12,6 +12,7 @@ from torch import Tensor
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.attacks import LIE, Hostile
 from halfmoon.aggregation.weights import WeightCap, caps
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.evaluation import FederatedEvaluation
@@ -26,15 +27,15 @@ def question(count: int) -> AggregationContext:
     return AggregationContext(0, 0, 0, "train", DOWN, {}, tuple(range(count)), count, True)
 
 
-def uploads(weights: list[float], values: list[float]) -> dict:
+def uploads(weights: list[float], values: list[float]) -> Upload:
     """Return uploads with these weights, each of one number."""
     rows = torch.tensor(values, dtype=torch.float32).unsqueeze(1).expand(-1, 2).clone()
-    return {"params": {"w": rows}, "weight": torch.tensor(weights, dtype=torch.float64)}
+    return Upload({"params": {"w": rows}}, torch.tensor(weights, dtype=torch.float64))
 
 
-def mean(up: dict) -> Tensor:
+def mean(up: Upload) -> Tensor:
     """Return the weighted mean that a method's server takes."""
-    return (up["weight"][:, None] * up["params"]["w"].double()).sum(0) / up["weight"].sum()
+    return (up.weight[:, None] * up.update["params"]["w"].double()).sum(0) / up.weight.sum()
 
 
 def test_the_cap_is_twice_the_lower_median_of_those_who_weigh_something():
@@ -66,13 +67,15 @@ def test_no_minority_owns_the_mean_whatever_it_claims(liars: int):
 def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums():
     """A census sends sums over rows: where 900 rows count as 20, the sums are 20 / 900 of what they were."""
     cap = WeightCap(2.0)
-    up = {"rows": torch.tensor([10.0, 20.0, 900.0]), "moments": {"mean": torch.tensor([[1.0], [2.0], [90.0]])}}
-    _, new = cap.uploads(question(3), up)
-    assert new["rows"].tolist() == [10.0, 20.0, 40.0]
-    assert new["moments"]["mean"][:2].equal(up["moments"]["mean"][:2])
-    assert float(new["moments"]["mean"][2]) == pytest.approx(90 * 40 / 900)
+    moments = {"mean": torch.tensor([[1.0], [2.0], [90.0]])}
+    up = Upload({}, torch.tensor([10.0, 20.0, 900.0]), {"moments": moments})
+    counting = question(3)._replace(uplink=Uplink((), (), aux={"moments": Aux("sum", "statistic")}))
+    _, new = cap.uploads(counting, up)
+    assert new.weight.tolist() == [10.0, 20.0, 40.0]
+    assert new.aux["moments"]["mean"][:2].equal(up.aux["moments"]["mean"][:2])
+    assert float(new.aux["moments"]["mean"][2]) == pytest.approx(90 * 40 / 900)
     plain = uploads([10.0, 20.0, 40.0], [0.1, 0.2, 0.3])
-    assert cap.uploads(question(3), plain)[1]["weight"].equal(plain["weight"])
+    assert cap.uploads(question(3), plain)[1].weight.equal(plain.weight)
 
 
 def test_a_share_over_one_half_is_told_once_by_name():
@@ -89,7 +92,7 @@ def test_declared_counts_are_the_cap_where_they_are_known():
     """A site of which 5 images are known weighs 5, however many it claims, and one of which 500 are known its 300."""
     cap = WeightCap(2.0, {0: 5, 1: 500})
     _, new = cap.uploads(question(3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
-    assert new["weight"].tolist() == [5.0, 300.0, 1.0]
+    assert new.weight.tolist() == [5.0, 300.0, 1.0]
 
 
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
@@ -97,9 +100,9 @@ def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say(
     up = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
         _, new = Hostile(name, [1], 0).uploads(question(2), up)  # type: ignore[arg-type]
-        assert new["weight"].tolist() == [10.0, 10.0 * LIE]
-        assert new["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
-    assert up["weight"].tolist() == [10.0, 10.0]
+        assert new.weight.tolist() == [10.0, 10.0 * LIE]
+        assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
+    assert up.weight.tolist() == [10.0, 10.0]
 
 
 def test_test_counts_are_capped_alike():

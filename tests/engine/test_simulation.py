@@ -209,7 +209,7 @@ def test_private_downloads_are_counted_once(executor):
     method, shared = Counting(), task()
     (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
     assert played.report.cost["bytes_down"] == 2 * (3 * 4 + 3 * (8 + 8))
-    assert played.report.cost["bytes_up"] == 2 * 3 * 7 * 8
+    assert played.report.cost["bytes_up"] == 2 * 3 * 8 * 8
 
 
 class Passing(TorchDispatchMode):
@@ -443,12 +443,12 @@ def test_clients_lifted_together_are_wrapped_around():
     up = simulation.ask("echo", {"nothing": torch.zeros(())})
     for k, (labeled, unlabeled) in enumerate(sizes):
         local, _ = held.local(k)
-        assert torch.equal(up["x"][k], local.x[torch.arange(6) % labeled])
-        assert torch.equal(up["y"][k], local.y[torch.arange(6) % labeled])
+        assert torch.equal(up.aux["x"][k], local.x[torch.arange(6) % labeled])
+        assert torch.equal(up.aux["y"][k], local.y[torch.arange(6) % labeled])
         assert torch.equal(
-            up["u"][k], local.u[torch.arange(7) % unlabeled] if unlabeled else torch.zeros_like(up["u"][k])
+            up.aux["u"][k], local.u[torch.arange(7) % unlabeled] if unlabeled else torch.zeros_like(up.aux["u"][k])
         )
-        assert (int(up["labeled"][k]), int(up["unlabeled"][k])) == (labeled, unlabeled)
+        assert (int(up.aux["labeled"][k]), int(up.aux["unlabeled"][k])) == (labeled, unlabeled)
 
 
 def test_rounds_do_not_depend_on_the_size_of_a_group():
@@ -463,7 +463,7 @@ def test_rounds_do_not_depend_on_the_size_of_a_group():
         alone = simulate(method, shared, held, executor="vmap", cohort=1)
         alone.open(0)
         alone.cohort = torch.tensor([k])
-        assert furthest(tree.index(alone.ask("train", server), 0), tree.index(together, k)) < 1e-12
+        assert furthest(alone.ask("train", server).at(0).tree, together.at(k).tree) < 1e-12
 
 
 @BOTH
@@ -518,8 +518,8 @@ def test_others_than_the_cohort_can_be_asked():
     up = simulation.ask("count", {"base": torch.tensor(0.0)}, each, to)
     assert simulation.answered.tolist() == [2, 0, 3, 1]
     assert torch.equal(simulation.cohort, cohort)
-    assert up["mark"].tolist() == [2, 0, 3, 1]
-    assert up["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
+    assert up.aux["mark"].tolist() == [2, 0, 3, 1]
+    assert up.aux["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
     assert simulation.clients == 4
 
 
@@ -534,10 +534,10 @@ def test_the_server_trains_on_its_own_rows(executor):
     for visit in range(2):
         simulation.open(visit)
         up = simulation.ask_server("count", down)
-        assert float(up["visits"]) == visit
-        assert int(up["labeled"]) == sum(a for a, _ in SIZES)
-        assert int(up["unlabeled"]) == 0
-        assert float(up["steps"]) == 2 * round(18 / 5)
+        assert float(up.aux["visits"]) == visit
+        assert int(up.aux["labeled"]) == sum(a for a, _ in SIZES)
+        assert int(up.aux["unlabeled"]) == 0
+        assert float(up.aux["steps"]) == 2 * round(18 / 5)
     assert simulation.cost.bytes_down == simulation.cost.bytes_up == 0
     assert simulation.cost.labeled_steps == 2 * 2 * round(18 / 5)
 
@@ -563,10 +563,10 @@ def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor
     server = begin(method, shared)
     simulation.open(0)
     up = simulation.ask("train", server)
-    assert up["weight"].tolist() == [16.0, 0.0, 20.0, 0.0]
-    assert same(tree.index(up["params"], 1), server["params"])
+    assert up.weight.tolist() == [16.0, 0.0, 20.0, 0.0]
+    assert same(tree.index(up.update["params"], 1), server["params"])
     (played,) = play(method, simulate(method, shared, held, executor=executor, cohort=4), server, range(1))
-    assert furthest(played.server["params"], tree.weighted_mean(up["params"], up["weight"])) == 0
+    assert furthest(played.server["params"], tree.weighted_mean(up.update["params"], up.weight)) == 0
     alone = simulate(method, shared, dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2)
     (played,) = play(method, alone, server, range(1))
     assert same(played.server, server)

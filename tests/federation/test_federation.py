@@ -39,6 +39,7 @@ from rehearsals import (
 )
 
 import halfmoon
+from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -160,13 +161,13 @@ def flip(path: Path, at: int = -2) -> None:
 
 MODEL = {"params", "stats"}
 MATCH = {"sigma", "psi", "stats", "embedding", "labels", "changed"}
-SEMIFL = {"train": {"params", "weight"}, "census": {"moments", "rows"}}
+SEMIFL = {"train": {"params", "weight"}, "census": {"moments", "weight"}}
 AVERAGED = {"train": {*MODEL, "weight"}}
 SENT: dict[str, dict[str, set[str]]] = {
     "feddb": {"train": {*MODEL, "weight", "appu"}},
     "semifl": SEMIFL,
     "semifl-feddpl": SEMIFL,
-    "heterofl": {"train-1": {"params", "present", "weight"}, "census": {"moments", "rows"}},
+    "heterofl": {"train-1": {"params", "present", "weight"}, "census": {"moments", "weight"}},
     "fedmatch": {"train": MATCH},
     "fedmatch-feddpl": {"train": MATCH},
     "fedmatch-semifl": {"train": MATCH},
@@ -223,7 +224,7 @@ def test_replies_hold_what_the_table_says(method: str, place: str, play: Callabl
         assert parts(reply.up) == table[reply.work]
         assert set(reply.samples) <= TOLD.get(method, {"loss"})
         assert not reply.evaluation
-        for path, leaf in tree.flatten(reply.up).items():
+        for path, leaf in tree.flatten(dict(Upload.of(reply.up).parts)).items():
             head, _, rest = path.partition("/")
             if rest.startswith(BESIDE):
                 continue

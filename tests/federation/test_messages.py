@@ -12,6 +12,7 @@ import torch
 from scenes import begin, same
 from test_contract import BATCHINGS, ROUNDS, scene, straight
 
+from halfmoon.api.uploads import Upload
 from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, answer, behind
 from halfmoon.federation.protocol.messages import (
     Joined,
@@ -56,7 +57,7 @@ def test_nothing_but_numbers_travels() -> None:
             assert image[0, 0].numpy().tobytes() not in said
             assert (image.double() / 255).numpy().tobytes()[:64] not in said
     replies = [read(data, Reply) for data in wire.seen if b'\\"reply\\"' in data]
-    assert {tuple(sorted(reply.up)) for reply in replies} == {("params", "stats", "weight")}
+    assert {tuple(sorted(Upload.of(reply.up).parts)) for reply in replies} == {("params", "stats", "weight")}
 
 
 def test_a_site_remembers_and_its_memory_stays() -> None:

@@ -22,6 +22,7 @@ from rehearsals import Town, before_each_message, bits, eager, found, quick, row
 from safetensors.torch import load_file
 from sum_server import put, take
 
+from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
 from halfmoon.federation.flower import client_app
@@ -197,14 +198,14 @@ class Seen:
     def __init__(self) -> None:
         self.needles: dict[str, bytes] = {}
 
-    def add(self, site: int, down: tree.Tree, up: tree.Tree) -> None:
-        before, after = tree.flatten(down), tree.flatten(up)
+    def add(self, site: int, down: tree.Tree, up: Upload) -> None:
+        before, after = tree.flatten(down), tree.flatten(up.update)
         path = max((name for name in after if name.startswith("params/")), key=lambda name: after[name].numel())
         new, moved = after[path].flatten(), (after[path] - before[path]).flatten()
         at = slice(len(new) // 2, len(new) // 2 + 8)
         assert int((moved[at] != 0).sum()) > 4
-        whole = (moved.double() * float(up["weight"]) * 2.0**24).round().to(torch.int64)
-        forms = {"model": new, "update": moved, "weighted": moved.double() * float(up["weight"]), "fixed": whole}
+        whole = (moved.double() * float(up.weight) * 2.0**24).round().to(torch.int64)
+        forms = {"model": new, "update": moved, "weighted": moved.double() * float(up.weight), "fixed": whole}
         for name, leaf in forms.items():
             self.needles[f"{name} of site {site}"] = leaf[at].contiguous().numpy().tobytes()
 
@@ -252,7 +253,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
         reply = original(self, request, memories)
         if request.work and self.number in WATCHED:
-            seen.add(self.number, request.down, reply.up)
+            seen.add(self.number, request.down, Upload.of(reply.up))
         return reply
 
     server = subprocess.Popen(

@@ -20,6 +20,7 @@ from scenes import begin, task
 from test_contract import scene
 
 from halfmoon.api.types import Batch, ClientUpdate, Local, StepMetrics, Task
+from halfmoon.api.uploads import UPDATE_ONLY, Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -89,7 +90,7 @@ def answer(outcome: ClientResult, **changes: Any) -> Reply:
         "traffic": list(outcome.traffic),
         "swept": outcome.swept,
         "kept": outcome.kept,
-        "up": outcome.up,
+        "up": outcome.up.tree,
         "samples": samples,
         **changes,
     }
@@ -110,21 +111,22 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     known = patterns(shared)
     assert asked
     for query in asked:
+        uplink = query.context.work.uplink
         for k, outcome in enumerate(query.outcomes):
             pattern = known.of(query.context, query.downlinks[k])
             assert pattern is not None
-            flat = tree.flatten(outcome.up)
+            flat = tree.flatten(outcome.up.tree)
             assert {path: kind for path, kind in pattern.items() if kind is not None} == {
                 path: (tuple(leaf.shape), leaf.dtype) for path, leaf in flat.items()
             }
-            assert pattern == spec_of(outcome.up)
+            assert pattern == spec_of(outcome.up.tree)
             reply = answer(outcome)
-            assert check_schema(reply.up, reply.samples, pattern) is None
-            assert check_schema(reply.up, reply.samples, None) is None
-            assert check_counts(reply, query.most[k], query.images[k]) is None
+            assert check_schema(reply.up, reply.samples, pattern, uplink) is None
+            assert check_schema(reply.up, reply.samples, None, uplink) is None
+            assert check_counts(reply, query.most[k], query.images[k], uplink) is None
         sites = [str(client) for client in query.clients]
         ups = dict(zip(sites, [outcome.up for outcome in query.outcomes], strict=True))
-        found = norms(ups, dict(zip(sites, query.downlinks, strict=True)))
+        found = norms(ups, dict(zip(sites, query.downlinks, strict=True)), uplink)
         assert all(math.isfinite(norm) for norm in found.values())
         assert check_norm(found, 10.0) == {}
 
@@ -136,9 +138,9 @@ def test_rows_that_count_twice_are_plausible() -> None:
     heaviest = max(held.own(k).labeled + held.own(k).unlabeled - int((held.split.client == k).sum()) for k in range(4))
     assert heaviest > 0
     _, asked = queries("feddb")
-    outcome = asked[0].outcomes[0]._replace(up={"weight": torch.tensor(21.0)}, traffic=(0, 0))
-    assert check_counts(answer(outcome), outcome.amount, 16) is None
-    assert "weight" in str(check_counts(answer(outcome), outcome.amount, 10))
+    outcome = asked[0].outcomes[0]._replace(up=Upload({}, torch.tensor(21.0)), traffic=(0, 0))
+    assert check_counts(answer(outcome), outcome.amount, 16, UPDATE_ONLY) is None
+    assert "weight" in str(check_counts(answer(outcome), outcome.amount, 10, UPDATE_ONLY))
 
 
 def test_a_made_up_visit_disturbs_nothing() -> None:
@@ -159,6 +161,10 @@ def test_a_made_up_visit_disturbs_nothing() -> None:
 class Echo(ClientUpdate):
     """A work that counts how often it begins, and sends `times` its first leaf; its loss is `loss`."""
 
+    @property
+    def uplink(self) -> Uplink:
+        return Uplink((), (), aux={"seen": Aux(), "none": Aux()})
+
     log: Callable[[], None] = lambda: None
     times: int = 1
     loss: float = 0.0
@@ -170,8 +176,8 @@ class Echo(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         return carry, StepMetrics(torch.tensor(self.loss), {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
-        return {**carry, "none": {}}, {}
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        return Upload({}, torch.ones(()), {**carry, "none": {}}), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Any:
         raise NotImplementedError
@@ -189,20 +195,18 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
         begun.append(1)
 
     known, shared = patterns(), task()
-    small = {"w": torch.ones(3)}
+    small, weighed = {"w": torch.ones(3)}, {"update": None, "weight": ((), torch.float32)}
     for round in range(3):
         pattern = known.of(context(Echo(shared.at(round), log=log), round), small)
-        assert pattern == {"seen": ((1, 3), torch.float32), "none": None}
+        assert pattern == {**weighed, "aux/seen": ((1, 3), torch.float32), "aux/none": None}
     assert len(begun) == 1
-    assert known.of(context(Echo(shared, log=log, times=2)), small) == {"seen": ((2, 3), torch.float32), "none": None}
-    assert known.of(context(Echo(shared, log=log)), {"w": torch.ones(5)}) == {
-        "seen": ((1, 5), torch.float32),
-        "none": None,
-    }
-    assert known.of(context(Echo(shared, log=log)), {"w": torch.ones(3, dtype=F64)}) == {
-        "seen": ((1, 3), F64),
-        "none": None,
-    }
+
+    def seen(down: Tree, **options: Any) -> Any:
+        return (known.of(context(Echo(shared, log=log, **options)), down) or {})["aux/seen"]
+
+    assert seen(small, times=2) == ((2, 3), torch.float32)
+    assert seen({"w": torch.ones(5)}) == ((1, 5), torch.float32)
+    assert seen({"w": torch.ones(3, dtype=F64)}) == ((1, 3), F64)
     assert len(begun) == 4
 
 
@@ -212,7 +216,7 @@ def test_a_pattern_does_not_hang_on_weights() -> None:
     query = asked[0]
     spoiled = tree.map(lambda leaf: torch.full_like(leaf, math.nan), query.downlinks[0])
     known = patterns(shared)
-    assert known.of(query.context, spoiled) == spec_of(query.outcomes[0].up)
+    assert known.of(query.context, spoiled) == spec_of(query.outcomes[0].up.tree)
     assert known.of(context(Echo(shared, loss=math.inf)), {"w": torch.ones(3)}) is None
 
 
@@ -273,10 +277,13 @@ def test_without_a_pattern_values_are_judged_all_the_same() -> None:
 def test_a_variance_is_not_negative() -> None:
     """A finite one below 0 would give NaN under the root of every image's normalization."""
     stats = {"conv1": {"mean": -LINE, "var": LINE - 1}}
-    for name in ("stats", "moments"):
-        assert check_schema({name: stats}, {}, None) is None
-        worse = {name: {"conv1": {"mean": LINE, "var": torch.tensor([1.0, -1e-9])}}}
-        assert check_schema(worse, {}, None) == f"'{name}/conv1/var' holds a variance below 0"
+    worse = {"conv1": {"mean": LINE, "var": torch.tensor([1.0, -1e-9])}}
+    uplink = Uplink(aux={"moments": Aux("sum", "statistic")})
+    for part, name in (("update", "stats"), ("aux", "moments")):
+        up = {"update": {}, "weight": torch.ones(())}
+        assert check_schema({**up, part: {name: stats}}, {}, None, uplink) is None
+        said = check_schema({**up, part: {name: worse}}, {}, None, uplink)
+        assert said == f"'{part}/{name}/conv1/var' holds a variance below 0"
 
 
 def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
@@ -318,12 +325,16 @@ MOST = Amount(4, 10, 30, 0)
 
 def counted(**changes: Any) -> Reply:
     """Return the reply of a site with 12 images to `MOST`."""
-    up = {"x": torch.zeros(3), "weight": torch.tensor(12.0)}
+    up = Upload({"x": torch.zeros(3)}, torch.tensor(12.0))
     return answer(ClientResult(up, {}, {}, MOST, (100, 10), 12, 50), **changes)
 
 
-def weighing(**leaves: Any) -> Reply:
-    return counted(up={name: torch.tensor(leaf) for name, leaf in leaves.items()}, traffic=[0, 0])
+def weighing(weight: float = 1.0, **aux: Any) -> Reply:
+    up = Upload({}, torch.tensor(weight), {name: torch.tensor(leaf) for name, leaf in aux.items()})
+    return counted(up=up.tree, traffic=[0, 0])
+
+
+MARKED = Uplink(("x",), (), aux={"labels": Aux(values="mark"), "changed": Aux(values="count"), "appu": Aux()})
 
 
 @pytest.mark.parametrize(
@@ -341,11 +352,12 @@ def weighing(**leaves: Any) -> Reply:
         (weighing(weight=25.0), "its weight is 25, not between 0 and 24, the most for 12 images"),
         (weighing(weight=-1.0), "its weight is -1, not between 0 and 24, the most for 12 images"),
         (weighing(weight=math.nan), "its weight is nan, not between 0 and 24, the most for 12 images"),
-        (weighing(rows=1e9), "its rows is 1e+09, not between 0 and 24, the most for 12 images"),
         (weighing(labels=1.0), None),
         (weighing(labels=2.0), "its labels is 2, not between 0 and 1, the most for 12 images"),
-        (weighing(present=[0.0, 1.0]), None),
-        (weighing(present=[0.0, 7.0]), "its present is 7, not between 0 and 1, the most for 12 images"),
+        (weighing(labels=[0.0, 1.0]), None),
+        (weighing(labels=[0.0, 7.0]), "its labels is 7, not between 0 and 1, the most for 12 images"),
+        (weighing(changed=1e9, appu=-7.0), None),
+        (weighing(changed=-1), "its changed is -1, not 0 or more, the most for 12 images"),
         (counted(swept=12 * SWEEPS + 1), None),
         (counted(swept=12 * SWEEPS + 2), "it counts 12290 images swept, of 12289 at most"),
         # An upload of 4 float32: 16 bytes.
@@ -356,41 +368,70 @@ def weighing(**leaves: Any) -> Reply:
     ],
 )
 def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:
-    assert check_counts(reply, MOST, 12) == said
+    assert check_counts(reply, MOST, 12, MARKED) == said
+
+
+def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
+    """SemiFL's clients weigh 1 or 0, whatever they have."""
+    alike = Uplink(weight="one")
+    assert check_counts(weighing(1.0), MOST, 12, alike) is None
+    assert "between 0 and 1" in str(check_counts(weighing(12.0), MOST, 12, alike))
+
+
+@pytest.mark.parametrize(
+    ("up", "said"),
+    [
+        ({"update": {"params": {}}, "weight": torch.ones(())}, None),
+        ({"update": {"more": LINE}, "weight": torch.ones(())}, "'update/more' was not asked for"),
+        ({"update": {}, "weight": torch.ones(()), "aux": {"more": LINE}}, "'aux/more' was not asked for"),
+        ({"update": LINE, "weight": torch.ones(())}, "its update is no tree"),
+        ({"update": {}}, "it is no update with a weight"),
+        ({"update": {}, "weight": torch.ones(()), "note": LINE}, "'note' was not asked for"),
+    ],
+)
+def test_what_a_work_does_not_declare_is_refused(up: Tree, said: str | None) -> None:
+    """Also where no pattern of its uploads could be found out."""
+    assert check_schema(up, {}, None, UPDATE_ONLY) == said
 
 
 def test_a_site_without_images_weighs_one_at_most() -> None:
     """FML weighs its clients alike, whatever they have: by 1."""
     reply = weighing(weight=1.0)
-    assert check_counts(replace(reply, amount=[0, 0, 0, 0], swept=1), Amount(0, 0, 0), 0) is None
-    assert check_counts(replace(weighing(weight=1.5), amount=[0, 0, 0, 0]), Amount(0, 0, 0), 0) is not None
+    assert check_counts(replace(reply, amount=[0, 0, 0, 0], swept=1), Amount(0, 0, 0), 0, MARKED) is None
+    assert check_counts(replace(weighing(weight=1.5), amount=[0, 0, 0, 0]), Amount(0, 0, 0), 0, MARKED) is not None
 
 
 def test_the_norm_of_an_update_by_hand() -> None:
-    """Moved by (3, 4) in params/a; params/b came down in another shape and counts as it is, 12; so does `extra`, 84:
-    sqrt(9 + 16 + 144 + 7056) = sqrt(7225) = 85. Weights, counts, statistics and whole numbers do not count.
+    """Moved by (3, 4) in params/a and by 12 in params/b; what goes beside as numbers counts as it is, `extra`, 84:
+    sqrt(9 + 16 + 144 + 7056) = sqrt(7225) = 85. Weights, marks, counts, statistics and whole numbers do not count.
     """
-    down = {"params": {"a": torch.tensor([1.0, 1.0]), "b": torch.ones(2, 2)}, "stats": {"v": {"var": torch.ones(1)}}}
-    up = {
-        "params": {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([12.0])},
-        "extra": torch.tensor([84.0], dtype=F64),
-        "seen": torch.tensor([1000]),
-        "weight": torch.tensor(1e9),
-        "rows": torch.tensor(1e9),
-        "labels": torch.tensor(1e9),
-        "present": torch.full((4,), 1e9),
-        "changed": {"up": {"psi": torch.tensor(1e9)}},
+    down = {
+        "params": {"a": torch.tensor([1.0, 1.0]), "b": torch.ones(1), "seen": torch.tensor(1)},
+        "stats": {"v": {"var": torch.ones(1)}},
+    }
+    update = {
+        "params": {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([13.0]), "seen": torch.tensor(1000)},
         "stats": {"v": {"var": torch.full((1,), 1e9)}},
+    }
+    aux = {
+        "extra": torch.tensor([84.0], dtype=F64),
+        "labels": torch.tensor(1e9),
+        "changed": {"up": {"psi": torch.tensor(1e9)}},
         "moments": {"v": {"mean": torch.full((1,), 1e9)}},
     }
-    assert norms({"here": up}, {"here": down, "elsewhere": {}}) == {"here": 85.0}
-    assert norms({"idle": down}, {"idle": down}) == {"idle": 0.0}
+    kinds = {"labels": "mark", "changed": "count", "moments": "statistic", "extra": "number"}
+    uplink = Uplink(aux={name: Aux(values=kind) for name, kind in kinds.items()})  # type: ignore[arg-type]
+    up = Upload(update, torch.tensor(1e9), aux)
+    assert norms({"here": up}, {"here": down, "elsewhere": {}}, uplink) == {"here": 85.0}
+    assert norms({"idle": Upload(down, torch.tensor(1.0))}, {"idle": down}, uplink) == {"idle": 0.0}
 
 
 def test_a_norm_is_taken_in_float64() -> None:
     """1e30 and 1e200 have squares beyond float32 and float64: the first is measured, the second is infinite."""
-    assert norms({"a": {"x": torch.full((4,), 1e30)}}, {"a": {}})["a"] == pytest.approx(2e30, rel=1e-6)
-    assert norms({"a": {"x": torch.full((4,), 1e200, dtype=F64)}}, {"a": {}}) == {"a": math.inf}
+    for value, dtype, norm in ((1e30, torch.float32, 2e30), (1e200, F64, math.inf)):
+        down = {"params": torch.zeros(4, dtype=dtype)}
+        up = Upload({"params": torch.full((4,), value, dtype=dtype)}, torch.ones(()))
+        assert norms({"a": up}, {"a": down}, UPDATE_ONLY)["a"] == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -432,8 +473,11 @@ def test_an_update_scaled_by_1000_is_refused_and_no_other(sizes: list[float], da
     down = {"params": {"a": torch.tensor([7.0, -3.0], dtype=F64)}}
     direction = torch.tensor([0.6, 0.8], dtype=F64)
     scaled = [size * (1000 if k == wrong else 1) for k, size in enumerate(sizes)]
-    ups = {f"site-{k}": {"params": {"a": down["params"]["a"] + scaled[k] * direction}} for k in order}
-    found = norms(ups, dict.fromkeys(ups, down))
+    ups = {
+        f"site-{k}": Upload({"params": {"a": down["params"]["a"] + scaled[k] * direction}}, torch.ones(()))
+        for k in order
+    }
+    found = norms(ups, dict.fromkeys(ups, down), UPDATE_ONLY)
     assert found[f"site-{wrong}"] == pytest.approx(scaled[wrong], rel=1e-9)
     assert list(check_norm(found, 10.0)) == [f"site-{wrong}"]
     assert check_norm(found, 10.0) == check_norm(dict(sorted(found.items())), 10.0)

@@ -93,8 +93,8 @@ def test_shares_are_those_of_all_labels_together():
         carry = {"params": {}, "stats": {}, "optimizer": {}, "label": torch.tensor(label)}
         carry["weight"] = torch.tensor(weight).double()
         ups.append(work.finish(down, carry, data)[0])
-    assert [float(up["weight"]) for up in ups] == [4, 2]
-    mean = tree.weighted_mean(tree.stack([{"share": up["share"]} for up in ups]), torch.tensor([4.0, 2.0]))
+    assert [float(up.weight) for up in ups] == [4, 2]
+    mean = tree.weighted_mean(tree.stack([{"share": up.update["share"]} for up in ups]), torch.tensor([4.0, 2.0]))
     assert mean["share"].tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6, 1 / 6])
 
 

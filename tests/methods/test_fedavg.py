@@ -9,6 +9,7 @@ from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local
+from halfmoon.api.uploads import stack
 from halfmoon.augment import Plain
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Adam
@@ -53,9 +54,9 @@ def test_the_average_by_hand():
         down = {"params": {"w": torch.tensor([p])}, "stats": {"n": {"mean": torch.tensor([s])}}}
         up, memory = work.finish(down, work.begin(down, {}, local(*counts)), local(*counts))
         assert memory == {}
-        assert float(up["weight"]) == sum(counts)
+        assert float(up.weight) == sum(counts)
         ups.append(up)
-    mean = average(tree.stack(ups))
+    mean = average(stack(ups))
     assert mean["params"]["w"].tolist() == [4.0]
     assert mean["stats"]["n"]["mean"].tolist() == [4.0]
     assert set(mean) == {"params", "stats"}
@@ -69,9 +70,9 @@ def test_the_server_averages_its_cohort_by_all_rows():
     simulation.open(0)
     up = simulation.ask("train", server)
     weights = [held.given(int(k)).labeled + held.given(int(k)).unlabeled for k in simulation.cohort]
-    assert up["weight"].tolist() == weights
+    assert up.weight.tolist() == weights
     (played,) = play(method, simulate(method, shared, held), server, range(1))
-    for path, leaf in tree.flatten({"params": up["params"], "stats": up["stats"]}).items():
+    for path, leaf in tree.flatten({"params": up.update["params"], "stats": up.update["stats"]}).items():
         expected = sum(w / sum(weights) * each for w, each in zip(weights, leaf, strict=True))
         torch.testing.assert_close(tree.flatten(played.server)[path], expected, rtol=1e-12, atol=1e-14)
 

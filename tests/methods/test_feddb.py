@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import grad
 
 from halfmoon.api.types import Batch, Local, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
@@ -109,8 +110,8 @@ def test_accumulation_by_hand():
     half, _ = work.step(model, carry, given([1], [2], [1]))
     assert float(half["appu"][0]) == pytest.approx(0.5 * 0.825 + 0.5 * s(2 * w), rel=1e-12)
     up, _ = work.finish(model, half, data)
-    assert float(up["appu"][0]) == float(half["appu"][0])
-    assert up["appu"].shape == (2,)
+    assert float(up.aux["appu"][0]) == float(half["appu"][0])
+    assert up.aux["appu"].shape == (2,)
 
 
 def test_other_accumulations_by_hand():
@@ -131,7 +132,7 @@ def test_other_accumulations_by_hand():
         assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
         up, _ = work.finish(model, carry, data)
         w, keep = float(carry["params"]["w"]), 0.25**epochs if how == "finish" else 1.0
-        assert float(up["appu"][0]) == pytest.approx(keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12)
+        assert float(up.aux["appu"][0]) == pytest.approx(keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12)
     work, model = line(FedDB(tau=0.7, gamma=0.25, accumulate_over="used"))
     carry = work.begin(model, work.remember(model, torch.Generator()), client(1, 1, -1, 2))
     before = float(carry["appu"][0])
@@ -161,7 +162,7 @@ def test_a_uniform_app_u_changes_no_label():
     data = client()
     carry = work.begin(model, work.remember(model, torch.Generator()), data)
     up, _ = work.finish(model, carry, data)
-    assert up["appu"].tolist() == [0.5, 0.5]
+    assert up.aux["appu"].tolist() == [0.5, 0.5]
 
 
 def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
@@ -292,8 +293,8 @@ def test_the_server_by_hand(dma, momentum):
     for number in range(2):
         twin.open(number)
         up = twin.ask("train", {"params": server["params"], "stats": server["stats"]})
-        weights = up["weight"] if dma == "size" else mixture(up["appu"], dma)
-        mean = average({"params": up["params"], "stats": up["stats"], "weight": weights})
+        weights = up.weight if dma == "size" else mixture(up.aux["appu"], dma)
+        mean = average(up._replace(weight=weights))
         v = tree.map(lambda v, p, m: momentum * v + p - m, v, params, mean["params"])
         params = tree.map(torch.sub, params, v)
         (played,) = play(method, simulation, server, range(number, number + 1))
@@ -306,9 +307,9 @@ def test_the_server_by_hand(dma, momentum):
 class Answers:
     """A federation whose clients have answered already."""
 
-    up: tree.Tree
+    up: Upload
 
-    def ask(self, work: str, down: tree.Tree) -> tree.Tree:
+    def ask(self, work: str, down: tree.Tree) -> Upload:
         return self.up
 
 
@@ -317,10 +318,10 @@ def test_a_client_without_rows_weighs_nothing(dma):
     """Its model is the one it was sent; where nobody has rows, the server's stays."""
     server = {"params": {"w": torch.tensor([7.0])}, "stats": {}}
     appu = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
-    up = {"params": {"w": torch.tensor([[1.0], [1.0], [7.0]])}, "stats": {}, "appu": appu}
-    federation: Any = Answers({**up, "weight": torch.tensor([3.0, 2.0, 0.0])})
+    up = {"params": {"w": torch.tensor([[1.0], [1.0], [7.0]])}, "stats": {}}
+    federation: Any = Answers(Upload(up, torch.tensor([3.0, 2.0, 0.0]), {"appu": appu}))
     assert FedDB(dma=dma).round(task(), server, federation)["params"]["w"].tolist() == pytest.approx([1.0])
-    federation = Answers({**up, "weight": torch.zeros(3)})
+    federation = Answers(Upload(up, torch.zeros(3), {"appu": appu}))
     assert FedDB(dma=dma).round(task(), server, federation)["params"]["w"].tolist() == [7.0]
 
 
@@ -357,7 +358,7 @@ def test_whole_sets_are_the_papers_batches():
         method = FedDB(tau=0.39, gamma=gamma)
         simulation = simulate(method, shared, held, batching=batching, cohort=2)
         simulation.open(0)
-        sent.append(simulation.ask("train", server)["appu"])
+        sent.append(simulation.ask("train", server).aux["appu"])
         assert simulation.close().cost["labeled_steps"] == 10
     mixed, start, last = sent
     torch.testing.assert_close(mixed.sum(-1), torch.ones(2, dtype=torch.float64))

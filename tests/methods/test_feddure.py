@@ -14,6 +14,7 @@ from torch import nn
 from torch_models import TorchResNet9, TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local, Task
+from halfmoon.api.uploads import Upload, stack
 from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -407,7 +408,7 @@ def test_server_opens_the_gate_after_the_warmup():
 
         def ask(self, work, down, each=None):
             gates.append(float(down["gate"]))
-            return tree.stack([{"params": down["params"], "stats": down["stats"], "weight": torch.ones(())}])
+            return stack([Upload({"params": down["params"], "stats": down["stats"]}, torch.ones(()))])
 
     method, task = FedDure(warmup=2), Task(SmallCNN(1, 5, 4), SGD(0.1), NORMALIZE)
     server = method.start(task, task.network.init(torch.Generator()))
@@ -423,7 +424,7 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
     local = Local(nothing, torch.zeros(0), nothing, torch.tensor(3), torch.tensor(4))
     carry, _ = work.step(down, carry, batches[0])
     up, memory = work.finish(down, carry, local)
-    assert float(up["weight"]) == 7
+    assert float(up.weight) == 7
     again = work.begin(down, memory, local)
     assert distance(list(tree.leaves(again["regulator"])), list(tree.leaves(carry["regulator"]))) == 0
     assert float(again["regulator"]["optimizer"]["steps"]) == 1

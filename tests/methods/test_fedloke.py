@@ -71,7 +71,7 @@ def test_one_step_by_hand():
         x_views={"weak": pixels(1), "strong": pixels(2)},
     )
     _, (notes,), up, memory = visit(method, shared, model(0, 0), model(2 * log(3), 0), [batch])
-    assert up["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
+    assert up.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) + 1 / 4, -1 / 4], rel=1e-12)
     divergence = 3 / 4 * log(3 / 2) + 1 / 4 * log(1 / 2)
     assert float(notes.loss) == pytest.approx(log(2) + divergence / 8 - log(3 / 4), rel=1e-12)
@@ -79,7 +79,7 @@ def test_one_step_by_hand():
     assert {each.count.item() for each in notes.samples.values()} == {2}
     assert notes.pseudo[0].weight.tolist() == [0, 0]
     assert notes.pseudo[0].confidence.tolist() == [0.5, 0.5]
-    assert float(up["weight"]) == 11
+    assert float(up.weight) == 11
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ def test_the_mean_by_size_or_uniform():
     for method, expected in expectations:
         simulation = simulate(method, shared, held, cohort=4)
         simulation.open(0)
-        assert simulation.ask("train", begin(FedLoKe(), shared))["weight"].tolist() == expected
+        assert simulation.ask("train", begin(FedLoKe(), shared)).weight.tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["fedloke", "fml"])

@@ -20,8 +20,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.fedmatch import Disjoint, FedMatch, composed, kernels, nearest, noise, vote
+from halfmoon.methods.fedmatch import Disjoint, FedMatch, composed, nearest, noise, vote
 from halfmoon.models import Network, SmallCNN
+from halfmoon.models.network import kernels
 from halfmoon.models.passes import Run
 from halfmoon.objectives import FixMatch
 
@@ -332,15 +333,19 @@ def test_bytes_by_hand():
     memory = work.remember(down, torch.Generator())
     up, memory = finished(work, down, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
     assert work.traffic(down, up) == (160, 24 + 0 + 80)
-    assert up["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
-    assert same({"sigma": up["sigma"], "psi": up["psi"]}, {name: memory[name] for name in ("sigma", "psi")})
+    assert up.update["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
+    assert same(
+        {"sigma": up.update["sigma"], "psi": up.update["psi"]}, {name: memory[name] for name in ("sigma", "psi")}
+    )
 
     sigma = line(2.0, 0.5, *[3.0] * 6, 1.0, 1.0)
     down = down_of(sigma, line(*[2.0] * 7, 1.09, 0.91, 1.09))
     up, after = finished(work, down, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
     assert work.traffic(down, up) == (72 + 80, 0 + 80 + 80)
-    assert up["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3  # 0.04 is cut; the last did not move
-    assert same({"sigma": up["sigma"], "psi": up["psi"]}, {name: after[name] for name in ("sigma", "psi")})
+    assert up.update["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3
+    assert same(
+        {"sigma": up.update["sigma"], "psi": up.update["psi"]}, {name: after[name] for name in ("sigma", "psi")}
+    )
 
 
 def test_only_who_has_labels_sends_sigma():
@@ -387,7 +392,7 @@ def test_a_weight_that_is_no_number_is_not_left_out(threshold):
     down, nan = down_of(line(1, 2), line(3, 4)), float("nan")
     up, _ = finished(work, down, work.remember(down, torch.Generator()), line(nan, 0), line(3, nan))
     for name, place in (("sigma", 0), ("psi", 1)):
-        assert up[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
+        assert up.update[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0])
@@ -456,14 +461,14 @@ def test_sigma_is_averaged_over_those_with_labels():
     up = simulation.ask("train", {**server, "stats": {}})
     has = [held.own(k).labeled > 0 for k in simulation.answered.tolist()]
     assert 0 < sum(has) < len(has)
-    assert up["labels"].tolist() == [float(each) for each in has]
+    assert up.aux["labels"].tolist() == [float(each) for each in has]
     (played,) = play(method, simulate(method, shared, held), server, range(1))
-    for path, leaf in tree.flatten(up["sigma"]).items():
+    for path, leaf in tree.flatten(up.update["sigma"]).items():
         expected = torch.stack([each for each, mine in zip(leaf, has, strict=True) if mine]).mean(0)
         torch.testing.assert_close(tree.flatten(played.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
         for each, mine in zip(leaf, has, strict=True):
             assert torch.equal(each, tree.flatten(server["sigma"])[path]) == (not mine)
-    for path, leaf in tree.flatten(up["psi"]).items():
+    for path, leaf in tree.flatten(up.update["psi"]).items():
         torch.testing.assert_close(tree.flatten(played.server["psi"])[path], leaf.mean(0), rtol=1e-12, atol=1e-14)
 
 
@@ -513,7 +518,9 @@ def test_the_embedding_is_the_prediction_on_noise():
     up, _ = work.finish(down, work.begin(down, {}, data), data)
     seen = (noise(data.u).double() / 255 - 0.5) / 0.5
     theta = composed(server["sigma"], server["psi"])
-    torch.testing.assert_close(up["embedding"], BARE.predict(theta, {}, seen)[0].softmax(-1), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        up.aux["embedding"], BARE.predict(theta, {}, seen)[0].softmax(-1), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_the_start_and_what_is_evaluated():

@@ -12,6 +12,7 @@ from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
@@ -43,14 +44,14 @@ class Answers:
         self.answered = torch.tensor(sorted(uploads))
         self.given: list[tuple[Tree, Tree | None]] = []
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         self.given.append((down, each))
         up = tree.stack([number(self.uploads[k]) for k in self.answered.tolist()])
-        return {**up, "weight": torch.arange(1.0, 1 + len(self.answered))}
+        return Upload(up, torch.arange(1.0, 1 + len(self.answered)))
 
-    def ask_server(self, work: str, down: Tree) -> Tree:
+    def ask_server(self, work: str, down: Tree) -> Upload:
         self.given.append((down, None))
-        return {**number(self.copies.pop(0)), "weight": torch.tensor(7.0)}
+        return Upload(number(self.copies.pop(0)), torch.tensor(7.0))
 
 
 def split(cohort: list[int], round: int) -> list[list[int]]:

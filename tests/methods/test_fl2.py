@@ -88,11 +88,11 @@ def test_status_and_thresholds():
         assert work.keep(carry, data).tolist() == wanted.tolist()
         assert wanted.any()
         up, _ = work.finish(down, carry, data)
-        assert float(up["weight"]) == pytest.approx(weight, rel=1e-12)
+        assert float(up.weight) == pytest.approx(weight, rel=1e-12)
     work = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
     carry = work.begin(down, work.remember(down, torch.Generator()), data)
     assert not work.keep(carry, data).any()
-    assert float(work.finish(down, carry, data)[0]["weight"]) == 0
+    assert float(work.finish(down, carry, data)[0].weight) == 0
 
 
 def test_without_its_parts_it_is_semifl_without_a_mix():

@@ -39,7 +39,7 @@ def test_one_step_by_hand():
     batch = Batch(pixels(1), torch.tensor([0]), torch.tensor([0]), {"weak": pixels(2)}, torch.tensor([0]))
     carry, notes = work.step({}, carry, batch)
     up, memory = work.finish({}, carry, local())
-    assert up["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
+    assert up.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) - 0.4, 0.4], rel=1e-12)
     kl = lambda p, q: p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))  # noqa: E731
     meme = (log(2) + kl(0.75, 0.5) + kl(0.9, 0.5)) / 2
@@ -254,7 +254,7 @@ def test_the_weights(place):
     ):
         simulation = simulate(method, shared, dataset(place=place), cohort=4)
         simulation.open(0)
-        assert simulation.ask("train", begin(method, shared))["weight"].tolist() == expected
+        assert simulation.ask("train", begin(method, shared)).weight.tolist() == expected
 
 
 def test_a_known_clients_first_memory_is_not_drawn_again():

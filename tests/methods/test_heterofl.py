@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_models import module_of
 
 from halfmoon.api.types import Batch, Local
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
@@ -58,9 +59,9 @@ def pair(conv: list[float], head: list[list[float]], bias: list[float]) -> Tree:
     }
 
 
-def up(params: Tree, present: list[float], weight: float = 1.0) -> Tree:
+def up(params: Tree, present: list[float], weight: float = 1.0) -> Upload:
     """Return what a client sends."""
-    return {"params": params, "present": torch.tensor(present), "weight": torch.tensor(weight)}
+    return Upload({"params": params}, torch.tensor(weight), {"present": torch.tensor(present)})
 
 
 def shapes(params: Tree) -> dict[str, tuple[int, ...]]:
@@ -192,7 +193,7 @@ def test_the_mask_by_hand():
     carry = work.begin({"params": params}, {}, empty)
     assert not carry["present"].any()  # the labels of a client without rows are padding
     sent, memory = work.finish({}, carry, empty)
-    assert (float(sent["weight"]), memory) == (0, {})
+    assert (float(sent.weight), memory) == (0, {})
 
 
 class Scaler(nn.Module):

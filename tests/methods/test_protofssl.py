@@ -8,6 +8,7 @@ from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, simulate, t
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -71,10 +72,10 @@ def test_prototypes_are_means_of_features():
     up, memory = options.client_updates(shared)["train"].finish(down, {**down, "optimizer": {}}, data)
     head = {"weight": torch.eye(8).double()}
     e = NETWORK.predict({**down["params"], "head": head}, down["stats"], x.double() / 127.5 - 1)
-    torch.testing.assert_close(up["own"][0], e[0])
-    torch.testing.assert_close(up["own"][1], (e[1] + e[2]) / 2)
-    assert up["present"].tolist() == [1, 1, 0, 0]
-    assert (float(up["weight"]), memory) == (1.0, {})
+    torch.testing.assert_close(up.aux["own"][0], e[0])
+    torch.testing.assert_close(up.aux["own"][1], (e[1] + e[2]) / 2)
+    assert up.aux["present"].tolist() == [1, 1, 0, 0]
+    assert (float(up.weight), memory) == (1.0, {})
 
 
 def test_the_head_says_the_distances():
@@ -107,10 +108,10 @@ def test_the_server_fills_and_keeps_helpers():
 class Answers:
     """A federation of three clients whose uploads are given."""
 
-    def __init__(self, up: Tree) -> None:
+    def __init__(self, up: Upload) -> None:
         self.up = up
 
-    def ask(self, work: str, down: Tree) -> Tree:
+    def ask(self, work: str, down: Tree) -> Upload:
         self.down = down
         return self.up
 
@@ -123,7 +124,8 @@ def test_a_round_by_hand():
     own[0, 0], own[1, 0], own[2, 1], own[3] = 1, 3, 7, 99
     present = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]]).double()
     model = {name: tree.stack([server[name]] * 4) for name in ("params", "stats")}
-    federation = Answers({**model, "own": own, "present": present, "weight": torch.tensor([1.0, 1, 1, 0]).double()})
+    weight = torch.tensor([1.0, 1, 1, 0]).double()
+    federation = Answers(Upload(model, weight, {"own": own, "present": present}))
     new = options.round(shared, server, federation)
     assert "mean" not in federation.down
     assert new["mean"][:, 0].tolist() == [2, 7, 0, 0]

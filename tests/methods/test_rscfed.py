@@ -72,7 +72,7 @@ def test_a_visit_with_its_teacher():
             torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
     up, kept = work.finish(down, carry, nobody)
     assert same(kept["teacher"], carry["teacher"])
-    assert (float(up["weight"]), float(up["labels"])) == (5, 1)
+    assert (float(up.weight), float(up.aux["labels"])) == (5, 1)
 
 
 def test_one_group_of_all_without_distance_is_fedavg():

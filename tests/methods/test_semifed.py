@@ -279,9 +279,9 @@ def test_clients_without_labels_follow_themselves():
     up = simulation.ask("train", {**server, "stats": {}})
     for place, k in enumerate(simulation.answered.tolist()):
         own = held.own(k)
-        assert float(up["weight"][place]) == own.labeled + own.unlabeled
+        assert float(up.weight[place]) == own.labeled + own.unlabeled
         if not own.labeled:
-            assert furthest(tree.index(up, place)["params"], server["params"]) > 1e-6
+            assert furthest(up.at(place).update["params"], server["params"]) > 1e-6
 
 
 def test_options_that_cannot_be():

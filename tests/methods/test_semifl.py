@@ -8,12 +8,13 @@ from math import log
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import Pixel, Told, pixels, value, weight
+from fakes import Pixel, Told, pixels, upload, value, weight
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local
+from halfmoon.api.uploads import Upload
 from halfmoon.augment import Plain
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
@@ -107,7 +108,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         drawn = work.keep(carry, data)
         assert drawn is not None
         assert drawn.tolist() == kept
-        assert float(work.finish(down, carry, data)[0]["weight"]) == share
+        assert float(work.finish(down, carry, data)[0].weight) == share
     assert SemiFL(mix_weight=0).client_updates(task())["train"].others == ()
     assert SemiFL(mix_weight=0).client_updates(task())["train"].mixup is None
     assert SemiFL(concentration=0.5).client_updates(task())["train"].mixup == 0.5
@@ -253,7 +254,7 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     after, _ = work.step(down, carry, batch)
     assert same(after, carry)
     up, kept = work.finish(down, after, client(sweep))
-    assert float(up["weight"]) == 1
+    assert float(up.weight) == 1
     assert same(kept, memory)
     sure = replace(method, tau=0.0).client_updates(shared)["train"]
     assert not same(sure.step(down, carry, batch)[0], carry)
@@ -266,10 +267,10 @@ def told(trained, fine, labeled: int = 1) -> Told:
     trained, fine = iter(trained), iter(fine)
 
     def train(down, who):
-        return [{"params": weight(w), "weight": torch.tensor(float(n))} for w, n in next(trained)]
+        return [Upload({"params": weight(w)}, torch.tensor(float(n))) for w, n in next(trained)]
 
     def server(down, who):
-        return [{"params": weight(next(fine)(value(down["params"])))}]
+        return [upload({"params": weight(next(fine)(value(down["params"])))})]
 
     return Told({"train": train, "fine-tune": server}, labeled=labeled)
 
@@ -316,7 +317,7 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     """Whose rows are counted; before round 1 for its labels, then once a round, for the next labels and the test."""
     fed = told([[(1, 1), (1, 1)]] * 2, [lambda w: w] * 2)
     counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
-    bn_statistics = lambda down, who: [{"moments": counts, "rows": torch.tensor(2.0)} for _ in who]  # noqa: E731
+    bn_statistics = lambda down, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
     fed.answers = {**fed.answers, "census": bn_statistics}
     method, shared = SemiFL(sbn=sbn), task(Pixel())
     fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
@@ -356,8 +357,8 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
             simulation.open(0)
             model = begin(method, shared)
             ups.append(simulation.ask("train", {"params": model["params"], "stats": {}}))
-        assert furthest(ups[0]["params"], ups[1]["params"]) < 1e-12
-        assert furthest(tree.index(ups[0]["params"], 0), begin(ours, shared)["params"]) > 1e-2
+        assert furthest(ups[0].update["params"], ups[1].update["params"]) < 1e-12
+        assert furthest(ups[0].at(0).update["params"], begin(ours, shared)["params"]) > 1e-2
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -391,8 +392,8 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     assert played[-1].report.cost["unlabeled_images"] == 0
     simulation.open(2)
     up = simulation.ask("train", {"params": after["params"], "stats": after["stats"]})
-    assert up["weight"].tolist() == [0, 0, 0]
-    assert all(same(tree.index(up["params"], k), after["params"]) for k in range(3))
+    assert up.weight.tolist() == [0, 0, 0]
+    assert all(same(tree.index(up.update["params"], k), after["params"]) for k in range(3))
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -413,8 +414,8 @@ def test_one_client_is_sure_and_one_is_not(executor):
     )
     simulation.open(0)
     up = simulation.ask("train", {"params": weight(log(3)), "stats": {}})
-    assert up["weight"].tolist() == [1, 0]
-    moved = up["params"]["pixel"]["norm"]["bias"].flatten().tolist()
+    assert up.weight.tolist() == [1, 0]
+    moved = up.update["params"]["pixel"]["norm"]["bias"].flatten().tolist()
     assert moved[0] > log(3)
     assert moved[1] == log(3)
     memories = simulation.state()["client"]
@@ -539,7 +540,7 @@ def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, le
     params = {"w": torch.zeros((), dtype=torch.float64)}
     momentum, found = {"w": torch.zeros((), dtype=torch.float64)}, []
     for learned in (1.0, 0.0, 0.0, 0.0):
-        up = {"params": {"w": params["w"].reshape(1)}, "weight": torch.ones(1, dtype=torch.float64)}
+        up = Upload({"params": {"w": params["w"].reshape(1)}}, torch.ones(1, dtype=torch.float64))
         trained = {"w": params["w"] + learned}
         params, momentum = combine(trained, up, momentum, keep, share=0.5)
         found.append(float(params["w"]))

@@ -217,10 +217,10 @@ def test_a_federated_teacher_runs_in_both_executors():
     server = begin(method, shared)
     up = simulation.ask("train", server)
     (first,) = play(method, simulate(method, shared), server, range(1))
-    share = up["weight"] / up["weight"].sum()
-    bias = (share[:, None] * up["teacher"]["head"]["bias"]).sum(0)
+    share = up.weight / up.weight.sum()
+    bias = (share[:, None] * up.update["teacher"]["head"]["bias"]).sum(0)
     torch.testing.assert_close(first.server["teacher"]["head"]["bias"], bias, rtol=1e-12, atol=1e-14)
-    assert float(first.server["teacher_steps"]) == pytest.approx(float((share * up["teacher_steps"]).sum()))
+    assert float(first.server["teacher_steps"]) == pytest.approx(float((share * up.update["teacher_steps"]).sum()))
 
 
 def test_a_teacher_cannot_be_left_out():

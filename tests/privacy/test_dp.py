@@ -21,6 +21,7 @@ from scipy import integrate, optimize, stats
 from scipy.special import ndtr
 
 from halfmoon.aggregation import AggregationContext
+from halfmoon.api.uploads import Upload
 from halfmoon.cli import console
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
@@ -65,9 +66,9 @@ def question(down: Tree, clients: int, asked: int | None = None, **changes: Any)
     return made._replace(**changes)
 
 
-def vector(*rows: list[float]) -> Tree:
+def vector(*rows: list[float]) -> Upload:
     """Return uploads of one vector each, and weights that differ."""
-    return {"params": {"w": torch.tensor(rows)}, "weight": torch.arange(1.0, len(rows) + 1)}
+    return Upload({"params": {"w": torch.tensor(rows)}}, torch.arange(1.0, len(rows) + 1))
 
 
 ORIGIN = {"params": {"w": torch.zeros(2)}}
@@ -116,8 +117,10 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
     g = torch.Generator().manual_seed(int(size * 1000))
     down = {"a": torch.randn(40, 5, generator=g).to(dtype), "b": {"c": torch.randn(7, generator=g).to(dtype)}, "e": {}}
     up = tree.map(lambda leaf: (leaf.double() + size * torch.randn(leaf.shape, generator=g)).to(dtype), down)
-    up = {**up, "weight": torch.tensor(9.0), "new": torch.ones(3), "steps": torch.tensor(4)}
-    got = clipped(up, down, 1.0)
+    down, up = {**down, "steps": torch.tensor(3)}, {**up, "steps": torch.tensor(4)}
+    sent = clipped(Upload(up, torch.tensor(9.0), {"new": torch.ones(3)}), down, 1.0)
+    got = sent.update
+    del down["steps"]
     moved = {
         path: (tree.flatten(up)[path].double() - leaf.double()).numpy() for path, leaf in tree.flatten(down).items()
     }
@@ -132,7 +135,7 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
     if length <= 1.0:
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(up), strict=True))
     assert got["e"] == {}
-    assert (float(got["weight"]), got["new"].tolist(), int(got["steps"])) == (9.0, [1.0, 1.0, 1.0], 4)
+    assert (float(sent.weight), sent.aux["new"].tolist(), int(got["steps"])) == (9.0, [1.0, 1.0, 1.0], 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -141,14 +144,16 @@ def test_rounding_never_lengthens_a_clipped_update_beyond_the_bound(dtype: torch
     for seed in range(40):
         g = torch.Generator().manual_seed(seed)
         down, up = (torch.randn(50, generator=g).to(dtype) for _ in range(2))
-        sent = clipped({"w": up}, {"w": down}, 0.3)["w"]
+        sent = clipped(Upload({"w": up}, torch.ones(())), {"w": down}, 0.3).update["w"]
         assert math.sqrt(math.fsum((sent.double() - down.double()).square().tolist())) <= 0.3
 
 
 def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
     """Weights of 1e6 in float32 cannot move by 1e-3: an update that was clipped to that is zero."""
     down = {"w": torch.full((3,), 1e6)}
-    assert clipped({"w": torch.full((3,), 1e6 + 7)}, down, 1e-3)["w"].tolist() == [1e6] * 3
+    assert (
+        clipped(Upload({"w": torch.full((3,), 1e6 + 7)}, torch.ones(())), down, 1e-3).update["w"].tolist() == [1e6] * 3
+    )
 
 
 @pytest.mark.parametrize("name", ["feddure", "fedavg-fixmatch", "fedloke", "fml"])
@@ -197,7 +202,7 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
         *(torch.full((30,), x) for x in (math.nan, math.inf, 3e38)),
     ):
         mine = torch.cat([rows[1:], other[None]]) + down["params"]["w"]
-        places, total = clipped_sum(question(down, 5), {"params": {"w": mine}}, 0.5)
+        places, total = clipped_sum(question(down, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
         assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
         sums.append(total["params/w"])
     apart = [float((a - b).norm()) for a in sums for b in sums]
@@ -209,8 +214,8 @@ def test_the_mean_is_over_those_asked_and_whoever_is_missing_is_zero(tmp_path: P
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
     places, up = server.uploads(question(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
     assert list(places) == [0, 1]
-    assert up["weight"].tolist() == [1.0, 1.0]
-    for row in up["params"]["w"]:
+    assert up.weight.tolist() == [1.0, 1.0]
+    for row in up.update["params"]["w"]:
         assert row.tolist() == pytest.approx([0.3 / 4, 0.65 / 4], abs=1e-7)
 
 
@@ -221,8 +226,8 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
 
     def noise(secret: bytes = b"a", value: float = 0.0, **changes: Any) -> np.ndarray:
         server = private(tmp_path / str(next(number)), promise, secret)
-        up = {"w": torch.full((2, 20_000), value / 20_000, dtype=torch.float64)}
-        return server.uploads(question(down, 2, 5, **changes), up)[1]["w"][0].numpy() - 2 * value / 20_000 / 5
+        up = Upload({"w": torch.full((2, 20_000), value / 20_000, dtype=torch.float64)}, torch.ones(2))
+        return server.uploads(question(down, 2, 5, **changes), up)[1].update["w"][0].numpy() - 2 * value / 20_000 / 5
 
     number = count()
     for k in range(9):
@@ -236,7 +241,7 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
 
 
 def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
-    up = {**vector([1.0, 0.0]), "mean_prediction": torch.ones(1, 2)}
+    up = vector([1.0, 0.0])._replace(aux={"mean_prediction": torch.ones(1, 2)})
     with pytest.raises(UserError, match="'mean_prediction' beside their update"):
         private(tmp_path).uploads(question(ORIGIN, 1), up)
 
@@ -253,7 +258,7 @@ def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: P
     plain.open(0)
     down = {name: leaf for name, leaf in begin(made, shared).items() if name != "round"}
     up = plain.ask("train", {**down, "gate": torch.tensor(1.0)} if "feddure" in name else down)
-    mean = tree.map(lambda leaf: leaf.mean(0), up["params"])
+    mean = tree.map(lambda leaf: leaf.mean(0), up.update["params"])
     assert furthest(noised.server["params"], mean) < 1e-9
     assert noised.report.aggregator is not None
     assert set(noised.report.aggregator) == {"epsilon", "delta"}
@@ -551,7 +556,7 @@ def test_the_same_sum_is_counted_once_and_another_one_again(tmp_path: Path) -> N
     first = aggregator.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))[1]
     again = private(tmp_path)  # a server that was killed before its checkpoint
     assert torch.equal(
-        again.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))[1]["params"]["w"], first["params"]["w"]
+        again.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))[1].update["params"]["w"], first.update["params"]["w"]
     )
     assert len(again.ledger.releases) == 1
     again.uploads(question(ORIGIN, 1, 2), vector([0.0, 1.0]))

@@ -21,6 +21,7 @@ from sympy import isprime
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, changed
+from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.contract.checks import SIZES
 from halfmoon.core.errors import UserError
@@ -145,17 +146,18 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     g = torch.Generator().manual_seed(1)
     down = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
     k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
-    up = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}, "weight": weights}
+    up = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
+    up = Upload(up, weights)
     places, got = Sums(even).uploads(asked(down, k), up)
     assert list(places) == list(range(k))
-    assert got["stats"] == {}
-    assert got["weight"].tolist() == [1.0] * k
+    assert got.update["stats"] == {}
+    assert got.weight.tolist() == [1.0] * k
     w = [Fraction(1) if even else Fraction(v) for v in weights.tolist()]
     bound = k * Fraction(1, 2**25) / sum(w)
     worst = Fraction(0)
     for j in range(200):
-        exact = sum(a * Fraction(float(x)) for a, x in zip(w, up["params"]["w"][:, j], strict=True)) / sum(w)
-        values = got["params"]["w"][:, j].tolist()
+        exact = sum(a * Fraction(float(x)) for a, x in zip(w, up.update["params"]["w"][:, j], strict=True)) / sum(w)
+        values = got.update["params"]["w"][:, j].tolist()
         assert len(set(values)) == 1
         worst = max(worst, abs(Fraction(values[0]) - exact))
     assert bound / 50 < worst <= bound + Fraction(1, 2**50)
@@ -163,23 +165,23 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
 
 def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
     down = {"params": {"w": torch.zeros(2)}}
-    up = {"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}, "weight": torch.ones(3)}
+    up = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = Sums(False)
     places, got = aggregator.uploads(asked(down, 3), up)
     assert list(places) == [0]
-    assert got["params"]["w"].tolist() == [[1.0, 2.0]]
+    assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
     assert aggregator.row() == {"summed": 1}
-    places, _ = aggregator.uploads(asked(down, 3), {**up, "params": {"w": torch.full((3, 2), 1e30)}})
+    places, _ = aggregator.uploads(asked(down, 3), up._replace(update={"params": {"w": torch.full((3, 2), 1e30)}}))
     assert list(places) == []
-    places, got = aggregator.uploads(asked(down, 3), {"params": {"w": torch.ones(3, 2)}, "weight": torch.zeros(3)})
-    assert (got["weight"].tolist(), got["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
+    places, got = aggregator.uploads(asked(down, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3)))
+    assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
 
 
 def test_an_upload_with_more_than_an_update_is_refused() -> None:
     with pytest.raises(UserError, match="'appu' goes up beside the update"):
-        check_upload(["params/w", "appu", "weight"], {"params/w": None})
-    with pytest.raises(UserError, match="nothing says what an upload weighs"):
-        check_upload(["params/w"], {"params/w": None})
+        check_upload(Upload({"w": torch.ones(2)}, torch.ones(()), {"appu": torch.ones(3)}), {"w": None})
+    with pytest.raises(UserError, match="'steps' goes up beside the update"):
+        check_upload(Upload({"w": torch.ones(2), "steps": torch.tensor(3)}, torch.ones(())), {"w": None})
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-fixmatch", "fixmatch-feddpl", "feddure", "fedloke", "fml"])
@@ -207,12 +209,12 @@ def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
 
 def test_a_branch_without_leaves_stays() -> None:
     """Networks without statistics have {"stats": {}}; so has an aggregate in the place of their uploads."""
-    up = {"params": {"w": torch.ones(2, 3)}, "stats": {}, "weight": torch.ones(2)}
+    up = Upload({"params": {"w": torch.ones(2, 3)}, "stats": {}}, torch.ones(2))
     down = {"params": {"w": torch.zeros(3)}, "stats": {}}
     new = changed(up, asked(down, 2), {"params/w": torch.full((3,), 5.0)})
-    assert list(new) == ["params", "stats", "weight"]
-    assert new["stats"] == {}
-    assert new["params"]["w"].tolist() == [[5.0] * 3] * 2
+    assert list(new.update) == ["params", "stats"]
+    assert new.update["stats"] == {}
+    assert new.update["params"]["w"].tolist() == [[5.0] * 3] * 2
 
 
 def test_a_sum_of_two_is_no_sum() -> None:
@@ -257,14 +259,14 @@ class Village:
     def key(self, k: int) -> bytes:
         return bytes.fromhex(secure_sum.shown(self.folder / f"home-{k}", FEDERATION))
 
-    def upload(self, k: int) -> Tree:
+    def upload(self, k: int) -> Upload:
         moved = {name: torch.from_numpy(leaf) for name, leaf in self.updates[k].items()}
-        return {"params": moved, "stats": {}, "weight": torch.tensor(float(self.weights[k]), dtype=torch.float64)}
+        return Upload({"params": moved, "stats": {}}, torch.tensor(float(self.weights[k]), dtype=torch.float64))
 
     def do(self, k: int) -> Callable[[Request], Reply]:
         def done(request: Request) -> Reply:
             plain = Reply.of(request, VERSION, NOTHING)
-            return replace(plain, up=self.upload(k)) if request.work else plain
+            return replace(plain, up=self.upload(k).tree) if request.work else plain
 
         return done
 
@@ -300,7 +302,7 @@ class Village:
     def play(self) -> torch.Tensor:
         """Return the sum of one question."""
         sum = self.sum()
-        like = layout(spec_of(self.upload(0)), spec_of(DOWN))
+        like = layout(spec_of(self.upload(0).tree))
         return sum.total(self.ask(sum.begin(), summed(like), "the work"))
 
 
@@ -351,7 +353,7 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
     village = Village(tmp_path, 10, {MASK: {9}})
     sum, told = village.sum(), {}
-    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0)), spec_of(DOWN))), "the work")
+    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
     village.drops = {REVEAL: {6, 7, 8}}
     with pytest.raises(TooFew, match="a sum needs 7"):
         sum.total(replies)
@@ -534,7 +536,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
     """Shares of another key, and a vector under other masks: the round has no sum."""
     village = Village(tmp_path, 4)
     sum = village.sum()
-    like = layout(spec_of(village.upload(0)), spec_of(DOWN))
+    like = layout(spec_of(village.upload(0).tree))
     replies = village.ask(sum.begin(), summed(like), "the work")
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
     spoiled = {**replies, "site-1": replace(replies["site-1"], up={"sum": noise})}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import StateStore
+from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network
@@ -61,7 +62,19 @@ def pixels(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64).reshape(-1, 1, 1, 1)
 
 
-Answer = Callable[[Any, Any], Sequence[Tree]]
+def upload(held: Tree, *aux: str) -> Upload:
+    """Return an upload (or several, stacked) of its parts by name, of which `aux` go beside the update.
+
+    Without a "weight" it weighs 1.
+    """
+    update = {name: part for name, part in held.items() if name not in ("weight", *aux)}
+    like = next(tree.leaves(held))
+    count = (len(like),) if like.dim() else ()
+    weight = held.get("weight", torch.ones(count, dtype=torch.float64))
+    return Upload(update, weight, {name: held[name] for name in aux})
+
+
+Answer = Callable[[Any, Any], Sequence[Upload]]
 """What clients say to (down, who is asked): one upload each."""
 
 
@@ -80,11 +93,11 @@ class Told:
         self.answered: Tensor = self.cohort
         self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         self.answered = self.cohort if to is None else to
-        return tree.stack(list(self._ask(work, down, self.answered.tolist())))
+        return stack(list(self._ask(work, down, self.answered.tolist())))
 
-    def ask_server(self, work: str, down: Tree) -> Tree:
+    def ask_server(self, work: str, down: Tree) -> Upload:
         (up,) = self._ask(work, down, [-2])
         return up
 

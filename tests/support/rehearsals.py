@@ -17,8 +17,8 @@ import pytest
 from flwr.app import Message
 from safetensors.numpy import load_file
 
+from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
-from halfmoon.core import tree
 from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.flower.link import GridPost, unwrapped
 from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read
@@ -230,8 +230,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def parts(up: dict[str, Any]) -> set[str]:
-    """Return what an upload has tensors of."""
-    return {path.split("/")[0] for path in tree.flatten(up)}
+    """Return the names of the parts of an upload that travels."""
+    return set(Upload.of(up).parts)
 
 
 def pixels(images: np.ndarray, mean: float, std: float) -> set[bytes]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -46,13 +47,17 @@ class SpyWork(ClientUpdate):
         return self.inner.mixup
 
     @property
+    def uplink(self) -> Uplink:
+        return self.inner.uplink
+
+    @property
     def own_memory(self) -> bool:
         return self.inner.own_memory
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         return self.inner.swept(labeled, unlabeled)
 
-    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         return self.inner.traffic(down, up)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
@@ -72,7 +77,7 @@ class SpyWork(ClientUpdate):
         self.seen.append(("notes", notes))
         return carry, notes
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         self.seen.append(("finish", (down, carry, data)))
         return self.inner.finish(down, carry, data)
 
@@ -135,9 +140,14 @@ class CountingWork(ClientUpdate):
         loss = torch.where(steps == down["fuse"], torch.nan, pixels)
         return {**carry, "steps": steps, "rows": rows, "pixels": pixels}, StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up = {**carry, "labeled": data.labeled, "unlabeled": data.unlabeled}
-        return up, {"visits": carry["visits"] + 1}
+        return Upload({}, torch.ones(()).double(), up), {"visits": carry["visits"] + 1}
+
+    @property
+    def uplink(self) -> Uplink:
+        names = ("steps", "rows", "pixels", "visits", "mark", "labeled", "unlabeled")
+        return Uplink((), (), "one", dict.fromkeys(names, Aux()))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + unlabeled, labeled)
@@ -169,7 +179,7 @@ class Counting:
         for query in range(self.queries):
             fuse = (federation.cohort == self.doomed) & (server["round"] == self.when)
             each = {"mark": federation.cohort.double(), "fuse": torch.where(fuse, self.fuse, -1)}
-            ups[f"trip{query}"] = federation.ask("count", {"base": torch.tensor(100.0)}, each)
+            ups[f"trip{query}"] = federation.ask("count", {"base": torch.tensor(100.0)}, each).aux
         return {"round": server["round"] + 1, "ups": ups}
 
     def solution(self, task: Task, server: Tree) -> Tree:
@@ -186,8 +196,12 @@ class EchoWork(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         return carry, StepMetrics(batch.x.sum(), {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
-        return data._asdict(), {}
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        return Upload({}, torch.ones(()).double(), data._asdict()), {}
+
+    @property
+    def uplink(self) -> Uplink:
+        return Uplink((), (), "one", dict.fromkeys(Local._fields, Aux()))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(0, 0)
@@ -204,7 +218,7 @@ class Echo:
         return {}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        return federation.ask("echo", {"nothing": torch.zeros(())})
+        return federation.ask("echo", {"nothing": torch.zeros(())}).aux
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return server

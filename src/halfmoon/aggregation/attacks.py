@@ -27,9 +27,8 @@ from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext, changed, update
 from halfmoon.aggregation.selection import mixed
-from halfmoon.aggregation.weights import SUMS
+from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
-from halfmoon.core.tree import Tree
 
 Attack = Literal[
     "sign-flip", "noise", "label-flip", "stale", "nan", "false-counts", "sign-flip-false-counts"
@@ -58,7 +57,7 @@ class Hostile:
         self.attack, self.clients, self.seed = attack, frozenset(clients), seed
         self._met: set[int] = set()
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with those of hostile clients in place of what they were."""
         everyone = range(len(question.clients))
         hostile = [place for place in everyone if question.clients[place] in self.clients]
@@ -102,12 +101,11 @@ def hostile(clients: int, share: float, seed: int) -> list[int]:
     return sorted(order[: math.ceil(round(share * clients, 9))].tolist())
 
 
-def _inflated(up: Tree, hostile: Sequence[int]) -> Tree:
+def _inflated(up: Upload, hostile: Sequence[int]) -> Upload:
     """Return uploads in which the hostile ones count `LIE` times the rows that they have."""
-    told = {name: leaf.clone() for name in SUMS if isinstance(leaf := up.get(name), Tensor)}
-    for leaf in told.values():
-        leaf[list(hostile)] *= LIE
-    return {**up, **told}
+    told = up.weight.clone()
+    told[list(hostile)] *= LIE
+    return up._replace(weight=told)
 
 
 def _noisy(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -29,6 +30,7 @@ class AggregationContext(NamedTuple):
     clients: tuple[int, ...]  # who answered, in the order of the uploads
     asked: int  # how many were asked
     drawn: bool  # whether those asked are the round's cohort, drawn at random from all clients
+    uplink: Uplink = UPDATE_ONLY  # what the work declares of its uploads
 
     def only(self, places: Sequence[int]) -> AggregationContext:
         """Return the question as if those at `places` alone had answered."""
@@ -40,7 +42,7 @@ class AggregationContext(NamedTuple):
 class Aggregator(Protocol):
     """What is done with uploads before a method gets them."""
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""
         ...
 
@@ -59,20 +61,13 @@ def sent(question: AggregationContext) -> dict[str, Tensor]:
     return {**shared, **tree.flatten(question.each)}
 
 
-def update(up: Tree, question: AggregationContext) -> dict[str, Tensor]:
-    """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone.
-
-    Of an upload's leaves those that came down under the same path and with the same shape.
-    """
+def update(up: Upload, question: AggregationContext) -> dict[str, Tensor]:
+    """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone."""
     known = sent(question)
-    return {
-        path: leaf - known[path]
-        for path, leaf in tree.flatten(up).items()
-        if path in known and leaf.is_floating_point() and leaf.shape[1:] == known[path].shape[1:]
-    }
+    return {path: leaf - known[path] for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
 
 
-def changed(up: Tree, question: AggregationContext, change: dict[str, Tensor]) -> Tree:
+def changed(up: Upload, question: AggregationContext, change: dict[str, Tensor]) -> Upload:
     """Return the uploads as if each client had changed what it was sent by `change`, leaves (k, ...) or (...).
 
     A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
@@ -92,4 +87,4 @@ def changed(up: Tree, question: AggregationContext, change: dict[str, Tensor]) -
                 new[name] = leaf
         return new
 
-    return moved(up, "")
+    return up._replace(update=moved(up.update, ""))

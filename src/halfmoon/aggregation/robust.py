@@ -31,14 +31,11 @@ from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext, changed, update
 from halfmoon.aggregation.selection import along, mixed
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
 
 Rule = Literal["clip", "median", "trimmed", "krum"]
-
-STATISTICS = ("stats", "moments")
-"""Parts of an upload that measure images and activations: their size says nothing about that of the parameters."""
 
 CHUNK = 2**18
 """Coordinates of an update that are looked at together: k x CHUNK numbers in float64 are all the memory Krum takes."""
@@ -58,18 +55,18 @@ class Robust:
         self.rule, self.byzantine = rule, byzantine
         self._row: dict[str, Any] = {}
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the finite uploads, and these as the rule leaves them."""
         change = update(up, question)
         # A finite upload may be so far away that the difference is not.
-        places = finite([*tree.leaves(up), *change.values()])
+        places = finite([*tree.leaves(up.tree), *change.values()])
         lost = [client for place, client in enumerate(question.clients) if place not in places]
         if lost:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
-            up = tree.map(lambda leaf: leaf[places], up)
+            up = up.map(lambda leaf: leaf[places])
             change = {path: leaf[places] for path, leaf in change.items()}
             question = question.only(places)
-        voters = _weighing(up, len(places))
+        voters = (up.weight > 0).nonzero().flatten().tolist()
         if change and voters:
             up, said = self._ruled(question, up, change, voters)
             self._row |= said
@@ -85,14 +82,14 @@ class Robust:
         return None
 
     def _ruled(
-        self, question: AggregationContext, up: Tree, change: Change, voters: list[int]
-    ) -> tuple[Tree, dict[str, Any]]:
+        self, question: AggregationContext, up: Upload, change: Change, voters: list[int]
+    ) -> tuple[Upload, dict[str, Any]]:
         if self.rule == "clip":
             return clipped(question, up, change, voters)
         mine = {path: leaf[voters] for path, leaf in change.items()}
         if self.rule == "krum":
             hostile = tolerated(len(voters), self.byzantine)
-            place = krum(mine, hostile)
+            place = krum(mine, hostile, question.uplink.statistics)
             new = {path: leaf[place] for path, leaf in mine.items()}
             return changed(up, question, new), {"chosen": question.clients[voters[place]], "expected": hostile}
         if self.rule == "median":
@@ -111,9 +108,9 @@ class Finite:
     def __init__(self, robust: bool = True) -> None:
         self.robust = robust
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return everything as it is; raise UserError where an upload is not finite."""
-        places = finite(list(tree.leaves(up)))
+        places = finite(list(tree.leaves(up.tree)))
         lost = [client for place, client in enumerate(question.clients) if place not in places]
         if lost:
             raise UserError(
@@ -161,8 +158,8 @@ def tolerated(count: int, byzantine: float) -> int:
 
 
 def clipped(
-    question: AggregationContext, up: Tree, change: Change, voters: Sequence[int]
-) -> tuple[Tree, dict[str, Any]]:
+    question: AggregationContext, up: Upload, change: Change, voters: Sequence[int]
+) -> tuple[Upload, dict[str, Any]]:
     """Return uploads whose updates are at most as long as the median one, and how many were longer.
 
     Parameters and statistics have norms and medians of their own; both medians are those of `voters`, and of an even
@@ -170,7 +167,7 @@ def clipped(
     """
     long = torch.zeros(len(question.clients), dtype=torch.bool)
     said: dict[str, float] = {}
-    for name, paths in _groups(change).items():
+    for name, paths in _groups(change, question.uplink.statistics).items():
         if paths:
             norms = _norms(change, paths)
             bound = median(norms[list(voters)])
@@ -194,12 +191,12 @@ def trimmed(leaf: Tensor, cut: int) -> Tensor:
     return leaf.sort(0).values[cut : len(leaf) - cut].double().mean(0).to(leaf.dtype)
 
 
-def krum(change: Change, hostile: int) -> int:
+def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
     """Return the place of the update whose k - hostile - 2 nearest others are nearest to it; of equals, the first.
 
     Distances are squared Euclidean ones over the parameters; statistics do not count.
     """
-    square = distances(change)
+    square = distances(change, statistics)
     k = len(square)
     near = max(1, k - hostile - 2) if k > 1 else 0
     # Of each row the smallest is the distance to itself, 0.
@@ -207,9 +204,9 @@ def krum(change: Change, hostile: int) -> int:
     return int(scores.argmin())
 
 
-def distances(change: Change) -> Tensor:
+def distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
     """Return the squared distances (k, k), float64, between the updates' parameters, from their inner products."""
-    leaves = [change[path].flatten(1) for path in _groups(change)["parameters"]]
+    leaves = [change[path].flatten(1) for path in _groups(change, statistics)["parameters"]]
     k = len(next(iter(change.values())))
     gram = torch.zeros((k, k), dtype=torch.float64)
     for leaf in leaves:
@@ -221,17 +218,11 @@ def distances(change: Change) -> Tensor:
     return (own[:, None] + own[None, :] - 2 * gram).clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _weighing(up: Tree, count: int) -> list[int]:
-    """Return the places of those who weigh something; of all, where nothing says what they weigh."""
-    weight = up.get("weight")
-    return (weight > 0).nonzero().flatten().tolist() if isinstance(weight, Tensor) else list(range(count))
-
-
-def _groups(change: Change) -> dict[str, list[str]]:
-    """Return the paths of the parameters, and those of the statistics."""
+def _groups(change: Change, statistics: Sequence[str]) -> dict[str, list[str]]:
+    """Return the paths of the parameters, and those of the parts that are `statistics`."""
     found: dict[str, list[str]] = {"parameters": [], "statistics": []}
     for path in change:
-        found["statistics" if path.split("/")[0] in STATISTICS else "parameters"].append(path)
+        found["statistics" if path.split("/")[0] in statistics else "parameters"].append(path)
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
-from halfmoon.core.tree import Tree
 
 
 def along(values: Tensor, leaf: Tensor) -> Tensor:
@@ -15,6 +15,10 @@ def along(values: Tensor, leaf: Tensor) -> Tensor:
     return there.reshape(-1, *[1] * (leaf.dim() - 1))
 
 
-def mixed(chosen: Tensor, new: Tree, old: Tree) -> Tree:
+def mixed(chosen: Tensor, new: Upload, old: Upload) -> Upload:
     """Return the uploads `new` at the places where `chosen` (k,) holds, and `old`, bit by bit, at the others."""
-    return tree.map(lambda a, b: b if a is b else torch.where(along(chosen, b), a, b), new, old)
+
+    def one(a: Tensor, b: Tensor) -> Tensor:
+        return b if a is b else torch.where(along(chosen, b), a, b)
+
+    return Upload.of(tree.map(one, new.tree, old.tree))

@@ -3,8 +3,8 @@
 A client that claims 10^9 images is the average, whatever the norm of its update: no bound on norms helps against a
 weight. So weights are capped at `factor` times the cohort's median weight (the lower one of the middle two: half of a
 cohort that lies raises it no further than an honest weight), or, where the server's people know how many images a
-client has, at that number. Counts of rows that stand beside sums (`halfmoon.methods.batchnorm_stats`) are scaled down
-with their sums. A weight of one half and more of the sum is legal after that (a cohort of two has no other), and is
+client has, at that number. Sums that were multiplied by a weight at the client (`halfmoon.api.uploads.Aux`: "sum") are
+scaled down with it. A weight of one half and more of the sum is legal after that (a cohort of two has no other), and is
 told.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -26,9 +27,6 @@ FACTOR = 2.0
 
 OWNER = 0.5
 """A share of all weights above which one client decides alone."""
-
-SUMS = {"weight": (), "rows": ("moments",)}
-"""The leaves by which servers weigh, with the parts of an upload that were multiplied by them at the client."""
 
 
 class WeightCap:
@@ -49,20 +47,17 @@ class WeightCap:
         self._row: dict[str, Any] = {}
         self._warned: set[int] = set()
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with their weights capped; others stay as they are, bit by bit."""
-        for name, sums in SUMS.items():
-            leaf = up.get(name)
-            if not isinstance(leaf, Tensor) or leaf.dim() != 1 or not leaf.is_floating_point():
-                continue
-            said = leaf.double().tolist()
-            limits = caps(said, self.factor, [self.declared.get(client) for client in question.clients])
-            scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(said, limits, strict=True)]
-            capped = [client for client, each in zip(question.clients, scale, strict=True) if each < 1]
-            if capped:
-                self._row["capped"] = sorted({*self._row.get("capped", ()), *capped})
-                up = {**up, **{part: scaled(up[part], scale) for part in (name, *sums) if part in up}}
-            self._tell(question.clients, up[name].double().tolist())
+        said = up.weight.double().tolist()
+        limits = caps(said, self.factor, [self.declared.get(client) for client in question.clients])
+        scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(said, limits, strict=True)]
+        capped = [client for client, each in zip(question.clients, scale, strict=True) if each < 1]
+        if capped:
+            self._row["capped"] = sorted({*self._row.get("capped", ()), *capped})
+            sums = {name: scaled(up.aux[name], scale) for name in question.uplink.names(reduce="sum")}
+            up = Upload(up.update, scaled(up.weight, scale), {**up.aux, **sums})
+        self._tell(question.clients, up.weight.double().tolist())
         return range(len(question.clients)), up
 
     def _tell(self, clients: Sequence[int], weights: Sequence[float]) -> None:

@@ -23,6 +23,8 @@ class Requirements:
         robust rule put one aggregate in the place of all.
     counts_statistics: the options with which clients would not count statistics in a query of its own, where no robust
         rule looks; empty if they count none.
+    period: after how many rounds clients are asked for, or sent, something else: 1 if every round is like the one
+        before. A site learns by it which rounds of a method it has to look at to know what a server may send.
     """
 
     aggregation: Literal["sum", "individual"] = "individual"
@@ -30,6 +32,7 @@ class Requirements:
     places: tuple[Place, ...] = ("clients", "some")
     personal: bool = False
     counts_statistics: str = ""
+    period: int = 1
 
 
 SUM = Requirements("sum", "")

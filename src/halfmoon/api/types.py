@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.optim import Constant, Optimizer, Schedule
@@ -175,6 +176,14 @@ class ClientUpdate:
         return self
 
     @property
+    def uplink(self) -> Uplink:
+        """Return what `finish` sends: by default the parameters and statistics that came down, with a weight in rows.
+
+        Validation, norms, clipping, robust rules, secure sums and noise go by it; what it does not name is refused.
+        """
+        return UPDATE_ONLY
+
+    @property
     def own_memory(self) -> bool:
         """Return whether `remember` gets a generator of each client's own, in place of one for all of a run."""
         return False
@@ -202,8 +211,8 @@ class ClientUpdate:
         """Take one step on a minibatch."""
         raise NotImplementedError
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
-        """Return what goes up and the memory that stays."""
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        """Return what goes up, as `uplink` declares it, and the memory that stays."""
         raise NotImplementedError
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -214,10 +223,10 @@ class ClientUpdate:
         """Count the images that `begin` and `finish` send through it, of a client with so many rows."""
         return unlabeled if self.sweep else 0
 
-    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         """Return the bytes that a client update brings to the client and takes back; less than all where a method is
         sparse."""
-        return tree.nbytes(down), tree.nbytes(up)
+        return tree.nbytes(down), up.nbytes
 
 
 class StateStore(Protocol):
@@ -249,15 +258,16 @@ class Federation(Protocol):
         """Return how many labeled images the server itself has."""
         ...
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
 
         `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `to` (K,) asks other clients
-        than the cohort: some of it, or all that are registered; where none of them answers, there are no uploads: {}.
+        than the cohort: some of it, or all that are registered; where none of them answers, the weights are (0,)
+        and nothing else is there.
         """
         ...
 
-    def ask_server(self, work: str, down: Tree) -> Tree:
+    def ask_server(self, work: str, down: Tree) -> Upload:
         """Do a work at the server itself, on its own labeled images, and return what a client would send."""
         ...
 

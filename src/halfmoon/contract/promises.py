@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from halfmoon.api.uploads import Upload
 from halfmoon.contract import checks
 from halfmoon.contract.checks import BATCHINGS, ROUNDS, Broken
 from halfmoon.contract.scene import CLASSES, NETWORK, Played, begin, play
@@ -123,6 +124,6 @@ def _leaving(replies: list[Reply]) -> str:
     """Return in words what leaves a site: every part that goes up, with its bytes."""
     parts: dict[str, int] = {}
     for reply in replies:
-        for name, part in reply.up.items():
-            parts[name] = max(parts.get(name, 0), tree.nbytes({name: part}))
+        for name, part in Upload.of(reply.up).parts.items():
+            parts[name] = max(parts.get(name, 0), tree.nbytes(part))
     return "what leaves a site: " + ", ".join(f"{name} ({count:,} bytes)" for name, count in parts.items())

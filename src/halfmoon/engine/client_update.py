@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientUpdate, Local, Pseudo, StepMetrics, WeightedMetric
+from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import lifted
 from halfmoon.core.tree import Tree
@@ -64,7 +65,7 @@ class ClientResult(NamedTuple):
     `swept` images went through the network outside the steps; `kept` are the bytes of the memory, wherever that is.
     """
 
-    up: Tree
+    up: Upload
     memory: Tree
     samples: dict[str, WeightedMetric]
     amount: Amount
@@ -98,9 +99,9 @@ def update_one(
         log.add(notes)
     log.check(context, client)
     up, memory = work.finish(down, carry, data)
-    _check_upload(context, client, up, visit.amount.steps)
+    _check_upload(context, client, up, down, visit.amount.steps)
     traffic = work.traffic(down, up)
-    return _result(work, tree.contiguous(up), tree.contiguous(memory), log, visit, traffic, data)
+    return _result(work, up.map(Tensor.contiguous), tree.contiguous(memory), log, visit, traffic, data)
 
 
 def update_many(
@@ -156,17 +157,17 @@ def update_many(
     up, memory = merged(work.finish)(each, carry, padded)
     results: list[ClientResult] = []
     for k, client in enumerate(clients):
-        mine = tree.index(up, k)
-        _check_upload(context, client, mine, visits[k].amount.steps)
+        mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
+        _check_upload(context, client, mine, received, visits[k].amount.steps)
         # A clone: a slice would keep the memories of the whole group alive.
         kept = tree.map(torch.clone, tree.index(memory, k))
-        traffic = work.traffic({**downlinks, **tree.index(each, k)}, mine)
+        traffic = work.traffic(received, mine)
         results.append(_result(work, mine, kept, logs[k], visits[k], traffic, datas[k]))
     return results
 
 
 def _result(
-    work: ClientUpdate, up: Tree, memory: Tree, log: _Log, drawn: DrawnUpdate, traffic: tuple[int, int], data: Local
+    work: ClientUpdate, up: Upload, memory: Tree, log: _Log, drawn: DrawnUpdate, traffic: tuple[int, int], data: Local
 ) -> ClientResult:
     swept = work.swept(len(data.x), len(data.u))
     return ClientResult(up, memory, log.samples, drawn.amount, traffic, swept, tree.nbytes(memory))
@@ -201,15 +202,18 @@ class _Log:
             raise Diverged(context.round, client, step, float(losses[step]))
 
 
-def _check_upload(context: ClientContext, client: int, up: Tree, steps: int) -> None:
-    """Refuse an upload that the last step has spoiled: its loss was still finite."""
-    fine = [leaf.isfinite().all() for leaf in tree.leaves(up)]
+def _check_upload(context: ClientContext, client: int, up: Upload, down: Tree, steps: int) -> None:
+    """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
+    finite."""
+    context.work.uplink.check(up, down, type(context.work).__name__)
+    sent = up.tree
+    fine = [leaf.isfinite().all() for leaf in tree.leaves(sent)]
     if not fine or bool(torch.stack(fine).all()):  # asked of the device once
         return
-    for name, leaf in tree.flatten(up).items():
+    for name, leaf in tree.flatten(sent).items():
         if not bool(leaf.isfinite().all()):
             worst = float(leaf[~leaf.isfinite()].flatten()[0])
-            raise Diverged(context.round, client, max(0, steps - 1), worst, f"upload '{name}'")
+            raise Diverged(context.round, client, max(0, steps - 1), worst, f"upload '{name.removeprefix('update/')}'")
 
 
 def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
+from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
@@ -127,10 +128,10 @@ class ServerRuntime(ABC):
         self._round, self._query = round, 0
         self._samples, self._quality = {}, self._fresh_quality()
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...).
 
-        Of `to` nobody may answer; then there are no uploads: {}.
+        Of `to` nobody may answer; then the weights are (0,), and nothing else is there.
         """
         asked = self.cohort if to is None else to.cpu()
         there = self._there(asked)
@@ -138,14 +139,16 @@ class ServerRuntime(ABC):
         outcomes = self._ask(
             self.client_updates[work], integers(asked[there]), down, tree.map(lambda leaf: leaf[there], private)
         )
-        up = tree.stack([outcome.up for outcome in outcomes.values()]) if outcomes else {}
-        if up and self.aggregators:
+        up = stack([outcome.up for outcome in outcomes.values()])
+        if outcomes and self.aggregators:
             place = {client: k for k, client in enumerate(integers(asked))}
             mine = torch.tensor([place[client] for client in outcomes], dtype=torch.int64)
             each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
             drawn = to is None and self._fair
-            up = self._aggregated(AggregationContext(*at, work, down, each, tuple(outcomes), len(asked), drawn), up)
+            uplink = self.client_updates[work].uplink
+            question = AggregationContext(*at, work, down, each, tuple(outcomes), len(asked), drawn, uplink)
+            up = self._aggregated(question, up)
         else:
             self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
         mute = asked[~torch.isin(asked, self.answered)]
@@ -154,7 +157,7 @@ class ServerRuntime(ABC):
         self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
         return up
 
-    def _aggregated(self, question: AggregationContext, up: Tree) -> Tree:
+    def _aggregated(self, question: AggregationContext, up: Upload) -> Upload:
         """Return the uploads as the aggregators let them through; those whose answers do not count have not
         answered."""
         for aggregator in self.aggregators:
@@ -170,7 +173,7 @@ class ServerRuntime(ABC):
         """Return why `round` may not be played, None where it may."""
         return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
 
-    def ask_server(self, work: str, down: Tree) -> Tree:
+    def ask_server(self, work: str, down: Tree) -> Upload:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
         traffic = self.cost.bytes_down, self.cost.bytes_up
         outcome = self._ask(self.client_updates[work].at_server, [SERVER], down, {})[SERVER]

@@ -136,8 +136,8 @@ class Simulation(ServerRuntime):
         outcomes = self.local_clients.visit(context, clients, self._stage, down, each, self._quality)
         if self._kept:
             for client, outcome in zip(clients, outcomes, strict=True):
-                if client != SERVER and "params" in outcome.up:
-                    self._sent[client] = {"stats": {}, **down, **outcome.up}
+                if client != SERVER and "params" in outcome.up.update:
+                    self._sent[client] = {"stats": {}, **down, **outcome.up.update}
             first = integers(self.cohort)[: self._kept]
             self._sent = {client: up for client, up in self._sent.items() if client in first}
         return dict(zip(clients, outcomes, strict=True))

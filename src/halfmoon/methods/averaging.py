@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
 
-def average(up: Tree, server: Tree | None = None) -> Tree:
-    """Return everything in the uploads (leaves (K, ...)), averaged with their "weight" (K,).
+def average(up: Upload, server: Tree | None = None) -> Tree:
+    """Return the parts of the update (leaves (K, ...)), averaged with the weights (K,).
 
     Batch-normalization statistics are averaged like parameters (McMahan et al. 2017, Algorithm 1; FedDure's
     aggregation_content "all"). Where all weights are zero, nobody had anything to learn from: what `server` holds
     of the same names stays.
     """
-    parts = {name: part for name, part in up.items() if name != "weight"}
-    if server is not None and not bool(up["weight"].sum() > 0):
-        return {name: server[name] for name in parts}
-    return tree.weighted_mean(parts, up["weight"])
+    if server is not None and not bool(up.weight.sum() > 0):
+        return {name: server[name] for name in up.update}
+    return tree.weighted_mean(up.update, up.weight)
 
 
 def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:
@@ -31,13 +31,13 @@ def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tupl
     return tree.map(torch.sub, params, momentum), momentum
 
 
-def combine(params: Tree, up: Tree, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
+def combine(params: Tree, up: Upload, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
     """Return (params, momentum) after a step with momentum to share * params + (1 - share) * mean of the uploads.
 
     Where nobody trained (all weights are zero) both stay.
     """
-    if not bool(up["weight"].sum() > 0):
+    if not bool(up.weight.sum() > 0):
         return params, momentum
-    mean = average({"params": up["params"], "weight": up["weight"]})["params"]
+    mean = average(up)["params"]
     target = tree.map(lambda new, old: torch.lerp(new, old, share), mean, params) if share else mean
     return momentum_step(params, target, momentum, keep)

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from halfmoon.api.types import ClientUpdate, Federation, Local, Passes, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -31,7 +32,8 @@ Over = Literal["all", "cohort", "server"]
 class BatchNormStatistics(ClientUpdate):
     """Look once at all rows, labeled and unlabeled, and send the sum over rows of their batches' moments.
 
-    down: params.  up: moments (as stats, summed over rows), rows ().  Nothing is remembered.
+    down: params.  up: no update; rows () as the weight, and beside it moments (as stats, summed over rows).  Nothing is
+    remembered.
     """
 
     @property
@@ -51,9 +53,14 @@ class BatchNormStatistics(ClientUpdate):
             return {"moments": self.task.network.unseen(down["params"])}
         return {"moments": counted(self.task, down["params"], data)}
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that it sends sums of statistics, and no update."""
+        return Uplink((), (), aux={"moments": Aux("sum", "statistic")})
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the sums and the number of rows."""
-        return {"moments": carry["moments"], "rows": (data.labeled + data.unlabeled).double()}, {}
+        return Upload({}, (data.labeled + data.unlabeled).double(), {"moments": carry["moments"]}), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count a step's images: there are no steps."""
@@ -90,14 +97,14 @@ def estimate(federation: Federation, server: Tree, over: Over, serving: bool = T
         "cohort": (federation.cohort,),
         "server": (),
     }[over]
-    counts = [up for clients in asked if (up := federation.ask("census", down, to=clients))]
+    counts = [up for clients in asked if len((up := federation.ask("census", down, to=clients)).weight)]
     if serving and federation.labeled:
-        counts.append(tree.map(lambda leaf: leaf[None], federation.ask_server("census", down)))
-    rows = sum(float(each["rows"].sum()) for each in counts)
+        counts.append(federation.ask_server("census", down).map(lambda leaf: leaf[None]))
+    rows = sum(float(each.weight.sum()) for each in counts)
     if not rows:
         raise UserError(
             f"static batch normalization over '{over}' finds no image to look at: the server has none; set sbn to "
             "'all' or 'cohort'."
         )
-    sums = [tree.map(lambda leaf: leaf.sum(0), each["moments"]) for each in counts]
+    sums = [tree.map(lambda leaf: leaf.sum(0), each.aux["moments"]) for each in counts]
     return tree.map(lambda *leaves: torch.stack(leaves).sum(0) / rows, *sums)

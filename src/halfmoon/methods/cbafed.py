@@ -32,6 +32,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -171,7 +172,12 @@ class Balanced(ClientUpdate):
         new = {**carry, **model, "optimizer": optimizer, "seen": seen, "saved": saved}
         return new, StepMetrics(loss, samples, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that the shares of the classes are averaged with the model."""
+        return Uplink(("params", "stats", "share"))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model, the shares of the classes among all labels trained on, and their number."""
         like, classes = down["share"], len(down["share"])
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(like)
@@ -181,7 +187,7 @@ class Balanced(ClientUpdate):
         share = torch.where(total > 0, counts / total.clamp_min(1), like)
         memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
         up = {"params": carry["params"], "stats": carry["stats"], "share": share}
-        return {**up, "weight": total.round().double()}, memory
+        return Upload(up, total.round().double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one pass."""

@@ -27,6 +27,7 @@ import torch
 
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -101,7 +102,12 @@ class LocalTraining(ClientUpdate):
             new |= follow(carry, params, self.objective.decay)
         return new, StepMetrics(loss, {}, seen.pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that what came down goes up: the model, and what the objective keeps beside it."""
+        return Uplink(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model with its weight |labeled| + |unlabeled|."""
         weight = (data.labeled + data.unlabeled).double()
         if not self.views:
@@ -111,7 +117,7 @@ class LocalTraining(ClientUpdate):
         rows = len(data.x) + len(data.u)
         if self.counts and rows:
             new["teacher_stats"] = tree.map(lambda leaf: leaf / rows, counted(self.task, carry["teacher"], data))
-        return {**{name: new[name] for name in down}, "weight": weight}, {name: carry[name] for name in kept}
+        return Upload({name: new[name] for name in down}, weight), {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the objective's images."""

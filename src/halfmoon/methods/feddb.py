@@ -36,6 +36,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean
@@ -106,9 +107,8 @@ class FedDB:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average with the weights of DMA; who has no rows weighs nothing."""
         up = federation.ask("train", self.solution(task, server))
-        shares = up["weight"] if self.dma == "size" else mixture(up["appu"], self.dma, self.dma_steps, self.dma_lr)
-        trained = {"params": up["params"], "stats": up["stats"], "weight": shares * (up["weight"] > 0)}
-        new = average(trained, server)
+        shares = up.weight if self.dma == "size" else mixture(up.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
+        new = average(up._replace(weight=shares * (up.weight > 0)), server)
         if not self.server_momentum:
             return new
         params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
@@ -159,7 +159,12 @@ class Debiased(ClientUpdate):
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
         return new, StepMetrics(loss, {}, seen.pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that each client's APP-U goes up beside the model."""
+        return Uplink(aux={"appu": Aux()})
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model, its APP-U, and its weight |labeled| + |unlabeled|."""
         appu = carry["appu"]
         if self.options.accumulate == "finish":
@@ -167,10 +172,11 @@ class Debiased(ClientUpdate):
             appu = keep * appu + (1 - keep) * prior(
                 sweep_logits(self.task, carry["params"], carry["stats"], data.views["weak"])
             )
-        up = {"params": carry["params"], "stats": carry["stats"], "appu": appu}
+        up = {"params": carry["params"], "stats": carry["stats"]}
         kept = ["optimizer"] if self.options.keep_optimizer else []
         kept += self.options.objective.remember(self.task, down)
-        return {**up, "weight": (data.labeled + data.unlabeled).double()}, {name: carry[name] for name in kept}
+        weight = (data.labeled + data.unlabeled).double()
+        return Upload(up, weight, {"appu": appu}), {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count FixMatch's images, and the weak views of one that accumulates at every step."""

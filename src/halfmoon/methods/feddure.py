@@ -33,6 +33,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
@@ -285,10 +286,10 @@ class Regulated(ClientUpdate):
         notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
         return {**carry, **own, "params": params, "stats": stats, "optimizer": optimizer, **regulators}, notes
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the local model with its weight |labeled| + |unlabeled|; F-reg stays."""
         weight = (data.labeled + data.unlabeled).double()
-        up = {"params": carry["params"], "stats": carry["stats"], "weight": weight}
+        up = Upload({"params": carry["params"], "stats": carry["stats"]}, weight)
         running = () if self.options.fine else self.options.guessing.remember(self.task, down)
         keeps = {"regulator": self.options.fine and self.options.keep_regulator, "baseline": "baseline" in carry}
         return up, {name: carry[name] for name in (*(name for name in keeps if keeps[name]), *running)}

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -44,6 +45,7 @@ from halfmoon.methods.mutual import (
     model_of,
     passed,
     sure,
+    uplink_of,
     weight_of,
 )
 from halfmoon.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
@@ -176,9 +178,14 @@ class Cotraining(ClientUpdate):
         samples = {f"{name}_sure": sample(used[name]) for name in names}
         return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that the global model goes up."""
+        return uplink_of(self.options.weights)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the global model with its weight; the local model stays."""
-        up = {**model_of(carry["global"]), "weight": weight_of(data, self.options.weights)}
+        up = Upload(model_of(carry["global"]), weight_of(data, self.options.weights))
         return up, (kept(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

@@ -62,6 +62,7 @@ from halfmoon.api.types import (
     WeightedMetric,
     sample,
 )
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -69,6 +70,7 @@ from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quanti
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
+from halfmoon.models.network import kernels
 from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
 from halfmoon.objectives.thresholding import Rule, Threshold
 
@@ -120,7 +122,7 @@ class FedMatch:
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""
         reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"
-        return Requirements(reason=reason, places=ANYWHERE, personal=True)
+        return Requirements(reason=reason, places=ANYWHERE, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return what clients do in the task's round, and what a server with labels does."""
@@ -140,15 +142,14 @@ class FedMatch:
         """Teach sigma where the server has labels, let the cohort train, average the parts, embed who came back."""
         down = {"sigma": server["sigma"], "psi": server["psi"], "stats": server.get("stats", {})}
         if federation.labeled:
-            down = {**down, **federation.ask_server("serve", down)}
+            down = {**down, **federation.ask_server("serve", down).update}
         each = self._nearest(down["psi"], federation) if self._due(task) else None
         up = federation.ask("train", down, each)
         for place, client in enumerate(integers(federation.answered) if self.helpers else ()):
-            federation.state_store.put(f"psi-{client}", tree.index(up["psi"], place))
-            federation.state_store.put(f"embedding-{client}", {"vector": up["embedding"][place]})
-        sigma = average({"sigma": up["sigma"], "weight": up["labels"]}, down)
-        rest = {"psi": up["psi"], "stats": up["stats"], "weight": torch.ones_like(up["labels"])}
-        return {**sigma, **average(rest)}
+            federation.state_store.put(f"psi-{client}", tree.index(up.update["psi"], place))
+            federation.state_store.put(f"embedding-{client}", {"vector": up.aux["embedding"][place]})
+        sigma = average(Upload({"sigma": up.update["sigma"]}, up.aux["labels"]), down)
+        return {**sigma, **average(up._replace(update={name: up.update[name] for name in ("psi", "stats")}))}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return sigma + psi, without the entries of psi up to `l1_threshold`."""
@@ -201,9 +202,14 @@ class Teaching(ClientUpdate):
         new, loss = labeled_step(self.task, self.options.labeled_weight, carry, down["psi"], batch)
         return new, StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that sigma and the statistics come back."""
+        return Uplink(("sigma", "stats"))
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return sigma and the statistics."""
-        return {"sigma": carry["sigma"], "stats": carry["stats"]}, {}
+        return Upload({"sigma": carry["sigma"], "stats": carry["stats"]}, (data.labeled > 0).double()), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of the labeled images."""
@@ -277,7 +283,13 @@ class Disjoint(ClientUpdate):
         new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
         return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that both halves go up, and what helpers are found and bytes are counted by."""
+        aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
+        return Uplink(("sigma", "psi", "stats"), weight="one", aux=aux)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send what changed, and the prediction on noise; a client without labels has nothing to say of sigma."""
         received, labels = carry["received"], (data.labeled > 0).double()
         new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
@@ -289,11 +301,11 @@ class Disjoint(ClientUpdate):
         sent = {name: patched(received[name], new[name], self._delta) for name in new}
         image = self.task.normalize(noise(data.u)).to(data.u.device)
         embedding = self.task.network.predict(composed(**sent), carry["stats"], image)[0].softmax(-1)
-        up = {**sent, "stats": carry["stats"], "embedding": embedding, "labels": labels}
+        aux = {"embedding": embedding, "labels": labels, "changed": {"down": there, "up": back}}
         memory = {} if self.options.delta_threshold is None else {**sent, "met": torch.ones_like(labels)}
         if self.options.threshold.runs:
             memory = {"thresholds": carry["thresholds"], **memory}
-        return {**up, "changed": {"down": there, "up": back}}, memory
+        return Upload({**sent, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count labeled images, both views and each helper's pass; only with helpers the guessed view teaches."""
@@ -305,18 +317,18 @@ class Disjoint(ClientUpdate):
         """Count the image of noise, and all rows where guesses are debiased."""
         return 1 + (unlabeled if self.sweep else 0)
 
-    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         """Return the bytes of the sparse wire format; those of whole trees where nothing is thresholded."""
-        counts, parts = up["changed"], ("sigma", "psi")
+        counts, parts = up.aux["changed"], ("sigma", "psi")
         there = tree.nbytes(down["stats"]) + sum(self._wire(down[name], counts["down"][name]) for name in parts)
         there += sum(
             self._wire(tree.index(down["helpers"], k), counts["down"]["helpers"][k])
             for k in range(self.helpers)
             if down["there"][k] > 0
         )
-        back = tree.nbytes(up["stats"]) + up["embedding"].nbytes
-        taught = parts if up["labels"] > 0 else ("psi",)
-        return there, back + sum(self._wire(up[name], counts["up"][name]) for name in taught)
+        back = tree.nbytes(up.update["stats"]) + up.aux["embedding"].nbytes
+        taught = parts if up.aux["labels"] > 0 else ("psi",)
+        return there, back + sum(self._wire(up.update[name], counts["up"][name]) for name in taught)
 
     @property
     def _delta(self) -> float:
@@ -398,18 +410,6 @@ def vote(own: Tensor, others: Tensor, there: Tensor, classes: int, ties: Literal
     mine = (own[..., None] == names).to(there.dtype)
     votes = mine + (there[:, None, None] * (others[..., None] == names)).sum(0)
     return (votes + 0.5 * mine if ties == "own" else votes).argmax(-1)
-
-
-def kernels(params: Tree) -> Tree:
-    """Return the kernels of convolutions and linear layers: the leaves of two dimensions or more."""
-    found: Tree = {}
-    for name, part in params.items():
-        if isinstance(part, dict):
-            if inner := kernels(cast(Tree, part)):
-                found[name] = inner
-        elif part.dim() >= 2:
-            found[name] = part
-    return found
 
 
 def composed(sigma: Tree, psi: Tree) -> Tree:

@@ -91,9 +91,9 @@ class FedRGD:
         answered = [group[k] for k in integers(federation.answered)]
         means: list[Tree] = []
         for number in range(self.groups):
-            members = [tree.index(up, place) for place, own in enumerate(answered) if own == number]
+            members = [tree.index(up.update, place) for place, own in enumerate(answered) if own == number]
             if federation.labeled:
-                members.append(federation.ask_server("serve", model))
+                members.append(federation.ask_server("serve", model).update)
             means.append(mean([{name: each[name] for name in model} for each in members]))
         there = [each for each in means if each]
         new = mean(there)

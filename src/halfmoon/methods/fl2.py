@@ -32,6 +32,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Place, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
@@ -100,12 +101,12 @@ class FL2:
         model = {"params": server["params"], "stats": server.get("stats", {})}
         if task.round == 0:
             for _ in range(self.warmup if federation.labeled else 0):
-                model["params"] = federation.ask_server("fine-tune", model)["params"]
+                model["params"] = federation.ask_server("fine-tune", model).update["params"]
             model["stats"] = estimate(federation, model, self.sbn)
         up = federation.ask("train", model)
         params, momentum = combine(model["params"], up, server["momentum"], self.server_momentum)
         if federation.labeled:
-            params = federation.ask_server("fine-tune", {**model, "params": params})["params"]
+            params = federation.ask_server("fine-tune", {**model, "params": params}).update["params"]
         new = {"params": params, "stats": model["stats"], "momentum": momentum}
         return {**new, "stats": estimate(federation, new, self.sbn)}
 
@@ -185,7 +186,12 @@ class SharpnessAware(ClientUpdate):
         pseudo = Pseudo(label, confidence, used)
         return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, samples, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that the parameters go up alone; statistics are counted."""
+        return Uplink(("params",), (), "one")
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters with the weight 1 - t if there was a row to train on."""
         drawn = self.keep(carry, data)
         trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any()
@@ -193,7 +199,7 @@ class SharpnessAware(ClientUpdate):
             (1 - carry["status"]).clamp_min(1e-6) if self.options.status_aware else torch.ones_like(carry["status"])
         )
         memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        return {"params": carry["params"], "weight": (weight * trained).double()}, memory
+        return Upload({"params": carry["params"]}, (weight * trained).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the step's images, and with `sharpness` a second way back and the pass at the weights nearby."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -39,6 +40,7 @@ from halfmoon.methods.mutual import (
     model_of,
     passed,
     sure,
+    uplink_of,
     weight_of,
 )
 from halfmoon.models import forward
@@ -132,12 +134,17 @@ class MutualLearning(ClientUpdate):
         samples = {"private_sure": sample(made["local"].weight)}
         return new, StepMetrics(loss, samples, (made["local"],), made)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that the meme goes up."""
+        return uplink_of(self.options.weights)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the meme with its weight; the private model stays."""
         weight = weight_of(data, self.options.weights)
         if not self.views:
             weight = weight * (data.labeled > 0)
-        return {**model_of(carry["meme"]), "weight": weight}, self._kept(carry["private"])
+        return Upload(model_of(carry["meme"]), weight), self._kept(carry["private"])
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of both models' passes."""

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -89,7 +90,7 @@ class HeteroFL:
             mine = torch.tensor([k for k in integers(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
             if len(mine):
                 up = federation.ask(name(rate), {"params": cut(server["params"], rate, kept)}, to=mine)
-                if up:  # one of them at least has answered
+                if len(up.weight):  # one of them at least has answered
                     self._count(up, total, held)
         mean = {path: torch.where(held[path] > 0, total[path] / held[path], old) for path, old in whole.items()}
         new: Tree = {"params": tree.unflatten(mean)}
@@ -103,12 +104,12 @@ class HeteroFL:
         """Return the whole network, with the statistics counted for it."""
         return {"params": server["params"], "stats": server.get("stats", {})}
 
-    def _count(self, up: Tree, total: dict[str, Tensor], held: dict[str, Tensor]) -> None:
+    def _count(self, up: Upload, total: dict[str, Tensor], held: dict[str, Tensor]) -> None:
         """Add the uploads (k, ...) of one rate into the leading part of the sums, and the number of their holders."""
-        for path, leaf in tree.flatten(up["params"]).items():
-            there = up["weight"].to(leaf.dtype)[:, None]
+        for path, leaf in tree.flatten(up.update["params"]).items():
+            there = up.weight.to(leaf.dtype)[:, None]
             if path.startswith("head/") and self.masked:
-                there = there * up["present"].to(leaf.dtype)
+                there = there * up.aux["present"].to(leaf.dtype)
             there = there.reshape(*there.shape, *[1] * (leaf.dim() - 2))
             part = tuple(slice(size) for size in leaf.shape[1:])
             total[path][part] += (leaf * there).sum(0)
@@ -140,11 +141,16 @@ class Narrow(ClientUpdate):
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that the classes that a client has go up beside its part of the parameters."""
+        return Uplink(("params",), (), "one", {"present": Aux(values="mark")})
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the part, the classes that it has seen, and 1, or 0 where there was nothing to see."""
         weight = (data.labeled > 0).double()
         memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        return {"params": carry["params"], "present": carry["present"].double(), "weight": weight}, memory
+        return Upload({"params": carry["params"]}, weight, {"present": carry["present"].double()}), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of the labeled images, however narrow the network."""

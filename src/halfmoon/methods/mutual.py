@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Local, Task
+from halfmoon.api.uploads import Uplink
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.tree import Tree
 from halfmoon.models import track
@@ -84,6 +85,11 @@ def sure(guess: Tensor, delta: float | None) -> Tensor:
     if delta is None:
         return torch.ones_like(guess[:, 0])
     return (entropy(guess) < delta).to(guess.dtype)
+
+
+def uplink_of(weights: Weights) -> Uplink:
+    """Return what a client sends: one model, and its weight."""
+    return Uplink(weight="rows" if weights == "size" else "one")
 
 
 def weight_of(data: Local, weights: Weights) -> Tensor:

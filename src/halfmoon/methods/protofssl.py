@@ -33,6 +33,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -83,13 +84,13 @@ class ProtoFSSL:
         """Let the cohort train with the last round's helpers, average, and keep the new ones."""
         server = {"stats": {}, **server}
         up = federation.ask("train", {name: part for name, part in server.items() if name != "mean"})
-        new = average({name: up[name] for name in ("params", "stats", "weight")}, server)
-        present = up["present"] * (up["weight"] > 0)[:, None]
+        new, own = average(up, server), up.aux["own"]
+        present = up.aux["present"] * (up.weight > 0)[:, None]
         share = present / present.sum(0).clamp_min(1)
         seen = (present.sum(0) > 0)[:, None]
-        mean = torch.where(seen, (share[..., None] * up["own"]).sum(0), server["mean"])
-        filled = torch.where(present[..., None] > 0, up["own"], mean)
-        chosen = (up["weight"] > 0).nonzero().flatten()[: self.helpers]
+        mean = torch.where(seen, (share[..., None] * own).sum(0), server["mean"])
+        filled = torch.where(present[..., None] > 0, own, mean)
+        chosen = (up.weight > 0).nonzero().flatten()[: self.helpers]
         helpers, there = torch.zeros_like(server["helpers"]), torch.zeros_like(server["there"])
         helpers[: len(chosen)], there[: len(chosen)] = filled[chosen].to(helpers), 1.0
         known = torch.maximum(server["known"], seen[:, 0].to(server["known"]))
@@ -123,7 +124,12 @@ class Episodes(ClientUpdate):
             stats = track(stats, each)
         return {"params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that each client's prototypes go up beside the model."""
+        return Uplink(weight="one", aux={"own": Aux(), "present": Aux(values="mark")})
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model and the prototypes of the labeled rows."""
         head = carry["params"]["head"]["weight"]
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
@@ -133,8 +139,8 @@ class Episodes(ClientUpdate):
         if len(data.x):
             total = member.T @ torch.cat([self._features(carry, part) for part in chunks(data.x)])
         up = {"params": carry["params"], "stats": carry["stats"]}
-        up |= {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
-        return {**up, "weight": (data.labeled + data.unlabeled > 0).double()}, {}
+        own = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
+        return Upload(up, (data.labeled + data.unlabeled > 0).double(), own), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one pass."""

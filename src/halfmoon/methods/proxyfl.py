@@ -28,6 +28,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, StateStore, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
@@ -121,16 +122,15 @@ class Listener:
         """Return how many labeled images the server itself has."""
         return self._federation.labeled
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Ask, and keep the classifiers of the uploads that weigh something."""
         up = self._federation.ask(work, down, each, to)
-        head = up.get("params", {}).get("head")
+        head = up.update.get("params", {}).get("head")
         if head is not None:
-            weights = up.get("weight", torch.ones(len(head["weight"])))
-            self.rows = head["weight"][(weights > 0).to(head["weight"].device)]
+            self.rows = head["weight"][(up.weight > 0).to(head["weight"].device)]
         return up
 
-    def ask_server(self, work: str, down: Tree) -> Tree:
+    def ask_server(self, work: str, down: Tree) -> Upload:
         """Ask the server."""
         return self._federation.ask_server(work, down)
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -83,23 +84,22 @@ class RSCFed:
         """Let the cohort train, and average in groups."""
         server = {"stats": {}, **server}
         up = federation.ask("train", server)
-        if not bool(up["weight"].sum() > 0):
+        if not bool(up.weight.sum() > 0):
             return server
         g = rng.generator(0, "rscfed", task.round)
-        models = {name: up[name] for name in ("params", "stats")}
         means: list[Tree] = []
         for _ in range(self.groups):
-            chosen = torch.randperm(len(up["weight"]), generator=g)[: self.size]
-            mine = chosen.to(up["weight"].device)
-            if bool(up["weight"][mine].sum() > 0):
-                group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], models)
-                shares = self.weigh(group["params"], up["weight"][mine], up["labels"][mine])
+            chosen = torch.randperm(len(up.weight), generator=g)[: self.size]
+            mine = chosen.to(up.weight.device)
+            if bool(up.weight[mine].sum() > 0):
+                group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], up.update)
+                shares = self.weigh(group["params"], up.weight[mine], up.aux["labels"][mine])
                 means.append(tree.weighted_mean(group, shares))
         return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
 
     def weigh(self, params: Tree, rows: Tensor, labels: Tensor) -> Tensor:
         """Return v (m,) of a group's models (leaves (m, ...)) with so many `rows` (m,); who has none weighs nothing."""
-        center = average({"params": params, "weight": rows})["params"]
+        center = average(Upload({"params": params}, rows))["params"]
         away = torch.zeros_like(rows, dtype=torch.float64)
         for leaf, mean in zip(tree.leaves(params), tree.leaves(center), strict=True):
             away = away + euclidean((leaf - mean).flatten(1).double(), -1).to(away.device)
@@ -143,11 +143,16 @@ class Following(ClientUpdate):
         new = {"params": params, "stats": stats, "teacher": teacher, "optimizer": optimizer}
         return new, StepMetrics(loss, {}, (guess_of(target),))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that it is said beside the model whether there are labels."""
+        return Uplink(aux={"labels": Aux(values="mark")})
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model; the teacher stays."""
-        up = {"params": carry["params"], "stats": carry["stats"], "labels": (data.labeled > 0).double()}
+        up, rows = {"params": carry["params"], "stats": carry["stats"]}, (data.labeled + data.unlabeled).double()
         names = ("teacher", "optimizer") if self.options.keep_optimizer else ("teacher",)
-        return {**up, "weight": (data.labeled + data.unlabeled).double()}, {name: carry[name] for name in names}
+        return Upload(up, rows, {"labels": (data.labeled > 0).double()}), {name: carry[name] for name in names}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the student's images, forward and backward, and the teacher's, forward."""

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -76,7 +77,8 @@ class SemiFed:
 
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""
-        return Requirements(reason="clients are sent the models of single other clients", personal=True)
+        reason = "clients are sent the models of single other clients"
+        return Requirements(reason=reason, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return what a client does in the task's round."""
@@ -122,7 +124,7 @@ class Last:
         found = [state_store.get(f"model-{place}") for place in range(self.count)]
         return [{name: model.get(name, {}) for name in like} for model in found if model is not None]
 
-    def put(self, round: int, up: Tree) -> None:
+    def put(self, round: int, up: Upload) -> None:
         """Keep the uploads of those who answered."""
         if not self.count:
             return
@@ -132,7 +134,7 @@ class Last:
         for k, number in enumerate(integers(self.federation.answered)):
             place = client.index(number) if number in client else when.index(min(when))
             client[place], when[place] = number, round
-            state_store.put(f"model-{place}", {name: tree.index(up[name], k) for name in ("params", "stats")})
+            state_store.put(f"model-{place}", tree.index(up.update, k))
         state_store.put("book", {"client": torch.tensor(client), "round": torch.tensor(when)})
 
 
@@ -180,10 +182,10 @@ class Growing(ClientUpdate):
             stats = track(stats, each)
         return {**carry, "params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model with its weight; the labels stay."""
         weight = (data.labeled + data.unlabeled).double()
-        up = {"params": carry["params"], "stats": carry["stats"], "weight": weight}
+        up = Upload({"params": carry["params"], "stats": carry["stats"]}, weight)
         return up, {"labels": carry["labels"], "mark": carry["mark"]}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

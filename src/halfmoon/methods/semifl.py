@@ -53,6 +53,7 @@ from halfmoon.api.types import (
     WeightedMetric,
     sample,
 )
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -127,10 +128,10 @@ class SemiFL:
         model = {"params": params, "stats": stats}
         up = federation.ask("train", model)
         if federation.labeled and not self.fine_tune:
-            params, share = federation.ask_server("fine-tune", model)["params"], 0.5
+            params, share = federation.ask_server("fine-tune", model).update["params"], 0.5
         params, momentum = combine(params, up, server["momentum"], self.server_momentum, share)
         if federation.labeled and self.fine_tune:
-            params = federation.ask_server("fine-tune", {**model, "params": params})["params"]
+            params = federation.ask_server("fine-tune", {**model, "params": params}).update["params"]
         new = {"params": params, "stats": stats, "momentum": momentum}
         return {**new, "stats": estimate(federation, new, self.sbn)}
 
@@ -218,13 +219,18 @@ class Mixing(ClientUpdate):
             samples["kept"] = sample((carry["weight"] > 0).to(loss.dtype))
         return new, StepMetrics(loss, samples, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    @property
+    def uplink(self) -> Uplink:
+        """Return that the parameters go up alone; statistics are counted."""
+        return Uplink(("params",), (), "one")
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters; they weigh 1 if there was a row to train on."""
         drawn = self.keep(carry, data)
         trained = data.unlabeled > 0 if drawn is None else drawn.any()
         names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
         memory = {name: carry[name] for name in names if name != "thresholds" or self._runs}
-        return {"params": carry["params"], "weight": trained.double()}, memory
+        return Upload({"params": carry["params"]}, trained.double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count strong and mixed images, and with labels "step" the weak views of both sets."""

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task, sample
+from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -121,11 +122,11 @@ class Twins(ClientUpdate):
         new = {"params": params, "stats": {**stats, **_named(twin)}, "optimizer": optimizer}
         return new, StepMetrics(loss, samples, (guess_of(guess),))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send both networks with the weight |labeled| + |unlabeled|."""
         up = {"params": carry["params"], "stats": carry["stats"]}
         memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        return {**up, "weight": (data.labeled + data.unlabeled).double()}, memory
+        return Upload(up, (data.labeled + data.unlabeled).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count one view of all images in the classifier and two in the twin."""

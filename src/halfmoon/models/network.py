@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -183,6 +183,18 @@ def chain(network: Network, generator: torch.Generator, blocks: dict[str, tuple[
 def convolution(generator: torch.Generator, inputs: int, outputs: int) -> Tree:
     """Return weight and bias of a 3x3 convolution, drawn as PyTorch draws them."""
     return _uniform(generator, (outputs, inputs, 3, 3), inputs * 9)
+
+
+def kernels(params: Tree) -> Tree:
+    """Return the kernels of convolutions and linear layers: the leaves of two dimensions or more."""
+    found: Tree = {}
+    for name, part in params.items():
+        if isinstance(part, dict):
+            if inner := kernels(cast(Tree, part)):
+                found[name] = inner
+        elif part.dim() >= 2:
+            found[name] = part
+    return found
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int) -> Tree:

@@ -75,6 +75,11 @@ class Objective:
         """Return whether it looks at all rows of a client together, or remembers something of each (`Work.whole`)."""
         return bool(self.sweep)
 
+    @property
+    def travels(self) -> tuple[str, ...]:
+        """Return what `start` puts beside the model: it goes down and up with it, and is averaged."""
+        return () if self.decay is None else ("teacher", "teacher_steps", "teacher_stats")
+
     def start(self, task: Task, model: Tree) -> Tree:
         """Return the server's first tree: `model` = {"params", "stats"} and what is kept beside it."""
         if self.decay is None:

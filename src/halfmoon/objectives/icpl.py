@@ -52,6 +52,11 @@ class ICPL(Objective):
         """Return the views of a step."""
         return ("weak", "strong")
 
+    @property
+    def travels(self) -> tuple[str, ...]:
+        """Return that the prior travels."""
+        return (*super().travels, "prior")
+
     def start(self, task: Task, model: Tree) -> Tree:
         """Put the two heads among the parameters, and a uniform prior beside them."""
         head = model["params"]["head"]["weight"]

@@ -68,6 +68,11 @@ class ReMixMatch(Objective):
         """Return the concentration."""
         return self.concentration
 
+    @property
+    def travels(self) -> tuple[str, ...]:
+        """Return that the mean prediction travels, where it is used."""
+        return (*super().travels, *(["predicted"] if self.align else []))
+
     def start(self, task: Task, model: Tree) -> Tree:
         """Add a rotation head of zeros, and a uniform running mean of predictions."""
         head = model["params"]["head"]["weight"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -89,6 +90,11 @@ class ClippedWork(ClientUpdate):
         return self.work
 
     @property
+    def uplink(self) -> Uplink:
+        """Return what the work sends."""
+        return self.work.uplink
+
+    @property
     def own_memory(self) -> bool:
         """Return whose generator the first memory is drawn from."""
         return self.work.own_memory
@@ -109,7 +115,7 @@ class ClippedWork(ClientUpdate):
         """Take one step."""
         return self.work.step(down, carry, batch)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Tree, Tree]:
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return what goes up, clipped, and the memory that stays."""
         up, memory = self.work.finish(down, carry, data)
         return clipped(up, down, self.norm), memory
@@ -122,23 +128,19 @@ class ClippedWork(ClientUpdate):
         """Count the images outside the steps."""
         return self.work.swept(labeled, unlabeled)
 
-    def traffic(self, down: Tree, up: Tree) -> tuple[int, int]:
+    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         """Return the bytes of a client update."""
         return self.work.traffic(down, up)
 
 
-def clipped(up: Tree, down: Tree, norm: float) -> Tree:
-    """Return one client's upload with its update at most `norm` long: all floating leaves that came down, together.
+def clipped(up: Upload, down: Tree, norm: float) -> Upload:
+    """Return one client's upload with its update at most `norm` long: all its floating leaves together.
 
     The norm is that of the numbers that are sent, after they are rounded to their type. An update within the bound
     stays as it is, bit by bit; so does what is no update.
     """
     known = tree.flatten(down)
-    moved = {
-        path: (leaf, known[path])
-        for path, leaf in tree.flatten(up).items()
-        if path in known and leaf.is_floating_point() and leaf.shape == known[path].shape
-    }
+    moved = {path: (leaf, known[path]) for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
     if not moved:
         return up
     length = _length([new.double() - old.double() for new, old in moved.values()])
@@ -152,7 +154,7 @@ def clipped(up: Tree, down: Tree, norm: float) -> Tree:
         start = old.double()
         return torch.where(fits, new, (start + scale * (new.double() - start)).to(new.dtype))
 
-    return _exchanged(up, {path: shorter(new, old) for path, (new, old) in moved.items()})
+    return up._replace(update=_exchanged(up.update, {path: shorter(new, old) for path, (new, old) in moved.items()}))
 
 
 def _length(leaves: list[Tensor]) -> Tensor:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext, changed, sent, update
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
 from halfmoon.privacy import accounting
 from halfmoon.privacy.accounting import Sampled
 from halfmoon.privacy.ledger import Ledger, Release
@@ -55,14 +55,14 @@ class Private:
     ledger: Ledger
     _round: int = field(default=-1, init=False)
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all answers that hold numbers, each with the noised mean of them all and the weight 1."""
         self._round = question.round
         _refuse_more(question, up)
         places, total = clipped_sum(question, up, self.promise.clip)
         if not places:
-            return places, {}
-        up = tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], up)
+            return places, up
+        up = up.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)])
         question = question.only(places)
         flat = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
         mark = self._mark(question, flat)
@@ -70,12 +70,12 @@ class Private:
         noise = gaussians(subkey(self.secret, "noise", mark), len(flat))
         mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / question.asked)
         parts = mean.split([leaf.numel() for leaf in total.values()])
-        known = tree.flatten(up)
+        known = tree.flatten(up.update)
         change = {
             path: part.reshape(total[path].shape).to(known[path]) for path, part in zip(total, parts, strict=True)
         }
         up = changed(up, question, change)
-        return places, {**up, "weight": torch.ones_like(up["weight"])} if "weight" in up else up
+        return places, up._replace(weight=torch.ones_like(up.weight))
 
     def row(self) -> dict[str, Any]:
         """Return epsilon of the rounds up to the last one, and the delta at which it is counted."""
@@ -143,14 +143,14 @@ def spent(releases: Sequence[Release], delta: float) -> float:
     )
 
 
-def clipped_sum(question: AggregationContext, up: Tree, clip: float) -> tuple[list[int], dict[str, Tensor]]:
+def clipped_sum(question: AggregationContext, up: Upload, clip: float) -> tuple[list[int], dict[str, Tensor]]:
     """Return the places of the answers that are finite, and the sum of their clipped updates by path, in float64.
 
     Updates are taken one after the other in the order of the uploads, on the CPU, so that the sum has the same bits
     wherever the clients are.
     """
     known = sent(question)
-    flat = tree.flatten(up)
+    flat = tree.flatten(up.update)
     paths = sorted(update(up, question))
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
     places: list[int] = []
@@ -171,9 +171,9 @@ def _row(leaf: Tensor, place: int) -> Tensor:
     return leaf[place if len(leaf) > 1 else 0].cpu().double()
 
 
-def _refuse_more(question: AggregationContext, up: Tree) -> None:
+def _refuse_more(question: AggregationContext, up: Upload) -> None:
     """Raise UserError where an upload holds what would pass without noise."""
-    more = sorted(set(tree.flatten(up)) - set(update(up, question)) - {"weight"})
+    more = sorted({*up.aux, *(set(tree.flatten(up.update)) - set(update(up, question)))})
     if more:
         raise UserError(
             f"dp_clip cannot be used here: clients send {more[0]!r} beside their update, which would pass without "

@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext, changed, update
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
 
 SCALE = 2.0**24
 """Units of 1."""
 
 ROOM = 2.0**62
 """No sum of contributions reaches this: half of what a signed number of 64 bits has, so that a wrong sum shows."""
-
-WEIGHT = "weight"
-"""The leaf of an upload by which it is averaged."""
 
 
 class TooLarge(UserError):
@@ -72,21 +69,22 @@ def mean(total: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     return shaped, weight
 
 
-def spread(up: Tree, question: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Tree:
+def spread(up: Upload, question: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
     """Return the uploads (leaves (k, ...)) as if each client had changed what it was sent by `change`, leaves (...).
 
     All weigh the same: 1, or 0 where the sum of their weights is 0.
     """
-    equal = torch.full_like(up[WEIGHT], 1.0 if weight else 0.0)
-    return {**changed(up, question, dict(change)), WEIGHT: equal}
+    return changed(up, question, dict(change))._replace(weight=torch.full_like(up.weight, 1.0 if weight else 0.0))
 
 
-def check_upload(paths: Sequence[str], changes: Mapping[str, Any]) -> None:
+def check_upload(up: Upload, changes: Mapping[str, Any]) -> None:
     """Raise `UserError` where an upload has more than an update and a weight: a sum would lose it."""
-    more = [path for path in paths if path not in changes and path != WEIGHT]
-    if more or WEIGHT not in paths:
-        what = f"{more[0]!r} goes up beside the update" if more else "nothing says what an upload weighs"
-        raise UserError(f"secure_aggregation cannot be used with this method: {what}, which a sum cannot carry.")
+    more = [*up.aux, *(path for path in tree.flatten(up.update) if path not in changes)]
+    if more:
+        raise UserError(
+            f"secure_aggregation cannot be used with this method: {more[0]!r} goes up beside the update, which a sum "
+            "cannot carry."
+        )
 
 
 @dataclass
@@ -101,7 +99,7 @@ class Sums:
     done: bool = False
     summed: int = 0
 
-    def uploads(self, question: AggregationContext, up: Tree) -> tuple[Sequence[int], Tree]:
+    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the clients whose update fits into the sum, and the mean for each of them."""
         places = list(range(len(question.clients)))
         if not self.done:
@@ -109,10 +107,10 @@ class Sums:
         self.summed = len(places)
         return places, up
 
-    def _summed(self, question: AggregationContext, up: Tree) -> tuple[list[int], Tree]:
+    def _summed(self, question: AggregationContext, up: Upload) -> tuple[list[int], Upload]:
         changes = update(up, question)
-        check_upload(list(tree.flatten(up)), changes)
-        weights = [1.0] * len(question.clients) if self.even else up[WEIGHT].double().tolist()
+        check_upload(up, changes)
+        weights = [1.0] * len(question.clients) if self.even else up.weight.double().tolist()
         total: Tensor | None = None
         places: list[int] = []
         for place, weight in enumerate(weights):
@@ -127,7 +125,7 @@ class Sums:
         change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
         if len(places) < len(weights):
             kept = torch.tensor(places, device=total.device)
-            up, question = tree.map(lambda leaf: leaf[kept], up), question.only(places)
+            up, question = up.map(lambda leaf: leaf[kept]), question.only(places)
         return places, spread(up, question, change, weight)
 
     def row(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from safetensors import SafetensorError
 
 from halfmoon.api.types import WeightedMetric
+from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.client_update import ClientResult
@@ -105,7 +106,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a site answers: `up`, its samples as a tree, and counts of what the client update took (see `ClientResult`).
+    """What a site answers: `up` (the tree of a `halfmoon.api.uploads.Upload`), its samples as a tree, and
+    counts of what the client update took (see `ClientResult`).
 
     `evaluation` is what the model that came for a test said of the site's own test images: "confusion" (classes,
     classes) int64, rows the true classes, and "loss" (), the mean cross-entropy, float64; "validation" holds the same
@@ -152,7 +154,7 @@ class Reply:
             traffic=list(outcome.traffic),
             swept=outcome.swept,
             kept=outcome.kept,
-            up=outcome.up,
+            up=outcome.up.tree,
             samples={name: each._asdict() for name, each in outcome.samples.items()},
         )
 
@@ -160,7 +162,7 @@ class Reply:
         """Return what came of the client update; the memory stays at the site."""
         down, up = self.traffic
         samples = {name: WeightedMetric(**each) for name, each in self.samples.items()}
-        return ClientResult(self.up, {}, samples, Amount(*self.amount), (down, up), self.swept, self.kept)
+        return ClientResult(Upload.of(self.up), {}, samples, Amount(*self.amount), (down, up), self.swept, self.kept)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class UplinkSpec:
             (outcome,) = local_clients.visit(made_up, [0], None, tree.zeros_like(down), {}, quality)
         except Diverged:
             return None
-        return spec_of(outcome.up)
+        return spec_of(outcome.up.tree)
 
 
 def spec_of(up: Tree) -> TreeSpec:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from halfmoon.api.types import ClientUpdate
+from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.client_update import ClientContext
@@ -14,7 +15,7 @@ from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.evaluation import Evaluations, FederatedEvaluation
 from halfmoon.federation.protocol.messages import LARGEST, Malformed, Refusal, Reply, Request, read, write
-from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.secure_sum import layout, summed
@@ -182,14 +183,19 @@ class SiteCalls:
         for site, reply in replies.items():
             pattern = self.inspection.patterns.of(context, downlinks[site])
             if self.keys is not None:
-                pattern = summed(layout(self.plain(context, downlinks[site]), spec_of(downlinks[site])))
-            fault = check_schema(reply.up, reply.samples, pattern)
-            fault = fault or check_counts(reply, *self.inspection.most(context.work, site))
+                pattern = summed(layout(self.plain(context, downlinks[site])))
+            hidden = self.keys is not None
+            uplink = None if hidden else context.work.uplink
+            fault = check_schema(reply.up, reply.samples, pattern, uplink)
+            fault = fault or check_counts(reply, *self.inspection.most(context.work, site), uplink)
             if fault is None:
                 good[site] = reply
             else:
                 self.refuse(site, fault, context.round)
-        large = check_norm(norms({s: reply.up for s, reply in good.items()}, downlinks), self.rules.norm_bound)
+        if self.keys is not None:
+            return good  # what is masked has no norm that means anything
+        uploads = {site: Upload.of(reply.up) for site, reply in good.items()}
+        large = check_norm(norms(uploads, downlinks, context.work.uplink), self.rules.norm_bound)
         for site, fault in large.items():
             self.refuse(site, fault, context.round)
         return {site: reply for site, reply in good.items() if site not in large}

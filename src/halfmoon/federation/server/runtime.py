@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.api.types import Method, StateStore, Task, WeightedMetric
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
@@ -21,7 +22,7 @@ from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.evaluation import Evaluations
 from halfmoon.federation.protocol.messages import Reply, Request
-from halfmoon.federation.protocol.tree_spec import TreeSpec, spec_of
+from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.federation.server.calls import SiteCalls
 from halfmoon.federation.server.cohorts import CohortSampler
 from halfmoon.federation.server.memory_versions import MemoryVersions
@@ -223,8 +224,8 @@ class RemoteRuntime(ServerRuntime):
         question = AggregationContext(*at, "", tree.to(down, CPU), mine, there, len(clients), True)
         whole = {**down, **tree.index(each, places[0])}
         upload = self.calls.plain(context, whole)
-        ups = uploads(question, upload, total, layout(upload, spec_of(whole)))
-        return {self.names[k]: replace(good[self.names[k]], up=up) for k, up in zip(there, ups, strict=True)}
+        ups = uploads(question, upload, total, layout(upload))
+        return {self.names[k]: replace(good[self.names[k]], up=up.tree) for k, up in zip(there, ups, strict=True)}
 
     def _request(self, site: str, round: int, query: int, work: str, down: Tree, evaluation: Tree) -> Request:
         known, safe = self._versions.known(site), self._versions.safe(site)
@@ -234,4 +235,4 @@ class RemoteRuntime(ServerRuntime):
 def _placed(outcome: ClientResult, device: torch.device) -> ClientResult:
     """Return what came of a client update on the server's device."""
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in each)) for name, each in outcome.samples.items()}
-    return outcome._replace(up=tree.to(outcome.up, device), samples=samples)
+    return outcome._replace(up=Upload.of(tree.to(outcome.up.tree, device)), samples=samples)

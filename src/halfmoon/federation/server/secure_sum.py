@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
-from halfmoon.core import tree
+from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
 from halfmoon.federation.protocol.messages import Joined, Reply, Request
@@ -24,6 +24,9 @@ from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.federation.site.secure_sum import BEGIN, MASK, REVEAL
 from halfmoon.secure.fixed_point import mean, sound, spread
 from halfmoon.secure.masking import KEY, LEAST, SEALED, WIDE, Cohort, Masking, Scene, UnreadableShare, unmasked, usable
+
+UPDATE = "update/"
+"""Where the update lies in an upload that travels."""
 
 Ask = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
 """Sends each named site a request, and returns the replies whose `up` is like the pattern; says what in words."""
@@ -118,13 +121,13 @@ def shown(joined: Mapping[str, Joined]) -> dict[str, bytes]:
     return {name: bytes.fromhex(key) for name, key in keys.items() if usable(bytes.fromhex(key))}
 
 
-def layout(upload: TreeSpec, down: TreeSpec) -> dict[str, Tensor]:
-    """Return what a sum adds up of uploads, by path, without values: the leaves that came down alike, floating ones."""
+def layout(upload: TreeSpec) -> dict[str, Tensor]:
+    """Return what a sum adds up of uploads, by path, without values: the floating leaves of the update."""
     with torch.device("meta"):
         return {
-            path: torch.empty(kind[0], dtype=kind[1])
+            path.removeprefix(UPDATE): torch.empty(kind[0], dtype=kind[1])
             for path, kind in upload.items()
-            if kind is not None and kind == down.get(path) and kind[1].is_floating_point
+            if path.startswith(UPDATE) and kind is not None and kind[1].is_floating_point
         }
 
 
@@ -134,7 +137,7 @@ def summed(like: Mapping[str, Tensor]) -> TreeSpec:
     return {"sum": ((count,), torch.int64)}
 
 
-def uploads(question: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]) -> list[Tree]:
+def uploads(question: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]) -> list[Upload]:
     """Return for each of those who answered an upload as if all had sent the mean of the updates that were added up."""
     change, weight = mean(total, like)
     count = len(question.clients)
@@ -145,8 +148,8 @@ def uploads(question: AggregationContext, upload: TreeSpec, total: Tensor, like:
         for parent in parents:
             branch = branch.setdefault(parent, {})
         branch[name] = {} if kind is None else torch.zeros((), dtype=kind[1]).expand(count, *kind[0])
-    stacked = spread(blank, question, change, weight)
-    return [tree.index(stacked, place) for place in range(count)]
+    stacked = spread(Upload.of(blank), question, change, weight)
+    return [stacked.at(place) for place in range(count)]
 
 
 def _rows(rows: Sequence[bytes]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import WeightedMetric
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Amount
@@ -23,16 +24,6 @@ from halfmoon.federation.protocol.tree_spec import TreeSpec, parts
 
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 WHOLES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-
-ROWS = ("weight", "rows")
-"""Leaves of an upload by which servers weigh it: counts of rows, or 1.
-
-FedAvg, FedProx, FedDure, FedDB, FedLoKe, SemiFed and SemiFL's own labels send labeled + unlabeled rows as their weight,
-clients that count static statistics send the same as rows; FML sends 1 (or rows), SemiFL and HeteroFL 1 or 0.
-"""
-
-MARKS = ("labels", "present")
-"""Leaves that say yes (1) or no (0): FedMatch's "there are labels", HeteroFL's "this class is there", (classes,)."""
 
 TWICE = 2
 """A labeled image may count among the unlabeled ones as well (`FederatedDataset.reuse_labeled`): twice the images at
@@ -47,29 +38,30 @@ reported, no more."""
 LARGEST = 2**40
 """Bytes that a client update may be said to bring, or to leave at the site: 1 TiB, beyond any model of this library."""
 
-NO_UPDATE = (*ROWS, *MARKS, "changed", "stats", "moments")
-"""Parts of an upload that `norms` leaves out. Weights, marks and counts are no update. Nor are running statistics and
-the counted statistics' moments: they measure a site's images and activations (a variance may be 1e4 where weights move
-by 1e-2), leave their start of 0 and 1 in one jump, and would drown the parameters."""
 
-
-def check_schema(up: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None) -> str | None:
+def check_schema(
+    up: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None, uplink: Uplink | None = None
+) -> str | None:
     """Return why an upload and its samples cannot be used, None where they can: the first fault there is.
 
     With a pattern every name has to be there and no other one, with the same shape and dtype. Without one, names and
     shapes are not known; the rest holds all the same: plain number types, finite values, variances and squares from 0,
-    samples that are three scalars with a count above 0.
+    samples that are three scalars with a count above 0. With an `uplink` the tree is that of an upload, and holds
+    nothing that its work does not declare.
     """
-    return next(_faults(up, samples, pattern), None)
+    return next(_faults(up, samples, pattern, uplink), None)
 
 
-def _faults(up: Any, samples: Any, pattern: TreeSpec | None) -> Iterator[str]:
+def _faults(up: Any, samples: Any, pattern: TreeSpec | None, uplink: Uplink | None) -> Iterator[str]:
     if not isinstance(up, dict) or not isinstance(samples, dict):
         yield "it is no tree of tensors"
         return
     found = dict(parts(up))
+    if uplink is not None:
+        yield from _undeclared(up, uplink)
     if pattern is not None:
         yield from _unlike(found, pattern)
+    measured = set() if uplink is None else _statistics(uplink)
     for path, leaf in found.items():
         if leaf is None:
             continue
@@ -77,12 +69,31 @@ def _faults(up: Any, samples: Any, pattern: TreeSpec | None) -> Iterator[str]:
             yield f"{_quoted(path)} holds {_kind(leaf.dtype)}, which no method sends"
         elif not bool(leaf.isfinite().all()):
             yield f"{_quoted(path)} holds values that are not finite"
-        elif path[0] in ("stats", "moments") and path[-1] == "var" and bool((leaf < 0).any()):
+        elif path[:2] in measured and path[-1] == "var" and bool((leaf < 0).any()):
             yield f"{_quoted(path)} holds a variance below 0"
     for name, each in samples.items():
         fault = _unsound(each)
         if fault is not None:
             yield f"its sample {_quoted((name,))} {fault}"
+
+
+def _statistics(uplink: Uplink) -> set[tuple[str, ...]]:
+    """Return where the statistics lie in an upload that travels."""
+    return {("update", name) for name in uplink.statistics} | {("aux", name) for name in uplink.names("statistic")}
+
+
+def _undeclared(up: Tree, uplink: Uplink) -> Iterator[str]:
+    """Yield why a tree is no upload as its work declares it."""
+    yield from (f"{_quoted((name,))} was not asked for" for name in up if name not in ("update", "weight", "aux"))
+    if "update" not in up or not isinstance(up.get("weight"), Tensor):
+        yield "it is no update with a weight"
+        return
+    for part, names in (("update", uplink.update), ("aux", uplink.aux)):
+        held = up.get(part, {})
+        if not isinstance(held, dict):
+            yield f"its {part} is no tree"
+            return
+        yield from (f"{_quoted((part, name))} was not asked for" for name in held if name not in names)
 
 
 def _unlike(found: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
@@ -118,27 +129,23 @@ def _unsound(each: Any) -> str | None:
     return f"has the sum of squares {squares:g}" if squares < 0 else None
 
 
-def check_counts(reply: Reply, most: Amount, images: int) -> str | None:
+def check_counts(reply: Reply, most: Amount, images: int, uplink: Uplink | None = None) -> str | None:
     """Return which count of a reply cannot be, None where all can.
 
     `most` is what the batch rule gives a site that said it has `images` images (labeled and unlabeled), field by field
-    the most that it can take; what weighs an upload (`ROWS`) is at most twice `images`, or 1, and a mark (`MARKS`) at
-    most 1.
+    the most that it can take. With an `uplink`, as the work declares it, a weight in rows is at most twice `images`,
+    another one and a mark at most 1, and a count not below 0.
     """
-    return next(_impossible(reply, most, images), None)
+    return next(_impossible(reply, most, images, uplink), None)
 
 
-def _impossible(reply: Reply, most: Amount, images: int) -> Iterator[str]:
+def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) -> Iterator[str]:
     for name, said, limit in zip(Amount._fields, reply.amount, most, strict=True):
         if not 0 <= said <= limit:
             unit = "" if name in ("steps", "epochs") else " images a step"
             yield f"it counts {_number(said)} {name}{unit}, of {limit} at most for its {images} images"
-    limits = {name: max(1, TWICE * images) for name in ROWS} | dict.fromkeys(MARKS, 1)
-    for name, limit in limits.items():
-        leaf = reply.up.get(name)
-        wrong = [x for x in leaf.flatten().tolist() if not 0 <= x <= limit] if isinstance(leaf, Tensor) else []
-        if wrong:
-            yield f"its {name} is {wrong[0]:g}, not between 0 and {limit}, the most for {images} images"
+    if uplink is not None:
+        yield from _out_of_range(Upload.of(reply.up), uplink, images)
     down, up = reply.traffic
     counts = {
         "images swept": (reply.swept, SWEEPS * images + 1),
@@ -151,24 +158,38 @@ def _impossible(reply: Reply, most: Amount, images: int) -> Iterator[str]:
             yield f"it counts {_number(said)} {what}, of {limit} at most"
 
 
-def norms(ups: Mapping[str, Tree], downlinks: Mapping[str, Tree]) -> dict[str, float]:
+def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
+    """Yield which weight, mark or count cannot be."""
+    limits: dict[str, tuple[Tree, float]] = {
+        "weight": ({"": up.weight}, max(1, TWICE * images) if uplink.weight == "rows" else 1)
+    }
+    limits |= {name: ({"": up.aux[name]}, 1) for name in uplink.names("mark") if name in up.aux}
+    limits |= {name: ({"": up.aux[name]}, math.inf) for name in uplink.names("count") if name in up.aux}
+    for name, (part, limit) in limits.items():
+        wrong = [x for leaf in tree.leaves(part) for x in leaf.flatten().tolist() if not 0 <= x <= limit]
+        if wrong:
+            bound = f"between 0 and {limit}" if limit < math.inf else "0 or more"
+            yield f"its {name} is {wrong[0]:g}, not {bound}, the most for {images} images"
+
+
+def norms(ups: Mapping[str, Upload], downlinks: Mapping[str, Tree], uplink: Uplink) -> dict[str, float]:
     """Return the Euclidean norm of each site's update, taken in float64; `downlinks` has what each of these sites was
     sent.
 
-    A floating leaf that came down under the same path and shape counts as up - down, another one as it is; leaves of
-    other types and the parts in `NO_UPDATE` do not count. Values beyond what squares in float64 give infinity.
+    A floating leaf of the update counts as up - down, an auxiliary one that holds "number"s as it is. Weights, marks
+    and counts are no update. Nor are statistics, running or counted: they measure a site's images and activations (a
+    variance may be 1e4 where weights move by 1e-2), leave their start of 0 and 1 in one jump, and would drown the
+    parameters. Values beyond what squares in float64 give infinity.
     """
-    return {name: _norm(up, tree.flatten(downlinks[name])) for name, up in ups.items()}
+    return {name: _norm(up, tree.flatten(downlinks[name]), uplink) for name, up in ups.items()}
 
 
-def _norm(up: Tree, down: Mapping[str, Tensor]) -> float:
-    found: list[float] = []
-    for path, leaf in tree.flatten({name: part for name, part in up.items() if name not in NO_UPDATE}).items():
-        if leaf.dtype in FLOATS:
-            before, new = down.get(path), leaf.double()
-            moved = new - before if before is not None and before.shape == leaf.shape else new
-            found.append(float(torch.linalg.vector_norm(moved)))
-    return math.hypot(*found)
+def _norm(up: Upload, down: Mapping[str, Tensor], uplink: Uplink) -> float:
+    learned = {name: part for name, part in up.update.items() if name not in uplink.statistics}
+    moved = [leaf.double() - down[path] for path, leaf in tree.flatten(learned).items() if leaf.dtype in FLOATS]
+    beside = tree.flatten({name: up.aux[name] for name in uplink.names("number") if name in up.aux})
+    moved += [leaf.double() for leaf in beside.values() if leaf.dtype in FLOATS]
+    return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in moved))
 
 
 def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:

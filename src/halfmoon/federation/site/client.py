@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from halfmoon.api.uploads import Upload
 from halfmoon.core import plugins, tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.client_update import Diverged
@@ -266,7 +267,8 @@ def told(request: Request, reply: Reply, received: int, seconds: float) -> list[
     trained = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")
     said = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
-    sent = ", ".join(f"{name} {size(tree.nbytes({'': part}))}" for name, part in reply.up.items())
+    parts = Upload.of(reply.up).parts if "weight" in reply.up else {name: {"": leaf} for name, leaf in reply.up.items()}
+    sent = ", ".join(f"{name} {size(tree.nbytes(part))}" for name, part in parts.items())
     again = f" (attempt {request.attempt + 1})" if request.attempt else ""
     took = f"received {size(received)}; {trained} in {seconds:.1f} s{said}; sends {sent}"
     return [*lines, f"round {request.round + 1}{again}, {request.work}: {took}"]

@@ -7,13 +7,15 @@ sizes from it: a wider one would be trained as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -24,10 +26,11 @@ from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
 from halfmoon.storage.state_store import StateView, Store
 
 COHORTS, ROUNDS = (1, 5), 3
-"""How many made-up clients there are, and how many rounds they play: what only comes later has come by then."""
+"""How many made-up clients there are, and how many rounds they play: what only comes later has come by then.
 
-EVERY = "interval"
-"""The option of methods that do something in some rounds alone; here it is done in every second one at the latest."""
+Of a method that does something else every few rounds (`halfmoon.api.requirements`: `period`) the first such rounds are
+played after these.
+"""
 
 FREE = -1
 """In place of the first dimension of a leaf that counts something, such as the other clients who have sent a model."""
@@ -48,9 +51,6 @@ class DownlinkSpec:
     ) -> DownlinkSpec:
         """Return what a server of the method sends; of a work about which nothing can be found out, nothing."""
         patterns = UplinkSpec(task, views, image, seed)
-        held = {each.name: getattr(method, each.name) for each in fields(method)}  # type: ignore[arg-type] (a dataclass)
-        if EVERY in held:
-            method = replace(method, **{EVERY: min(held[EVERY], 2)})  # type: ignore[type-var] (a dataclass)
         known: dict[str, list[TreeSpec]] = {}
         for clients in COHORTS:
             played = _Played(patterns, views, seed, clients)
@@ -129,7 +129,8 @@ class _Played:
         self.labeled = 0
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
-            for number in range(ROUNDS):
+            period = requirements_of(method, task.network.norm).period
+            for number in [*range(ROUNDS), *(k * period - 1 for k in (1, 2, 3) if period > ROUNDS)]:
                 # Of a run with fewer rounds the rate of learning is not known later, and does not matter.
                 at = replace(task.at(min(number, task.rounds - 1)), round=number)
                 self.client_updates, self.round = method.client_updates(at), number
@@ -138,7 +139,7 @@ class _Played:
         except (UserError, RuntimeError, LookupError, ValueError) as error:
             raise _Unknown from error
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Take note of what is sent, and return what clients might send."""
         self.answered = self.cohort if to is None else to
         ups: list[Tree] = []
@@ -150,9 +151,9 @@ class _Played:
             if pattern is None:
                 raise _Unknown
             ups.append(_made(pattern))
-        return tree.stack(ups)
+        return Upload.of(tree.stack(ups))
 
-    def ask_server(self, work: str, down: Tree) -> Tree:
+    def ask_server(self, work: str, down: Tree) -> Upload:
         """Refuse: nothing that goes down depends on whether the server trains as well."""
         raise _Unknown
 

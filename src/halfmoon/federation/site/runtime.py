@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
@@ -28,7 +29,7 @@ from halfmoon.methods import registry
 from halfmoon.runs.factory import batch_rules, budget, device, examples, method, task, views
 from halfmoon.storage.state_store import StateView, Store
 
-NOTHING = ClientResult({}, {}, {}, Amount(0, 0, 0), (0, 0))
+NOTHING = ClientResult(Upload({}, torch.zeros(0)), {}, {}, Amount(0, 0, 0), (0, 0))
 """What comes of a request without work."""
 
 
@@ -141,7 +142,7 @@ class SiteRuntime:
         shared = self.task.at(request.round)
         evaluation = self.examined(request.evaluation) if request.evaluation else {}
         if not request.work:
-            return replace(Reply.of(request, self.version, NOTHING), evaluation=evaluation)
+            return replace(Reply.of(request, self.version, NOTHING), up={}, evaluation=evaluation)
         client_updates = self.method.client_updates(shared)
         if request.work not in client_updates:
             raise Refused(

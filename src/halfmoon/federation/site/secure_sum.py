@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, update
-from halfmoon.core import tree
+from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import UNFIT, Reply, Request
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.federation.site.runtime import Refused
-from halfmoon.secure.fixed_point import WEIGHT, check_upload, contribution
+from halfmoon.secure.fixed_point import check_upload, contribution
 from halfmoon.secure.masking import KEY, LEAST, SEALED, WIDE, Cohort, Masking, Party, Scene, lasting, public
 from halfmoon.storage import atomic_io
 
@@ -190,10 +190,11 @@ class Part:
         question = AggregationContext(
             request.round, request.attempt, request.query, request.work, request.down, {}, (self.number,), asked, True
         )
-        stacked = tree.map(lambda leaf: leaf.unsqueeze(0), up)
+        sent = Upload.of(up)
+        stacked = sent.map(lambda leaf: leaf.unsqueeze(0))
         changes = update(stacked, question)
-        check_upload(list(tree.flatten(up)), changes)
-        weight = 1.0 if self.even else float(up[WEIGHT])
+        check_upload(stacked, changes)
+        weight = 1.0 if self.even else float(sent.weight)
         return contribution({path: leaf[0] for path, leaf in changes.items()}, weight, asked).cpu().numpy()
 
     def _reveal(self, visit: _Visit, party: Party, told: Tree) -> Tree:
