@@ -1,4 +1,4 @@
-"""CIFAR-10 and -100 (binary), SVHN, CINIC-10 and Tiny ImageNet from small files of the true format, written here.
+"""CIFAR-10 and -100 (binary), CINIC-10 and Tiny ImageNet from small files of the true format, written here.
 
 Pixels are compared with what numpy drew or with what Pillow decodes, never with our own reader.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from scipy.io import loadmat, savemat
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.data.images import statistics
-from halfmoon.data.readers import mat
 from halfmoon.data.sources import KNOWN
 
 FISH, FROG, CROC = "n01443537", "n01641577", "n01698640"
@@ -67,18 +64,6 @@ def cifar100(folder: Path) -> np.ndarray:
     (folder / "test.bin").write_bytes(record(pixels[4], 7, 42))
     (folder / "fine_label_names.txt").write_text("\n".join(KNOWN["cifar100"].classes) + "\n")
     return pixels
-
-
-def svhn(folder: Path, **changed: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Write both files, 12 images in the train one; `changed` replaces its arrays, None leaves one out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pixels, labels = noise(12), np.array([1, 9, 10, 2, 3, 4, 5, 6, 7, 8, 10, 1], np.uint8)
-    whole = {"X": pixels.transpose(1, 2, 3, 0), "y": labels[:, None]}
-    train = {name: array for name, array in (whole | changed).items() if array is not None}
-    savemat(folder / "train_32x32.mat", train, do_compression=True)
-    test = {"X": whole["X"][..., :3], "y": whole["y"][:3]}
-    savemat(folder / "test_32x32.mat", test, do_compression=True)
-    return pixels, labels
 
 
 def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
@@ -236,91 +221,6 @@ def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
             write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", noise(1)[0])
     with pytest.raises(UserError, match=r"cinic10 has 10 classes, but there are 11 here"):
         load("cinic10", tmp_path)
-
-
-# SVHN
-
-
-@pytest.mark.parametrize("place", ["", "svhn"])
-def test_svhn_mat_files(tmp_path: Path, place: str) -> None:
-    pixels, labels = svhn(tmp_path / place)
-    source = load("svhn", tmp_path)
-    np.testing.assert_array_equal(source.train.images, pixels)
-    np.testing.assert_array_equal(source.test.images, pixels[:3])
-    assert source.train.labels.tolist() == [0 if y == 10 else y for y in labels]
-    assert source.classes == tuple("0123456789")
-    assert not source.mirror
-    assert load("svhn", tmp_path, mirror=True).mirror
-    assert not load(str(tmp_path / place)).mirror
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"X": None}, "there is no array X in it"),
-        ({"y": None}, "there is no array y in it"),
-        ({"y": np.ones((11, 1), np.uint8)}, "y has 11 labels, but X has 12 images"),
-        ({"y": np.array([[1]] * 7 + [[0]] + [[2]] * 4, np.uint8)}, r"image 7: y is 0, but labels are 1 to 10"),
-        ({"y": np.array([[1]] * 11 + [[11]], np.uint8)}, r"image 11: y is 11, but"),
-        ({"y": np.array([[1.0]] * 11 + [[2.5]])}, r"image 11: y is 2.5, but"),
-        ({"X": noise(12).transpose(1, 2, 3, 0).astype(np.float64)}, r"X is float64 \(32, 32, 3, 12\), not uint8"),
-        ({"X": noise(12)}, r"X is uint8 \(12, 32, 32, 3\), not uint8 \(32, 32, 3, N\)"),
-    ],
-)
-def test_svhn_arrays_that_are_wrong_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    svhn(tmp_path, **changed)
-    with pytest.raises(UserError, match=message) as caught:
-        load("svhn", tmp_path)
-    assert str(caught.value).startswith(str(tmp_path / "train_32x32.mat"))
-
-
-def test_a_damaged_mat_file_is_named(tmp_path: Path) -> None:
-    svhn(tmp_path)
-    path = tmp_path / "test_32x32.mat"
-    whole = path.read_bytes()
-    for data in (b"", b"nothing", whole[: len(whole) // 2], whole[:100], whole[:200] + bytes(500) + whole[700:]):
-        path.write_bytes(data)
-        with pytest.raises(UserError, match=r"test_32x32.mat: (not a readable MATLAB file|there is no array)"):
-            load("svhn", tmp_path)
-    path.unlink()
-    with pytest.raises(UserError, match=r"test_32x32.mat is missing; svhn is train_32x32.mat and test_32x32.mat"):
-        load("svhn", tmp_path)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_arrays_of_matlab_are_those_that_scipy_reads(packed: bool) -> None:
-    """Every type of real numbers, names from one letter on, shapes with and without values; other things are left."""
-    kinds = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8")
-    held: dict[str, Any] = {f"a{kind}": np.arange(24).reshape(2, 3, 4).astype(kind) for kind in kinds}
-    held |= {"X": np.zeros((0, 3)), "y": np.array([[7]], np.uint8), "text": "words", "z": np.ones((2, 2)) * 1j}
-    held["cells"] = np.array([1, "a"], object)
-    file = io.BytesIO()
-    savemat(file, held, do_compression=packed)
-    read = mat.arrays(file.getvalue(), tuple(held))
-    known = loadmat(io.BytesIO(file.getvalue()))
-    assert read.keys() == held.keys() - {"text", "z", "cells"}
-    for name, array in read.items():
-        assert array.dtype == known[name].dtype, name
-        np.testing.assert_array_equal(array, known[name])
-    assert mat.arrays(file.getvalue(), ["y"]).keys() == {"y"}
-
-
-def test_an_array_of_matlab_on_a_machine_of_the_other_order() -> None:
-    """By hand from the format's description: flags, sides, name and values, most significant bytes first."""
-    parts = [struct.pack(">IIII", 6, 8, 10, 0), struct.pack(">IIii", 5, 8, 1, 2), struct.pack(">HH4s", 1, 1, b"y")]
-    body = b"".join(parts) + struct.pack(">IIHH4x", 3, 4, 513, 2)
-    head = b"by hand".ljust(124) + b"\1\0MI"
-    assert mat.arrays(head + struct.pack(">II", 14, len(body)) + body, "y")["y"].tolist() == [[513, 2]]
-
-
-def test_a_packed_array_of_matlab_is_not_unpacked_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = io.BytesIO()
-    savemat(file, {"X": np.zeros((1000, 1000), np.uint8)}, do_compression=True)
-    monkeypatch.setattr(mat, "LARGEST", 1_000_000)
-    with pytest.raises(ValueError, match="over 1,000,000 bytes"):
-        mat.arrays(file.getvalue(), ["X"])
-    monkeypatch.setattr(mat, "LARGEST", 1_000_100)
-    assert mat.arrays(file.getvalue(), ["X"])["X"].shape == (1000, 1000)
 
 
 # CINIC-10
@@ -515,6 +415,7 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
     np.testing.assert_array_equal(source.train.images, [np.broadcast_to(image, shape) for image in pixels])
     assert source.test.labels.tolist() == [5, 4]
     assert source.classes == KNOWN[name].classes
+    assert source.mirror == KNOWN[name].mirror
 
 
 def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:

@@ -427,6 +427,11 @@ def test_a_run_of_a_federation_is_a_run(
     capsys.readouterr()
     assert cli.main(["evaluate", "--model", str(there.run), str(tests), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == rows(there.run)[-1]["test"]["accuracy"]
+    mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
+    assert mine.keys() - {"federation", "sites"} == theirs.keys() - {"setting"}
+    assert [mine[name] for name in ("accuracy", "budget", "confusion")] == [
+        theirs[name] for name in ("accuracy", "budget", "confusion")
+    ]
 
 
 def test_a_run_without_a_test_is_a_run(

@@ -31,7 +31,7 @@ from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
-from halfmoon.data.readers import binary, idx, mat
+from halfmoon.data.readers import binary, idx
 from halfmoon.data.readers.decode import decode, fitted, header
 from halfmoon.data.readers.parquet import read_parquet
 from halfmoon.engine.budget import ClientSize
@@ -453,37 +453,6 @@ def records(draw: Draw) -> bytes:
     """Draw records of CIFAR-100's length, or nearly."""
     each = bytes([draw(st.integers(0, 21)), draw(st.integers(0, 101))]) + bytes(3072)
     return each * draw(st.integers(0, 3)) + bytes(draw(st.integers(0, 2)))
-
-
-@st.composite
-def mat_files(draw: Draw) -> bytes:
-    """Draw a file of MATLAB with arrays X and y of the right or other shapes and types."""
-    from scipy.io import savemat
-
-    kinds = st.sampled_from([np.uint8, np.float64, np.complex128, np.int16, bool])
-    count = draw(st.integers(0, 3))
-    shape = draw(st.sampled_from([(32, 32, 3, count), (32, 32, 1, count), (count, 32, 32, 3), (2, 2)]))
-    held: dict[str, Any] = {
-        "X": np.zeros(shape, draw(kinds)),
-        "y": np.full((count, 1), draw(st.integers(0, 11)), draw(kinds)),
-    }
-    other = draw(st.sampled_from([None, "text", {"a": {"b": 1}}, np.array(["a", 1], object), float("nan")]))
-    if other is not None:
-        held[draw(st.sampled_from(["X", "y", "z"]))] = other
-    file = io.BytesIO()
-    savemat(file, held, do_compression=draw(st.booleans()))
-    return file.getvalue()
-
-
-def mat_seeds() -> tuple[bytes, ...]:
-    """Return one image, as SVHN has it, compressed and not."""
-    from scipy.io import savemat
-
-    files = io.BytesIO(), io.BytesIO()
-    for file, packed in zip(files, (True, False), strict=True):
-        held = {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[10]], np.uint8)}
-        savemat(file, held, do_compression=packed)
-    return tuple(file.getvalue() for file in files)
 
 
 SPLIT_FACTS = {"scenario": {"seed": 0}, "source": "digits", "labels_sha256": "", "images": 4, "clients": 2}
@@ -1137,14 +1106,6 @@ TARGETS = (
         lambda: (record_seed(),),
         lambda scene: binary.read_records(scene.file, (20, 100)),
         records,
-    ),
-    target(
-        "mat",
-        "SVHN's files of MATLAB",
-        alone("train.mat"),
-        mat_seeds,
-        lambda scene: mat.read_mat(scene.file),
-        mat_files,
     ),
     target(
         "split",

@@ -93,7 +93,7 @@ KNOWN: Mapping[str, Known] = {
         folder="cifar-100-binary",
     ),
     "svhn": Known(
-        "73,257 + 26,032 color images, 32x32, 10 classes (Netzer 2011, cropped digits); two .mat files, parquet or hub",
+        "73,257 + 26,032 color images, 32x32, 10 classes (Netzer 2011, cropped digits); parquet or hub",
         hub="ufldl-stanford/svhn",
         classes=tuple("0123456789"),
         mean=(0.4376821, 0.4437697, 0.47280442),
@@ -101,7 +101,7 @@ KNOWN: Mapping[str, Known] = {
         train=73_257,
         test=26_032,
         shape=(32, 32, 3),
-        files="train_32x32.mat and test_32x32.mat",
+        files="cropped_digits of ufldl-stanford/svhn on the hub",
         config="cropped_digits",
         mirror=False,
     ),

@@ -14,7 +14,7 @@ from halfmoon.data.images import Images, Source, statistics
 from halfmoon.data.known import KNOWN, Known
 from halfmoon.data.partition.primitives import apportion, stream
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
-from halfmoon.data.readers import binary, class_folders, hub, idx, mat, parquet, tinyimagenet
+from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
 
 __all__ = ["DIGITS", "KNOWN", "Known", "load", "names"]
@@ -40,7 +40,7 @@ def load(
 
     A known name is read from `data_dir` or `data_dir`/name where `data_dir` is given, otherwise from the hub.
     A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or the official
-    files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), SVHN (.mat) or Tiny ImageNet.
+    files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), or Tiny ImageNet.
     `test` names the part that evaluates (`validation` where a set has it). `cache` is a folder that keeps decoded
     images; without it nothing is written. `mirror` says whether a mirrored image is still of its class; None means
     False for digits and svhn and True for the rest. `how` brings images to one size and one mode while they are
@@ -108,7 +108,6 @@ def _official(folder: Path, name: str) -> str | None:
     found = {
         "cifar10": lambda: binary.is_here(folder, "cifar10"),
         "cifar100": lambda: binary.is_here(folder, "cifar100"),
-        "svhn": lambda: mat.is_here(folder),
         "tiny_imagenet": lambda: tinyimagenet.is_here(folder),
     }
     return next((key for key, here in found.items() if (name == key or name not in KNOWN) and here()), None)
@@ -127,9 +126,6 @@ def _read(
     if official in binary.LAYOUTS:
         _only_test(folder, f"the binary version of {official}", test)
         return binary.read(folder, official)
-    if official == "svhn":
-        _only_test(folder, "svhn", test)
-        return *mat.read(folder), KNOWN["svhn"].classes
     if official == "tiny_imagenet":
         return tinyimagenet.read(folder, test, cache, how)
     if (folder / "train").is_dir():
@@ -141,7 +137,7 @@ def _read(
         )
     raise UserError(
         f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
-        f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR, SVHN or Tiny ImageNet (docs/data.md names them)."
+        f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR or Tiny ImageNet (docs/data.md names them)."
     )
 
 

@@ -14,25 +14,26 @@ import numpy as np
 
 from halfmoon.aggregation.attacks import Hostile, hostile
 from halfmoon.api.types import Method
-from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, check_methods, check_place, free_folder, identity, own_options, text
 from halfmoon.core.allocator import keep_memory
 from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.partition.split import SERVER
+from halfmoon.engine import calibration
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import told
-from halfmoon.report.remarks import most_used, remarks
+from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run, ended
 from halfmoon.report.tables import Result, comparison
-from halfmoon.runs import factory, outside, split_files
+from halfmoon.runs import assembly, factory, outside, split_files
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded
-from halfmoon.runs.describe import card
 from halfmoon.runs.factory import (
+    ImageSpec,
     Problem,
     aggregators,
     budget,
@@ -49,7 +50,6 @@ from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.parallel import side_by_side
 from halfmoon.runs.split_files import SPLIT
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.storage.folder_writer import CONFIG
 from halfmoon.storage.run_folder import SUMMARY, RunFolder
 from halfmoon.storage.state_store import Store
@@ -192,7 +192,11 @@ def portray(config: Config, path: Path) -> Row:
     with _folder(path, config) as folder:
         split_files.save(path, split, data)
         split_files.note(path)
-        summary = {**_names(config), "classes": list(data.classes), "finished": True}
+        summary = {
+            **assembly.names(config, {"setting": config.setting}),
+            "classes": list(data.classes),
+            "finished": True,
+        }
         folder.conclude(summary)
     return summary
 
@@ -289,11 +293,20 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
         played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
-        summary = _summary(config, shared, folder, played)
-        _, model = shared.task.network.whole(played["model"])
-        folder.finish(model, card(config, shared, played["model"]).render(), summary)
+        summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, played)
+        network, model = shared.task.network.whole(played["model"])
+        form, found = ImageSpec.of(shared.source), _temperature(config, shared, played["model"])
+        card = assembly.card(config, form, network, text(config), shared.taken, found)
+        folder.finish(model, card.render(), summary)
     watch.end(run, summary)
     return summary
+
+
+def _temperature(config: Config, shared: Problem, model: Tree) -> float:
+    """Return what logits are divided by: fitted on validation images where the model is used as it was tested."""
+    if shared.validation is None or config.test_statistics != "running":
+        return 1.0
+    return calibration.fitted(shared.task.network, model, shared.task.normalize, shared.validation)
 
 
 def _finished(path: Path, config: Config) -> bool:
@@ -403,38 +416,7 @@ def _experiment(config: Config, shared: Problem, path: Path) -> Experiment:
         store=Store(cap=config.memory_cap * 1_000_000),
         aggregators=(*attacks, *aggregators(config, f"seed {config.seed}".encode(), path)),
     )
-    how = (config.seed, config.evaluate_every, config.checkpoint_every, shared.validation, config.server_ema)
-    return Experiment(made, shared.task, runtime, shared.test, *how)
-
-
-def _names(config: Config) -> Row:
-    """Return what a summary says of any run."""
-    return {
-        "method": config.method,
-        "title": registry.entry(config.method).title,
-        "data": config.data,
-        "setting": config.setting,
-        "seed": config.seed,
-        "rounds": config.rounds,
-        "budget": {"rule": config.budget, "reference": registry.entry(config.reference or config.method).title},
-    }
-
-
-def _summary(config: Config, shared: Problem, folder: RunFolder, played: Row) -> Row:
-    seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
-    return {
-        **_names(config),
-        "accuracy": played["accuracy"],
-        **({"measured": played["measured"]} if played["measured"] else {}),
-        **({} if (used := most_used(folder.rows())) is None else {"most_used": used}),
-        "cost": played["cost"],
-        "classes": list(shared.source.classes),
-        "confusion": played["confusion"],
-        "seconds": round(seconds, 1),
-        **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
-        **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
-        "finished": True,
-    }
+    return assembly.experiment(config, shared.task, runtime, shared.test, shared.validation)
 
 
 def _resuming(root: Path) -> str:

@@ -39,11 +39,9 @@ from halfmoon.federation.server.transport import Transport
 from halfmoon.federation.site.images import labeled_images
 from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.methods import registry
-from halfmoon.models import Network
+from halfmoon.runs import assembly
 from halfmoon.runs.factory import aggregators, batch_rules, budget, computing, device, examples, method, task, views
-from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, toml
-from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, Store
 
@@ -175,14 +173,16 @@ class FederationServer:
             if said is not None:
                 say(f"the sites' own test images: accuracy {said.row()['accuracy']:.2%}")
                 played |= {"confusion": said.confusion.tolist(), "accuracy": _accuracy(folder, said, played)}
-        summary = _summary(self.plan, folder, played)
-        card = _card(self.plan, experiment.task.network.whole(played["model"])[0])
+        place = {"federation": terms.hash, "sites": list(terms.sites)}
+        summary = assembly.summary(config, place, terms.form.classes, folder, played)
+        network, model = experiment.task.network.whole(played["model"])
+        card = assembly.card(config, terms.form, network, _words(self.plan))
         # The sites' copy says what was agreed on, and nothing of this machine.
         told = replace(card, config=settings.text(terms.config)).render()
         final = write(Final(terms.hash, version, json.dumps(told), played["model"]))
         names = [name for name in terms.sites if name not in self._register().aside]
         deliver(manager, names, final, self.path / MODEL, say)  # before the run ends: then nobody answers any more
-        folder.finish(experiment.task.network.whole(played["model"])[1], card.render(), summary)
+        folder.finish(model, card.render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
         return summary
 
@@ -219,17 +219,7 @@ class FederationServer:
         drawn = RuntimeSettings(config.cohort, config.seed, device=place, cohort_secret=secret)
         between = (*self._caps(), *aggregators(config, self._secret(), self.path, summed=config.secure_aggregation))
         runtime = RemoteRuntime(method(config), shared, seen, calls, drawn, server, store, between)
-        return Experiment(
-            runtime.method,
-            shared,
-            runtime,
-            test,
-            config.seed,
-            config.evaluate_every,
-            config.checkpoint_every,
-            validation,
-            config.server_ema,
-        )
+        return assembly.experiment(config, shared, runtime, test, validation)
 
 
 def _inspection(
@@ -294,21 +284,6 @@ def _words(plan: Plan) -> str:
     return settings.text(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
 
 
-def _card(plan: Plan, network: Network) -> Card:
-    form = plan.terms.form
-    return Card(
-        classes=form.classes,
-        image=form.image,
-        taken=form.image[1:],
-        shrink=1,
-        mean=form.mean,
-        std=form.std,
-        network=network,
-        method=plan.config.method,
-        config=_words(plan),
-    )
-
-
 def _told(row: Row, rounds: int) -> str:
     """Return a round's line in words."""
     test = row.get("test")
@@ -322,25 +297,3 @@ def _told(row: Row, rounds: int) -> str:
     if "epsilon" in aggregator:
         said += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
     return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{told}{said}"
-
-
-def _summary(plan: Plan, folder: RunFolder, played: Row) -> Row:
-    config = plan.config
-    seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
-    return {
-        "method": config.method,
-        "title": registry.entry(config.method).title,
-        "data": config.data,
-        "federation": plan.terms.hash,
-        "sites": list(plan.terms.sites),
-        "seed": config.seed,
-        "rounds": config.rounds,
-        "accuracy": played["accuracy"],
-        "cost": played["cost"],
-        "classes": list(plan.terms.form.classes),
-        "confusion": played["confusion"],
-        "seconds": round(seconds, 1),
-        **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
-        **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
-        "finished": True,
-    }

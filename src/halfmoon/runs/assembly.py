@@ -1,0 +1,90 @@
+"""What every run is made of, simulated or with sites: its experiment, its summary, and the card of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from halfmoon.api.types import Task
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.loop import Experiment, Row
+from halfmoon.engine.runtime import ServerRuntime
+from halfmoon.methods import registry
+from halfmoon.models import Network
+from halfmoon.report.remarks import most_used
+from halfmoon.runs.factory import ImageSpec, preparation
+from halfmoon.runs.model_card import Card
+from halfmoon.storage import atomic_io
+from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.storage.run_folder import RunFolder
+
+
+def experiment(
+    config: Config, task: Task, runtime: ServerRuntime, test: Examples | None, validation: Examples | None = None
+) -> Experiment:
+    """Return what is played: a method on a task, by a runtime that asks clients, and what it is tested on."""
+    how = (config.seed, config.evaluate_every, config.checkpoint_every, validation, config.server_ema)
+    return Experiment(runtime.method, task, runtime, test, *how)
+
+
+def names(config: Config, place: Mapping[str, Any]) -> Row:
+    """Return what a summary says before anything is played; `place` says where: on which split, or with which sites."""
+    return {
+        "method": config.method,
+        "title": registry.entry(config.method).title,
+        "data": config.data,
+        **place,
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "budget": {"rule": config.budget, "reference": registry.entry(config.reference or config.method).title},
+    }
+
+
+def summary(
+    config: Config, place: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, played: Mapping[str, Any]
+) -> Row:
+    """Return summary.json of a run that has played, as `names` begins it."""
+    seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
+    return {
+        **names(config, place),
+        "accuracy": played["accuracy"],
+        **({"measured": played["measured"]} if played["measured"] else {}),
+        **({} if (used := most_used(folder.rows())) is None else {"most_used": used}),
+        "cost": played["cost"],
+        "classes": list(classes),
+        "confusion": played["confusion"],
+        "seconds": round(seconds, 1),
+        **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
+        **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
+        "finished": True,
+    }
+
+
+def card(
+    config: Config,
+    form: ImageSpec,
+    network: Network,
+    words: str,
+    taken: tuple[int, int] | None = None,
+    temperature: float = 1.0,
+) -> Card:
+    """Return what the file of a run's model says of itself; `words` is the run's config.toml.
+
+    `taken` are height and width of the images before anything was done to them, where they are not those of `form`.
+    """
+    return Card(
+        classes=form.classes,
+        image=form.image,
+        taken=taken or form.image[1:],
+        shrink=config.shrink if taken else 1,
+        mean=form.mean,
+        std=form.std,
+        network=network,
+        method=config.method,
+        config=words,
+        crop=config.crop,
+        window=preparation(config).window,
+        temperature=temperature,
+    )
