@@ -25,7 +25,7 @@ from halfmoon.data.readers import idx
 from halfmoon.data.readers.decode import MOST_PIXELS, fitted, header
 
 CASES = 40
-"""Drawn inputs of each target: with 30 targets, some 1,800 in all."""
+"""Drawn inputs of each target: with 23 targets, some 900 in all."""
 
 CORPUS = Path(__file__).parent / "corpus"
 BY_NAME = {each.name: each for each in TARGETS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import random
 import shutil
@@ -613,3 +614,25 @@ def test_the_manifest_says_what_it_says(tmp_path: Path) -> None:
         f'"sha256": "{manifest.atomic_io.digest(data)}", "size": {len(data)}, "nbytes": 40}}'
     )
     assert two == '{"version": 3, "key": "17", "file": null}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"version": 1, "key": "client/0", "file": "../run.json", "sha256": "%s", "size": 1, "nbytes": 1}'
+        % (64 * b"a"),
+        b'{"version": 1, "key": [], "file": "a", "sha256": "%s", "size": 1, "nbytes": 1}' % (64 * b"a"),
+        b'{"version": 1, "key": "client/0", "file": "a", "sha256": "%s", "nbytes": 1}' % (64 * b"a"),
+        b"7",
+        b'{"vers',
+    ],
+)
+def test_a_manifest_that_names_what_it_must_not_is_damaged(tmp_path: Path, line: bytes) -> None:
+    """A file outside the folder, a key that is none, a size that is missing: whatever the checksum of the line says."""
+    (tmp_path / "run.json").write_bytes(b"7")
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    (clients / "manifest.jsonl").write_bytes(line + b"\n")
+    mark = Commit(len(line) + 1, hashlib.sha256(line + b"\n").hexdigest())
+    with pytest.raises(Damaged):
+        verify(clients, mark)

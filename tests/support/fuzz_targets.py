@@ -47,7 +47,7 @@ from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site_data import check as examine
 from halfmoon.federation.site_data import prepare
-from halfmoon.federation.site_data.prepare import HOME, INDEX, open_site
+from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.federation.site_data.site_folder import read as read_site
 from halfmoon.inference import load_model
 from halfmoon.inference.predict import predict
@@ -55,10 +55,8 @@ from halfmoon.methods import registry
 from halfmoon.report.tables import Result, comparison
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
-from halfmoon.runs.callbacks import NULL_CALLBACK
-from halfmoon.runs.factory import Problem, batch_rules, budget, problem, task, views
-from halfmoon.storage import atomic_io, integrity, toml
-from halfmoon.storage.run_folder import RunFolder
+from halfmoon.runs.factory import batch_rules, budget, task, views
+from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.state_store import Store
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -198,27 +196,6 @@ def read_folder(scene: Scene) -> None:
     """Do what `halfmoon site check` does, and what every other command does first."""
     if not examine(scene.folder).can_take_part:
         read_site(scene.folder)
-
-
-def read_index(scene: Scene) -> None:
-    """Open a prepared site, after it was prepared again where its index is no good."""
-    try:
-        site = open_site(scene.folder)
-    except UserError:
-        prepare(scene.folder)
-        site = open_site(scene.folder)
-    assert site.images is not None
-    if len(site.images) != len(site.labels) or len(site.paths) != len(site.labels):
-        raise Broken("images, labels and paths are of different number")
-
-
-INDEX_FILE = f"{HOME}/{INDEX}"
-
-
-@cache
-def index_seed() -> bytes:
-    """Return the index of a prepared site; its times are those of other files."""
-    return site_scene(INDEX_FILE)(Path(mkdtemp())).file.read_bytes()
 
 
 # Images
@@ -585,129 +562,10 @@ def resume_finished(scene: Scene) -> None:
             (run / name).unlink()
 
 
-def resume_config(scene: Scene) -> None:
-    """Resume a run whose run.json knows the checksum of its config.toml, whatever is in that."""
-    config = scene.file.read_bytes()
-    head = scene.folder / "run" / "run.json"
-    before = head.read_bytes()
-    head.write_bytes(atomic_io.render({**json.loads(before), "config": atomic_io.digest(config)}))
-    try:
-        resume_finished(scene)
-    finally:
-        head.write_bytes(before)
-
-
 def resume_head(scene: Scene) -> None:
     """Resume a run, then report it; one without a summary is no finished run, and would be played."""
     if atomic_io.read_json(scene.folder / "run" / "summary.json") is not None:
         resume_finished(scene)
-    report_run(scene)
-
-
-def cell_scene(name: str) -> Callable[[Path], Scene]:
-    """Return what makes a run that was stopped after its last checkpoint, whose file of this name is fuzzed."""
-
-    def scene(folder: Path) -> Scene:
-        ended = ("*.png", "*.md", "*.csv", "summary.json", "model.safetensors", "checkpoint-000001.*")
-        run = copied(finished_run(), folder / "run", *ended)
-        with RunFolder.open(run) as opened:
-            opened.load()  # what only the older checkpoint named is cleared away
-        return Scene(folder, folder / "run" / name)
-
-    return scene
-
-
-def play_on(scene: Scene) -> None:
-    """Go on from the last checkpoint: nothing is left to play, but all that was saved is read and used."""
-    run = scene.folder / "run"
-    runner._play(run, runner.Job(".", Config(**TINY, run_dir=run)), known_world(), NULL_CALLBACK)
-
-
-@cache
-def known_world() -> Problem:
-    """Return data and split of the run, which are the same in every case."""
-    return problem(Config(**TINY))
-
-
-NOTE = "checkpoint-000002.json"
-STATE = "checkpoint-000002.safetensors"
-
-
-def unparsed(note: Any) -> bytes:
-    """Return a checkpoint's JSON with the checksum that belongs to it."""
-    bare = {key: value for key, value in note.items() if key != "sha256"}
-    return atomic_io.render({**bare, "sha256": atomic_io.digest(atomic_io.render(bare))})
-
-
-@st.composite
-def notes(draw: Draw) -> bytes:
-    """Draw a checkpoint's JSON that was changed, most often with its checksum made anew."""
-    whole = json.loads((finished_run() / NOTE).read_bytes())
-    note = draw(changed(whole))
-    # Whose checksum is right, but whose tensors have other names, was forged: only an accident is looked for here.
-    if isinstance(note, dict) and "shape" in note and isinstance(note["shape"], dict):
-        note["shape"] = whole["shape"]
-    return unparsed(note) if isinstance(note, dict) and draw(st.integers(0, 4)) and small(note) else encoded(note)
-
-
-def small(value: Any) -> bool:
-    """Say whether Python's own writer can write a value."""
-    try:
-        json.dumps(value)
-    except ValueError:
-        return False
-    return True
-
-
-def play_tensors(scene: Scene) -> None:
-    """Go on from a checkpoint whose tensors were changed; for every other content its checksum says so, too."""
-    data = scene.file.read_bytes()
-    if zlib.crc32(data) % 2:
-        path = scene.file.with_name(NOTE)
-        before = path.read_bytes()
-        path.write_bytes(unparsed({**json.loads(before), "tensors": atomic_io.digest(data)}))
-        try:
-            play_on(scene)
-        finally:
-            path.write_bytes(before)
-    else:
-        play_on(scene)
-
-
-def play_manifest(scene: Scene) -> None:
-    """Go on from a checkpoint that names this manifest, whatever is in it."""
-    data = scene.file.read_bytes()
-    path = scene.file.parents[1] / NOTE
-    before = path.read_bytes()
-    chain = ""
-    for line in data.splitlines(keepends=True):
-        chain = atomic_io.digest(chain.encode() + line)
-    path.write_bytes(unparsed({**json.loads(before), "clients": {"length": len(data), "chain": chain}}))
-    try:
-        play_on(scene)
-    finally:
-        path.write_bytes(before)
-
-
-MANIFEST = "clients/manifest.jsonl"
-
-
-def comparison_scene(folder: Path) -> Scene:
-    """Make a comparison of one finished run whose plan is fuzzed."""
-    copied(finished_run(), folder / "run" / "one", "*.png", "*.md", "*.csv", "checkpoint-*", "clients", "model.*")
-    return Scene(folder, folder / "run" / "comparison.json")
-
-
-@cache
-def comparison_seed() -> bytes:
-    """Return a plan of one run."""
-    text = (finished_run() / "config.toml").read_text()
-    return integrity.seal({"jobs": [{"folder": "one", "config": text}]})
-
-
-def read_comparison(scene: Scene) -> None:
-    """Resume a comparison, then report it."""
-    resume_finished(scene)
     report_run(scene)
 
 
@@ -1055,16 +913,6 @@ TARGETS = (
     ),
     target("classes", "`halfmoon site check`: classes.txt", site_scene("classes.txt"), lambda: CLASSES, read_folder),
     target(
-        "index",
-        "the index of a prepared site",
-        site_scene(INDEX_FILE),
-        lambda: (index_seed(),),
-        read_index,
-        lambda: changed(json.loads(index_seed())).map(encoded),
-        JSON_WORDS,
-        loose=(INDEX,),
-    ),
-    target(
         "image",
         "image files: the decoders of data sets and sites",
         alone("it.png"),
@@ -1131,66 +979,12 @@ TARGETS = (
         TOML_WORDS,
     ),
     target(
-        "resume-config.toml",
-        "`halfmoon resume`: a configuration with its checksum",
-        run_scene("config.toml"),
-        seed_of("config.toml"),
-        resume_config,
-        config_files,
-        TOML_WORDS,
-    ),
-    target(
-        "comparison.json",
-        "`halfmoon resume`, `report`: the plan of a comparison",
-        comparison_scene,
-        lambda: (comparison_seed(),),
-        read_comparison,
-        lambda: changed(json.loads(comparison_seed())).map(encoded),
-        JSON_WORDS,
-    ),
-    target(
         "sweep.json",
         "`halfmoon report`: a sweep",
         alone("sweep.json"),
         lambda: (sweep_seed(),),
         report_sweep,
         sweep_files,
-    ),
-    target(
-        "resume-metrics.jsonl",
-        "`halfmoon resume`: the rows of a run",
-        cell_scene("metrics.jsonl"),
-        seed_of("metrics.jsonl"),
-        play_on,
-        json_files("metrics.jsonl", True),
-        JSON_WORDS,
-        loose=("metrics.jsonl",),  # what lies behind the checkpoint is cut off first: it will be played again
-    ),
-    target(
-        "checkpoint.json",
-        "`halfmoon resume`: a checkpoint",
-        cell_scene(NOTE),
-        seed_of(NOTE),
-        play_on,
-        notes,
-        JSON_WORDS,
-    ),
-    target(
-        "checkpoint.safetensors",
-        "`halfmoon resume`: tensors of a checkpoint",
-        cell_scene(STATE),
-        seed_of(STATE),
-        play_tensors,
-    ),
-    target(
-        "manifest.jsonl",
-        "`halfmoon resume`: what clients keep",
-        cell_scene(MANIFEST),
-        seed_of(MANIFEST),
-        play_manifest,
-        json_files(MANIFEST, True),
-        JSON_WORDS,
-        loose=("manifest.second",),  # the second copy, which is mended from the first before anything is read
     ),
     target(
         "model",
