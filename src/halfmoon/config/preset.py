@@ -14,9 +14,22 @@ SHIPPED = {"sage": "_proxyfl", "fedloke": "_fedloke"}
 """The file among the recipes whose table [protocol] a protocol is."""
 
 FEDMATCH: dict[str, Any] = {
-    **{"clients": 100, "cohort": 5, "rounds": 200, "setting": "fedmatch-iid", "labels_per_class": 5.0},
-    **{"network": "resnet9", "width": 64, "norm": "none", "optimizer": "sgd", "lr": 1e-3, "schedule": "constant"},
-    **{"epochs": 1, "labeled_batch": 10, "unlabeled_batch": "rest", "labeled_view": "plain", "budget": "none"},
+    "clients": 100,
+    "cohort": 5,
+    "rounds": 200,
+    "setting": "fedmatch-iid",
+    "labels_per_class": 5.0,
+    "network": "resnet9",
+    "width": 64,
+    "norm": "none",
+    "optimizer": "sgd",
+    "lr": 1e-3,
+    "schedule": "constant",
+    "epochs": 1,
+    "labeled_batch": 10,
+    "unlabeled_batch": "rest",
+    "labeled_view": "plain",
+    "budget": "none",
 }
 """FedMatch's own experiment with labels at clients (ICLR 2021, and its code): of its tables none is a recipe."""
 
