@@ -17,7 +17,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
-from halfmoon.engine.evaluation import Examples, Quality, leaning, mean_prediction, scores, tally
+from halfmoon.engine.evaluation import Examples, Quality, at_once, leaning, mean_prediction, scores, tally
 from halfmoon.engine.loop import measured
 from halfmoon.models import track
 from halfmoon.runs import factory
@@ -231,3 +231,15 @@ def test_wrong_constants_are_a_sentence():
         Config(pixel_std=(0.0,))
     with pytest.raises(UserError, match="pixel_mean has 3 numbers, but the images have 1 channels"):
         factory.problem(Config(pixel_mean=(0.5, 0.5, 0.5)))
+
+
+def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> None:
+    """A thousand of 28x28, 256 of 64x64, one of 2048x2048; 300 images of 64x64 count all in two parts."""
+    sides = (28, 64, 2048)
+    assert [at_once(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]
+    shared, large = task(), examples(300, side=64)
+    made = model()
+    one = tally(shared.network, made, shared.normalize, large)
+    parts = [tally(shared.network, made, shared.normalize, Examples(*(leaf[rows] for leaf in large)))
+             for rows in (slice(0, 256), slice(256, None))]  # fmt: skip
+    assert torch.equal(one.confusion, parts[0].confusion + parts[1].confusion)

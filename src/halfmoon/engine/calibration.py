@@ -13,7 +13,7 @@ from torch import Tensor
 from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.evaluation import Examples, at_once
 from halfmoon.models import Network
 
 COLDEST, HOTTEST = 0.05, 20.0
@@ -44,6 +44,6 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
 def fitted(network: Network, model: Tree, normalize: Normalize, images: Examples, batch: int = 1000) -> float:
     """Return the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
     params = tree.channels_last(model["params"])
-    some = torch.split(images.images, batch)
+    some = torch.split(images.images, at_once(images.images, batch))
     parts = [network.predict(params, model["stats"], normalize(each)).double() for each in some]
     return temperature(torch.cat(parts), images.labels)

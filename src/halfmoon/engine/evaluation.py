@@ -18,6 +18,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
 from halfmoon.models import Network
 
+PIXELS = 2**20
+"""Pixels of the images that a CPU evaluates together at most."""
+
 TOGETHER = 250
 """Test images that share batch statistics where these are what normalizes them, in their order."""
 
@@ -47,6 +50,14 @@ class Tally(NamedTuple):
         return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
 
 
+def at_once(images: Tensor, most: int) -> int:
+    """Return how many of the images (N, C, H, W) are looked at together: `most`, on a CPU up to `PIXELS` pixels.
+
+    The activations of a thousand images of 64x64 take a gigabyte, and are no faster than those of 256.
+    """
+    return most if images.device.type != "cpu" else max(1, min(most, PIXELS // (images.shape[-2] * images.shape[-1])))
+
+
 @torch.no_grad()
 def tally(
     network: Network,
@@ -61,7 +72,7 @@ def tally(
     cells = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
     loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
     params = tree.channels_last(model["params"])
-    batch = batch if statistics == "running" else TOGETHER
+    batch = at_once(test.images, batch) if statistics == "running" else TOGETHER
     for images, labels in zip(torch.split(test.images, batch), torch.split(test.labels, batch), strict=True):
         x = normalize(images)
         logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
@@ -87,7 +98,7 @@ def mean_prediction(
     """
     total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
     params = tree.channels_last(model["params"])
-    for some in torch.split(images, batch):
+    for some in torch.split(images, at_once(images, batch)):
         total += network.predict(params, model["stats"], normalize(some)).double().softmax(-1).sum(0)
     return (total / len(images)).cpu().numpy()
 
