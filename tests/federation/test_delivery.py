@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from federations import VERSION, Street, ask, node, refusal, terms
 from PIL import Image
+from safetensors.torch import save_file
+from scenes import same
 
-from halfmoon.core import rng
+from halfmoon.core import rng, tree, weight_files
+from halfmoon.federation.flower import launch
 from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, read, write
-from halfmoon.federation.server.delivery import deliver
+from halfmoon.federation.server.delivery import deliver, hand_out
+from halfmoon.federation.server.plan import load as load_plan
+from halfmoon.federation.server.server import FederationServer
+from halfmoon.federation.server.transport import TransportReply
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.inference.load import load_model
+from halfmoon.models import SmallCNN
 from halfmoon.runs.factory import task
 from halfmoon.runs.model_card import Card
 
@@ -87,8 +97,98 @@ def test_who_does_not_have_it_is_named() -> None:
     manager.gather(2, 100.0, 0.0)
     assert deliver(manager, ["north", "south", "west"], b"all", Path("m"), street.said.append) == ["north"]
     assert "the final model is at 1 of 3 sites" in street.said
-    assert "south does not have the final model (its disk): send it m" in street.said
-    assert "west does not have the final model (it was not connected for 20 s): send it m" in street.said
+    assert "south does not have the final model (its disk): send it m, or serve the federation again" in street.said
+    assert (
+        "west does not have the final model (it was not connected for 20 s): send it m, or serve the federation again"
+        in street.said
+    )
+
+
+def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
+    """A site that comes back within `linger` has the model then; who does not come is written down."""
+    there = {name: write(Delivered("f", VERSION, name)) for name in ("north", "west")}
+    street = Street({1: node("north", said=there["north"])})
+    manager = street.manager()
+    manager.gather(1, 100.0, 0.0)
+    street.at(street.time + 60, lambda: street.nodes_.update({3: node("west", said=there["west"])}))
+    began = street.time
+    hand_out(manager, ["north", "south", "west"], b"all", tmp_path, street.said.append, 200.0)
+    assert 200 <= street.time - began < 250
+    assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
+    assert "the server stays for south, west: who comes back gets the model" in street.said
+    street.nodes_[2] = node("south", said=write(Delivered("f", VERSION, "south")))
+    hand_out(manager, ["south"], b"all", tmp_path, street.said.append, 30.0)
+    assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
+
+
+class Post:
+    """Sites of this process, by node; what they answer comes at once."""
+
+    def __init__(self, **there: SiteClient) -> None:
+        self.there = dict(enumerate(there.values()))
+        self.come: dict[str, bytes] = {}
+        self.carried: list[bytes] = []
+
+    def nodes(self) -> list[int]:
+        return list(self.there)
+
+    def holders(self) -> None:
+        return None
+
+    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> dict[str, str]:
+        ids = {number: f"{len(self.carried)}-{number}" for number in mail if number in self.there}
+        for number, id in ids.items():
+            self.come[id] = self.there[number].answer(mail[number])
+        self.carried += [*mail.values(), *self.come.values()]
+        return ids
+
+    def collect(self, message_ids: Sequence[str]) -> list[TransportReply]:
+        return [TransportReply(id, self.come.pop(id), "") for id in message_ids if id in self.come]
+
+
+def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A federation in one process, from given weights with a frozen backbone and a method of somebody's own.
+
+    No frozen tensor is in any message, yet both sites' files hold the whole network: they have the same weights. A site
+    without that file, or that does not trust the method, is told so. South comes when all is over, and gets it.
+    """
+    given = SmallCNN(1, 2, 2).init(rng.generator(5, "given"))
+    save_file(tree.flatten(given), tmp_path / "start.safetensors")
+    (tmp_path / "wards.toml").write_text(
+        'method = "outside_parts:Mine"\nnetwork = "small"\nwidth = 2\nweights = "start.safetensors"\n'
+        'freeze = ["backbone"]\nrounds = 1\nlabeled_batch = 2\nunlabeled_batch = 2\n[federation]\n'
+        'sites = ["north", "south"]\nclasses = ["sound", "ill"]\nimage = [1, 8, 8]\nmin_replies = 1\nabsence = 0.1\n'
+    )
+    plan = load_plan(tmp_path / "wards.toml")
+    sites = {
+        name: SiteClient.at(ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("outside_parts:Mine",))
+        for name in ("north", "south")
+    }
+    offer = write(Offer(VERSION, plan.terms.text))
+    careful = replace(sites["north"], trusted=())
+    assert "--method outside_parts:Mine" in read(careful.answer(offer), Refusal).reason
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "_OFFERED", {})
+        assert "is not here: get it from the server's people" in read(sites["north"].answer(offer), Refusal).reason
+    host, post = FederationServer(plan, tmp_path / "run"), Post(north=sites["north"])
+    host.serve(post, 20.0)
+    assert launch.finished(tmp_path / "run")
+    assert launch.lacking(tmp_path / "run") == ["south"]
+    later = Post(south=sites["south"])
+    host.serve(later, 20.0, again=True)
+    assert launch.lacking(tmp_path / "run") == []
+    carried = b"".join([*post.carried, *later.carried])
+    assert b"head" in carried
+    assert b"conv1" not in carried.replace(b"conv1*", b"")
+    files = [tmp_path / f"home-{name}/final/model.safetensors" for name in sites]
+    whole = [load_model(path) for path in (tmp_path / "run", *files)]
+    for model in whole:
+        assert same(model.params["conv1"], given["params"]["conv1"])
+        assert same(model.params["head"], whole[0].params["head"])
+    assert not same(whole[0].params["head"], given["params"]["head"])
+    assert consent.ended(tmp_path / "home-south")[0] == 0  # type: ignore[index]
 
 
 def test_one_site_that_never_comes_costs_one_waiting_time() -> None:

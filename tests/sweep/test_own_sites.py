@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from PIL import Image
 
 from halfmoon import Config, UserError
+from halfmoon.cli import own_sites as command
 from halfmoon.cli.main import main
 from halfmoon.data import load
 from halfmoon.sweep import own_sites
@@ -80,13 +83,14 @@ def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytes
     assert main([*words, "--channels", "1", "--run-dir", str(tmp_path / "r")]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["name"] for row in rows] == [
-        "a alone", "bb alone", "all labels in one place", "federation, labels only",
+        "a alone", "bb alone", "all labels in one place", "all labels in one place, a random forest on pixels",
+        "federation, labels only",
         "federation, fedavg-fixmatch, 25% of the labels", "federation, fedavg-fixmatch, 50% of the labels",
         "federation, fedavg-fixmatch, all labels",
     ]  # fmt: skip
     labels = [row["labels"] for row in rows]
-    assert labels[2] == labels[3] == labels[6] == labels[0] + labels[1]
-    assert 0 < labels[4] < labels[5] < labels[6]
+    assert labels[2] == labels[3] == labels[4] == labels[7] == labels[0] + labels[1]
+    assert 0 < labels[5] < labels[6] < labels[7]
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
 
 
@@ -100,3 +104,43 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
     for folders in ([folder], [folder, folder]):
         with pytest.raises(UserError, match="two sites or more, each once"):
             own_sites.rehearse(Config(), folders, tmp_path / "r", print)
+
+
+def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Black images of one class, white ones of the other: it is right on all, and learns labeled rows alone."""
+    pixels = np.zeros((24, 8, 8), np.uint8)
+    pixels[12:] = 255
+    rows = [(_encoded(each), k // 12) for k, each in enumerate(pixels)]
+    for part in ("train", "test"):
+        own_sites._write(tmp_path / f"{part}.parquet", rows, ("black", "white"))
+    labeled = np.arange(24) % 12 < 2
+    assert own_sites.forest(tmp_path, labeled, print) == 1.0
+    assert own_sites.forest(tmp_path, np.arange(24) < 2, print) == 0.5  # the black ones alone
+    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    assert own_sites.forest(tmp_path, labeled, said.append) is None
+    assert said == ["a random forest as a floor is left out: it needs scikit-learn (pip install scikit-learn)."]
+
+
+def _encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> None:
+    """The folder around them is enough; a name that is no site's is told, and the images get the agreed form."""
+    table = {"sites": ["north", "south"], "image": [1, 8, 8]}
+    for name in ("north", "south", "nroth"):
+        (tmp_path / name).mkdir()
+    file = tmp_path / "wards.toml"
+    both = [tmp_path / "north", tmp_path / "south"]
+    assert command._of_federation([tmp_path], table, file) == both
+    assert command._of_federation(both, table, file) == both
+    assert command._form(table) == {"channels": 1, "resize": 8}
+    with pytest.raises(UserError, match=r"nroth is called as no site of wards\.toml: did you mean 'north'"):
+        command._of_federation([tmp_path / "nroth", tmp_path / "south"], table, file)
+    with pytest.raises(UserError, match=r"holds no folder east, which is a site of wards\.toml"):
+        command._of_federation([tmp_path], {**table, "sites": ["north", "east"]}, file)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from halfmoon.cli.commands.base import print_json
 from halfmoon.config import schema as settings
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, nearest
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +37,9 @@ def run(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -
     values = {**layer}
     values.setdefault("method", "fedavg-fixmatch")
     folders = given.sites
+    if isinstance(table := settings.read(given.config).get(settings.TABLE) if given.config else None, Mapping):
+        folders = _of_federation(folders, table, given.config)
+        values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
     config = settings.resolve({}, values, file)
     from halfmoon.sweep.own_sites import HELD_OUT, rehearse
@@ -54,6 +57,36 @@ def run(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -
     show(console, ["trained on", "labels", "right"], [[p.name, f"{p.labels:,}", f"{p.accuracy:.2%}"] for p in table])
     say(console, f"tested on one of {HELD_OUT} labeled images of every class and site; runs: {root}")
     return 0
+
+
+def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:
+    """Return a federation's site folders: those that are given, or, in the one that is, those called as its sites.
+
+    Raise `UserError` for a folder whose name is none of the sites'.
+    """
+    names = [str(each) for each in table.get("sites", ())]
+    if len(folders) == 1 and folders[0].resolve().name not in names:
+        missing = [name for name in names if not (folders[0] / name).is_dir()]
+        if missing:
+            raise UserError(
+                f"{folders[0]} holds no folder {missing[0]}, which is a site of {file.name}: give all folders."
+            )
+        return [folders[0] / name for name in names]
+    for folder in folders:
+        if folder.resolve().name not in names:
+            raise UserError(
+                f"{folder} is called as no site of {file.name}: {nearest(folder.resolve().name, names)} Folders are "
+                "known by their names."
+            )
+    return list(folders)
+
+
+def _form(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by which images are brought to the form that a federation has agreed on."""
+    image = table.get("image", ())
+    if len(image) != 3 or image[1] != image[2]:
+        return {}
+    return {"channels": image[0], "resize": image[1]}
 
 
 def _say(words: str) -> None:

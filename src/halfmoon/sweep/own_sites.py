@@ -3,12 +3,14 @@
 The folders become a data set and its natural split: each folder is a client. A third of each site's labeled images of
 each class is held out, and all models are tested on what was held out everywhere. With `validation_share` that share of
 each site's other labels of each class chooses the round, and nobody trains on it. Played are the questions that a
-manager has: what each site reaches alone, what all labels reach together, what a federation makes of the labels, what
-it makes of the images without a label as well, and what fewer labels would do to that.
+manager has: what each site reaches alone, what all labels reach together (a network, and a random forest on pixels),
+what a federation makes of the labels, what it makes of the images without a label as well, and what fewer labels would
+do to that.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from PIL import Image
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.data import load
 from halfmoon.data.partition.primitives import stream
 from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
@@ -92,6 +95,10 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[
     for number, name in enumerate(rows.names):
         play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
     play("all labels in one place", "together", "partially-supervised", rows.split())
+    right = forest(root / "data", rows.labeled, say)
+    if right is not None:
+        table.append(Played("all labels in one place, a random forest on pixels", int(rows.labeled.sum()), right))
+        say(f"{table[-1].name}: {right:.2%} with {table[-1].labels:,} labels")
     play("federation, labels only", "labels-only", "fedavg", rows.split())
     for share in SHARES:
         kept = _share(rows, share)
@@ -100,6 +107,24 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[
         )
     play(f"federation, {config.method}, all labels", "all-labels", config.method, rows.split())
     return table
+
+
+def forest(data: Path, labeled: np.ndarray, say: Callable[[str], None]) -> float | None:
+    """Return how often a random forest on pixels is right that learned the `labeled` rows, None without scikit-learn.
+
+    It is a floor: a network that is below it has not learned from these labels what they tell. 300 trees, as
+    scikit-learn makes them, on images of at most 32 pixels a side.
+    """
+    try:
+        ensemble: Any = importlib.import_module("sklearn.ensemble")
+    except ImportError:
+        say("a random forest as a floor is left out: it needs scikit-learn (pip install scikit-learn).")
+        return None
+    source = load(str(data))
+    step = max(1, -(-max(source.train.images.shape[1:3]) // 32))
+    train, test = (part.images[:, ::step, ::step].reshape(len(part), -1) for part in (source.train, source.test))
+    made = ensemble.RandomForestClassifier(300, random_state=0).fit(train[labeled], source.train.labels[labeled])
+    return float((made.predict(test) == source.test.labels).mean())
 
 
 def _share(rows: _Rows, share: float) -> np.ndarray:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Serve until the run is finished; return 1 where it cannot go on, 130 where it was interrupted."""
-    from halfmoon.federation.flower.launch import MODEL, Halted, finished, serve
+    from halfmoon.federation.flower.launch import MODEL, Halted, finished, lacking, serve
     from halfmoon.federation.flower.processes import interruptible, require_flower
     from halfmoon.federation.server.plan import load
     from halfmoon.federation.server.server import FederationServer
@@ -64,9 +65,13 @@ def run(given: argparse.Namespace) -> int:
     for name in given.readmit or ():
         host.readmit(name)
         show(f"{name} is let back in.")
-    if finished(folder):
+    away = lacking(folder)
+    if finished(folder) and not away:
         show(f"{folder} is finished already.")
     else:
+        if away:
+            show(f"{folder} is finished; it is served until {', '.join(away)} have the model (Ctrl-C ends this).")
+            server = replace(server, again=True)
         try:
             with interruptible(), _page(given, folder, show):
                 serve(server, show)

@@ -28,6 +28,7 @@ from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.storage import atomic_io, toml
 
 LOG, METRICS, SUMMARY, MODEL = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"
+DELIVERY = "delivery.json"
 """Files of a run folder, by name: `halfmoon.storage.run_folder`, which writes them, would bring torch."""
 
 RUN_CONFIG = "run.toml"
@@ -76,6 +77,7 @@ class Server:
     access: Access | None = None
     sites: tuple[str, ...] = ()
     restarts: int = 5
+    again: bool = False  # whether a finished run is served until no site lacks its model
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
@@ -141,7 +143,8 @@ def run_config(server: Server) -> str:
     """Return what the ServerApp is told, as TOML; it stays on this machine, and is no part of the app bundle."""
     facts = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
     facts |= {"keys": (server.home.folder / KEYS).absolute()} if server.access else {}
-    return "".join(f"{name} = {toml.value(path)}\n" for name, path in facts.items())
+    lines = [f"{name} = {toml.value(path)}\n" for name, path in facts.items()]
+    return "".join([*lines, *(["again = true\n"] if server.again else [])])
 
 
 def connection(server: Server) -> str:
@@ -155,6 +158,12 @@ def connection(server: Server) -> str:
 def finished(run: Path) -> bool:
     """Say whether a run folder's run is finished."""
     return atomic_io.read_json(run / SUMMARY) is not None
+
+
+def lacking(run: Path) -> list[str]:
+    """Return the sites that lack the model of a finished run."""
+    said = (atomic_io.read_json(run / DELIVERY) or {}).get("lacks") if finished(run) else None
+    return [str(each) for each in said] if isinstance(said, list) else []
 
 
 def serve(server: Server, show: Callable[[str], None]) -> None:
@@ -296,7 +305,8 @@ class _Serving:
         assert self.link is not None
         begun = self.home.begun(SERVER_APP)
         silent = begun and not self.home.running(SERVER_APP)
-        if finished(self.server.run):
+        run = self.server.run
+        if finished(run) and not (self.server.again and lacking(run)):
             return "finished"
         if self.link.poll() is not None or (self.home.begun(SUPEREXEC) and not self.home.running(SUPEREXEC)):
             return "link"

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from halfmoon.federation.protocol.messages import Delivered, Malformed, Refusal, read
 from halfmoon.federation.server.sessions import ClientManager
+from halfmoon.storage import atomic_io
+from halfmoon.storage.run_folder import MODEL
+
+DELIVERY = "delivery.json"
+"""The file in a run folder that says which sites have the final model, and which lack it."""
+
+LOOKS, TRIES = 2.0, 30.0
+"""Seconds between two looks for sites that were away, and between two attempts at one that did not take the model."""
+
+
+def hand_out(
+    manager: ClientManager, names: Sequence[str], final: bytes, run: Path, say: Callable[[str], None], seconds: float
+) -> None:
+    """Deliver the final model to sites and, for so many seconds more, to those that come back; write down who has it.
+
+    `run` is the run's folder, whose file of deliveries also names who got it before.
+    """
+    has: list[str] = (atomic_io.read_json(run / DELIVERY) or {}).get("has", [])
+    tried: dict[str, float] = {}
+
+    def served(some: Sequence[str]) -> list[str]:
+        has.extend(deliver(manager, some, final, run / MODEL, say))
+        lacks = [name for name in names if name not in has]
+        facts = {"has": sorted(set(has)), "lacks": lacks}
+        atomic_io.replace(run / DELIVERY, (json.dumps(facts) + "\n").encode())
+        return lacks
+
+    lacks, end = served(names), manager.clock.now() + seconds
+    if lacks and seconds > 0:
+        say(f"the server stays for {', '.join(lacks)}: who comes back gets the model")
+    while lacks and (now := manager.clock.now()) < end:
+        here = manager.arrived()
+        back = [name for name in lacks if name in here and now - tried.get(name, -TRIES) >= TRIES]
+        tried |= dict.fromkeys(back, now)
+        if back:
+            lacks = served(back)
+        else:
+            manager.clock.sleep(LOOKS)
 
 
 def deliver(
@@ -29,5 +68,5 @@ def deliver(
             missing[name] = str(error)
     say(f"the final model is at {len(got)} of {len(names)} sites")
     for name, why in missing.items():
-        say(f"{name} does not have the final model ({why}): send it {model}")
+        say(f"{name} does not have the final model ({why}): send it {model}, or serve the federation again")
     return got

@@ -34,6 +34,9 @@ class Rules:
     round_timeout: Annotated[float, "seconds that a site may take for one answer"] = 3600.0
     absence: Annotated[float, "seconds that a site which is not connected is waited for"] = 60.0
     attempts: Annotated[int, "how often a round below min_replies is played, with other sites, before all stops"] = 10
+    linger: Annotated[float, "seconds that the server stays at the end for sites that are away, to give the model"] = (
+        0.0
+    )
     strikes: Annotated[int, "unusable answers after which a site is set aside; 0: never"] = 3
     norm_bound: Annotated[float, "largest update, in medians of the cohort's; 0: none is too large"] = 10.0
     weight_cap: Annotated[float, "largest weight of a site, in medians of the cohort's; 0: none is too large"] = (
@@ -46,7 +49,7 @@ class Rules:
     def __post_init__(self) -> None:
         if self.images is not None and min(self.images, default=0) < 1:
             raise UserError(f"{TABLE}.images is {toml.shown(self.images)}: it must have a number from 1 for each site.")
-        least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout"), 0)
+        least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
         least |= {"min_replies": 1, "attempts": 1}
         for name, bound in least.items():
             value = self.__dict__[name]

@@ -15,7 +15,9 @@ from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.types import ClientUpdate, Task
 from halfmoon.config import schema as settings
+from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget, ClientSize
@@ -29,7 +31,7 @@ from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.protocol.messages import Final, write
 from halfmoon.federation.protocol.tree_spec import UplinkSpec
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
-from halfmoon.federation.server.delivery import deliver
+from halfmoon.federation.server.delivery import DELIVERY, hand_out
 from halfmoon.federation.server.plan import Plan
 from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
@@ -38,9 +40,11 @@ from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.federation.server.transport import Transport
 from halfmoon.federation.site.images import labeled_images
 from halfmoon.federation.site_data.prepare import HOME
+from halfmoon.inference.load import load_model
 from halfmoon.methods import registry
 from halfmoon.runs import assembly
 from halfmoon.runs.factory import aggregators, batch_rules, budget, computing, device, examples, method, task, views
+from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, Store
@@ -109,10 +113,11 @@ class FederationServer:
             atomic_io.replace(path, held, private=True)
         return held
 
-    def serve(self, post: Transport, patience: float = math.inf) -> Row:
+    def serve(self, post: Transport, patience: float = math.inf, again: bool = False) -> Row:
         """Play all rounds that are left, and return the run's summary; one that is finished is only read.
 
-        Sites are waited for without end, or for `patience` seconds.
+        Sites are waited for without end, or for `patience` seconds. With `again`, the sites that lack the model of a
+        finished run get it when they come.
 
         Raise UserError where the folder holds something else or is in use, or too few sites answer again and again;
         the run goes on when it is served again.
@@ -120,9 +125,29 @@ class FederationServer:
         with self._folder() as folder:
             done = folder.summary()
             if done is not None:
+                if again:
+                    self._hand_out_again(post, patience)
                 return done
             with computing(self.plan.config):
                 return self._play(folder, post, patience)
+
+    def _hand_out_again(self, post: Transport, patience: float) -> None:
+        """Give the model that lies here to the sites that lack it."""
+        terms, rules = self.plan.terms, self.plan.rules
+        names = (atomic_io.read_json(self.path / DELIVERY) or {}).get("lacks", [])
+        held = load_model(self.path / MODEL, network=terms.config.network)
+        mine = tree.flatten(limits.abstract(task(terms.config, terms.form).network))
+        whole = tree.flatten({"params": held.params, "stats": held.stats})
+        model = {"params": {}, "stats": {}, **tree.unflatten({path: whole[path].contiguous() for path in mine})}
+        version = metadata.version("halfmoon")
+        manager = ClientManager(post, terms, version, rules.round_timeout, rules.absence, self.log.say)
+        hand_out(manager, names, self._final(held.card, model), self.path, self.log.say, patience)
+
+    def _final(self, card: Card, model: Tree) -> bytes:
+        """Return what a site gets: the trained part, and a card that says what was agreed on, not where it lies."""
+        terms = self.plan.terms
+        told = replace(card, config=settings.text(terms.config)).render()
+        return write(Final(terms.hash, metadata.version("halfmoon"), json.dumps(told), model))
 
     def _caps(self) -> tuple[Aggregator, ...]:
         """Return the cap on weights; none where nobody sees single weights, or all are 1."""
@@ -177,11 +202,9 @@ class FederationServer:
         summary = assembly.summary(config, place, terms.form.classes, folder, played)
         network, model = experiment.task.network.whole(played["model"])
         card = assembly.card(config, terms.form, network, _words(self.plan))
-        # The sites' copy says what was agreed on, and nothing of this machine.
-        told = replace(card, config=settings.text(terms.config)).render()
-        final = write(Final(terms.hash, version, json.dumps(told), played["model"]))
         names = [name for name in terms.sites if name not in self._register().aside]
-        deliver(manager, names, final, self.path / MODEL, say)  # before the run ends: then nobody answers any more
+        # Before the run ends: then nobody answers any more.
+        hand_out(manager, names, self._final(card, played["model"]), self.path, say, rules.linger)
         folder.finish(model, card.render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
         return summary

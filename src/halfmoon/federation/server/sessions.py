@@ -99,6 +99,12 @@ class ClientManager:
         """The names of the sites that are connected, in the order of their numbers."""
         return [name for name in self.terms.sites if name in self.members.nodes]
 
+    def arrived(self) -> list[str]:
+        """Look once who has come, let them join, and return the names of the sites that are connected."""
+        self.members.look()
+        self._receive({})
+        return self.present
+
     def gather(self, wanted: int, patience: float, grace: float | None = None) -> None:
         """Wait until as many sites have joined; `grace` seconds (None: `absence`) are left to the others.
 
