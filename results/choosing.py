@@ -4,8 +4,9 @@
     python results/choosing.py report
 
 `play` appends a line to choosing.jsonl for every run that is over and skips those that are there; a run that was
-stopped goes on. Seed S is the seed of training and of the split. The recipe of a data set is that of evidence.py, shorter
-and on fewer images; nothing was searched for here, and no method but for its threshold departs from its defaults.
+stopped goes on. Seed S is the seed of training and of the split. The recipe of a data set is that of evidence.py,
+shorter and on fewer images; nothing was searched for here, and no method but for its threshold departs from its
+defaults.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedavg-sl": {},
 }  # fmt: skip
 PLAYED: dict[str, tuple[str, ...]] = {
-    "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fixmatch-proxy-tuning", "sage",
-                "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb", "fedmatch", "semifed", "feddure", "fml",
-                "fedavg-sl"),
-    "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "cbafed", "twin-sight", "rscfed",
-             "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
+    "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fixmatch-proxy-tuning",
+                "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb", "fedmatch", "semifed", "feddure",
+                "fml", "fedavg-sl"),
+    "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "cbafed", "twin-sight",
+             "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
     "server": ("partially-supervised", "semifl", "fl2", "semifl-feddpl", "fedmatch", "fedrgd", "fedavg-sl"),
 }  # fmt: skip
 
@@ -171,7 +172,8 @@ def report() -> None:
 
 def _markdown(rows: list[dict[str, Any]], place: str) -> str:
     least = min(row["forward"] for row in rows)
-    made = f"| method | last % | to labels only | to {FIXMATCH[place]} | forward passes | MB | seeds |\n|---|--:|--:|--:|--:|--:|--:|\n"
+    made = f"| method | last % | to labels only | to {FIXMATCH[place]} | forward passes | MB | seeds |\n"
+    made += "|---|--:|--:|--:|--:|--:|--:|\n"
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.1f}"
         made += f"| `{row['row']}` | {row['last']:.1f}{spread} | {_gain(row, 'floor')} | {_gain(row, 'fixmatch')} | "

@@ -257,7 +257,9 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
         given["method"] = recommended(given.get("labels_at", "clients"))
     paper = paper_run(given, AMOUNTS, SCENARIO) if given.get("preset") == "paper" else {}
     given = {**paper, **given}
-    return Config(**{**protocol_run(given, AMOUNTS, SCENARIO), **given, "protocol": "none"})
+    under = protocol_run(given, AMOUNTS, SCENARIO)
+    given["protocol"] = "none"  # its values stand in its place
+    return Config(**{**under, **given})
 
 
 def recommended(place: str) -> str:
