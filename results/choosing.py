@@ -74,8 +74,8 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PLAYED: dict[str, tuple[str, ...]] = {
     "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fixmatch-proxy-tuning",
-                "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb", "fedmatch", "semifed", "feddure",
-                "fml", "fedavg-sl"),
+                "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb", "fedmatch", "semifed",
+                "feddure", "fml", "fedavg-sl"),
     "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "cbafed", "twin-sight",
              "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
     "server": ("partially-supervised", "semifl", "fl2", "semifl-feddpl", "fedmatch", "fedrgd", "fedavg-sl"),
