@@ -719,7 +719,7 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
     held, labels, seen = dataset(pooled=True, place="server"), dataset().train.labels.numpy(), []
 
-    def spy(network, model, normalize, images):
+    def spy(network, model, normalize, images, spread):
         seen.append({image.numpy().tobytes() for image in images})
         return mean_prediction(network, model, normalize, images)
 

@@ -512,7 +512,6 @@ def test_a_visit_counts_epochs_over_the_kept_rows():
     images[[2, 5]] = 255
     data = Local(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))
     down = {"params": weight(log(3)), "stats": {}}
-    seen = []
     outcome = update_one(
         ClientContext(work, PLAIN, 0, 0, 0),
         0,
@@ -520,14 +519,11 @@ def test_a_visit_counts_epochs_over_the_kept_rows():
         work.remember(down, torch.Generator()),
         data,
         Amount(9, 0, 4, epochs=3),
-        lambda k, rows, notes: seen.append((rows.tolist(), notes.pseudo)),
     )
     assert outcome.amount.steps == 3
-    (rows, (guessed,)), *steps = seen
-    assert rows == list(range(9))  # the pseudo-labels of all rows are judged, those of the steps are some of them
-    assert guessed.weight.nonzero().flatten().tolist() == [2, 5]
-    assert not any(pseudo for _, pseudo in steps)
-    assert {row for rows, _ in steps for row in rows} == {2, 5}
+    (seen,) = outcome.seen  # the pseudo-labels of all rows are judged, those of the steps are some of them
+    assert seen.rows.tolist() == list(range(9))
+    assert seen.pseudo.weight.nonzero().flatten().tolist() == [2, 5]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0.5, [0.5, 0.25, 0.125, 0.0625]), (0.0, [0.5, 0.5, 0.5, 0.5])])

@@ -58,7 +58,7 @@ def test_the_first_run_that_fails_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "runs", "wanted"),
     [
-        ({"rounds": 40}, 4, 3),  # the small network computes with one thread
+        ({"rounds": 40}, 4, 3),  # clients compute with one thread
         ({"rounds": 40}, 2, 1),  # not worth it
         ({"rounds": 400}, 2, 2),
         ({"rounds": 40, "network": "resnet9", "threads": 2}, 4, 1),
@@ -68,7 +68,7 @@ def test_the_first_run_that_fails_ends_all(tmp_path: Path) -> None:
     ],
 )
 def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], runs: int, wanted: int) -> None:
-    monkeypatch.setattr(parallel, "_processors", lambda: 3)
+    monkeypatch.setattr(parallel, "processors", lambda: [0, 1, 2])
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert parallel.processes(Config(**{"processes": "auto", **options}), runs) == wanted
     assert parallel.processes(Config(rounds=400), 4) == 1  # a program that calls halfmoon is not imported again unasked

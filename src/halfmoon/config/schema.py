@@ -57,7 +57,10 @@ _PARTS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
 # In place of a method's name: the one that is recommended for where the labels are.
 RECOMMENDED = "recommended"
 # What does not change a run's numbers, or is said by `method` and its own options.
-PLACE = {"run_dir", "data_dir", "cache", "device", "executor", "threads", "processes", "checkpoint_every", "memory_cap"}
+PLACE = {
+    *("run_dir", "data_dir", "cache", "device", "executor", "threads", "workers", "processes"),
+    *("checkpoint_every", "memory_cap"),
+}
 # Labeled images of each class and client where nothing says how many.
 LABELS = 0.5
 # What a real federation needs to know beside a run's options: `halfmoon serve` reads it, a simulation does not.

@@ -265,7 +265,16 @@ class MachineOptions:
 
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     executor: Annotated[Literal["auto", "loop", "vmap"], "clients one by one, or batched; auto: vmap on a GPU"] = "auto"
-    threads: Annotated[int | None, "processor threads; none: 1 for the small network, else all", at_least(1)] = None
+    threads: Annotated[
+        int | None,
+        "processor threads of each process; none: 1, or all for a method that has all rows in one place",
+        at_least(1),
+    ] = None
+    workers: Annotated[
+        int | Literal["auto", "ray"],
+        "processes in which the clients of a cohort train; auto: one a processor for large networks; ray: in a cluster",
+        at_least(1),
+    ] = "auto"
     processes: Annotated[
         int | Literal["auto"],
         "runs played at once; auto: one a processor where each has one thread (default on the command line: auto)",

@@ -10,7 +10,7 @@ import torch
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
-from halfmoon.engine.local_clients import FederatedDataset, LocalClients
+from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
@@ -40,7 +40,7 @@ def alone(held: FederatedDataset, k: int) -> FederatedDataset:
 def local_clients(held: FederatedDataset, batching: Batching, store: Store) -> LocalClients:
     """Return what computes at a site, or at the server, with its own store."""
     state_store = StateView(store, "client/", torch.device("cpu"))
-    return LocalClients(held, Views(), batching, batching, Budget(), SEED, "loop", state_store)
+    return LocalClients(held, Views(), Training(batching, Budget()), SEED, state_store)
 
 
 class Wire:

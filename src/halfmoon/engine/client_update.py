@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,13 @@ from halfmoon.core.autodiff import lifted
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, Wanted, batches, draw, sweep
 
-Observer = Callable[[int, Tensor, StepMetrics], None]
-"""Called after each step with the client's place in the group, the unlabeled rows that were looked at, and the notes.
 
-Before the steps it is called with all rows, where a work gives all of them a pseudo-label at once (diagnostics).
-"""
+class Observed(NamedTuple):
+    """Pseudo-labels of a client update and the unlabeled rows that they are of, (n,): diagnostics compare them."""
+
+    rows: Tensor  # (n,) int64
+    pseudo: Pseudo
+    models: dict[str, Pseudo]
 
 
 class Diverged(RuntimeError):
@@ -63,6 +65,7 @@ class ClientResult(NamedTuple):
     """What one client's update leaves: its upload, its memory, and what was counted.
 
     `swept` images went through the network outside the steps; `kept` are the bytes of the memory, wherever that is.
+    `seen` are its pseudo-labels, for whoever knows the hidden labels.
     """
 
     up: Upload
@@ -72,10 +75,27 @@ class ClientResult(NamedTuple):
     traffic: tuple[int, int]  # bytes down and up
     swept: int = 0
     kept: int = 0
+    seen: tuple[Observed, ...] = ()
+
+
+class ClientTask(NamedTuple):
+    """What one client needs for its update, beside what all clients of a query are sent."""
+
+    client: int
+    private: Tree  # merged into what all are sent
+    memory: Tree
+    data: Local
+    amount: Amount
+
+
+def update_alone(context: ClientContext, down: Tree, task: ClientTask) -> ClientResult:
+    """Run one client's update in a plain loop: what a `halfmoon.engine.spread.Spread` applies, in whichever process."""
+    with torch.no_grad():
+        return update_one(context, task.client, {**down, **task.private}, task.memory, task.data, task.amount)
 
 
 def update_one(
-    context: ClientContext, client: int, down: Tree, memory: Tree, data: Local, amount: Amount, observe: Observer
+    context: ClientContext, client: int, down: Tree, memory: Tree, data: Local, amount: Amount
 ) -> ClientResult:
     """Run a client update in a plain loop: what a CPU, and a site in a real federation, does.
 
@@ -88,20 +108,20 @@ def update_one(
         down, memory = tree.channels_last(down), tree.channels_last(memory)
     data = _swept(context, client, data)
     carry = work.begin(down, memory, data)
-    judged = _judged(work, carry, data, observe, 0, len(data.u))
+    judged = _judged(work, carry, data, len(data.u))
     visit = _drawn(context, client, data, amount, work.keep(carry, data))
     log = _Log()
     for stacked in batches([data], [visit], context.views, work.task.normalize, context.rows):
         batch = _one(stacked, 0)
         batch = _laid(batch) if laid else batch
         carry, notes = work.step(down, carry, batch)
-        observe(0, batch.u_rows, notes._replace(pseudo=()) if judged else notes)
-        log.add(notes)
-    log.check(context, client)
+        log.add(notes, batch.u_rows)
+    samples, seen = log.of(context, client)
     up, memory = work.finish(down, carry, data)
     _check_upload(context, client, up, down, visit.amount.steps)
     traffic = work.traffic(down, up)
-    return _result(work, up.map(Tensor.contiguous), tree.contiguous(memory), log, visit, traffic, data)
+    made = _result(work, up.map(Tensor.contiguous), tree.contiguous(memory), samples, visit, traffic, data)
+    return made._replace(seen=judged or seen)
 
 
 def update_many(
@@ -112,7 +132,6 @@ def update_many(
     memories: Sequence[Tree],
     datas: Sequence[Local],
     amounts: Sequence[Amount],
-    observe: Observer,
 ) -> list[ClientResult]:
     """Run K client updates with equal images a step as one program; `downlinks` is shared, `each` differs (leaves (K,
     ...)).
@@ -134,7 +153,10 @@ def update_many(
         return lifted(one)
 
     carry: Tree = merged(work.begin)(each, memory, padded)
-    judged = _each_judged(work, carry, padded, datas, observe)
+    judged = [
+        _judged(work, tree.index(carry, k), _local(padded, k), len(data.u)) if work.guesses(carry, padded) else ()
+        for k, data in enumerate(datas)
+    ]
     visits = [
         _drawn(context, client, data, amount, _kept(work, carry, padded, k))
         for k, (client, data, amount) in enumerate(zip(clients, datas, amounts, strict=True))
@@ -143,17 +165,12 @@ def update_many(
     steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
     fewest = min(visit.amount.steps for visit in visits)
     step = merged(work.step)
-    logs = [_Log() for _ in clients]
+    log = _Log()
     for t, batch in enumerate(batches(datas, visits, context.views, work.task.normalize, context.rows)):
         new, notes = step(each, carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
-        for k in range(len(clients)):
-            if t < visits[k].amount.steps:
-                mine = _note(notes, k)
-                observe(k, batch.u_rows[k], mine._replace(pseudo=()) if judged[k] else mine)
-                logs[k].add(mine)
-    for log, client in zip(logs, clients, strict=True):
-        log.check(context, client)
+        log.add(notes, batch.u_rows)
+    told = [log.of(context, client, k, visits[k].amount.steps) for k, client in enumerate(clients)]
     up, memory = merged(work.finish)(each, carry, padded)
     results: list[ClientResult] = []
     for k, client in enumerate(clients):
@@ -162,15 +179,23 @@ def update_many(
         # A clone: a slice would keep the memories of the whole group alive.
         kept = tree.map(torch.clone, tree.index(memory, k))
         traffic = work.traffic(received, mine)
-        results.append(_result(work, mine, kept, logs[k], visits[k], traffic, datas[k]))
+        samples, seen = told[k]
+        made = _result(work, mine, kept, samples, visits[k], traffic, datas[k])
+        results.append(made._replace(seen=judged[k] or seen))
     return results
 
 
 def _result(
-    work: ClientUpdate, up: Upload, memory: Tree, log: _Log, drawn: DrawnUpdate, traffic: tuple[int, int], data: Local
+    work: ClientUpdate,
+    up: Upload,
+    memory: Tree,
+    samples: dict[str, WeightedMetric],
+    drawn: DrawnUpdate,
+    traffic: tuple[int, int],
+    data: Local,
 ) -> ClientResult:
     swept = work.swept(len(data.x), len(data.u))
-    return ClientResult(up, memory, log.samples, drawn.amount, traffic, swept, tree.nbytes(memory))
+    return ClientResult(up, memory, samples, drawn.amount, traffic, swept, tree.nbytes(memory))
 
 
 def first_memory(work: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
@@ -179,27 +204,49 @@ def first_memory(work: ClientUpdate, down: Tree, seed: int, client: int) -> Tree
 
 
 class _Log:
-    """Losses and samples of one client update, on the device until it ends."""
+    """What the steps of a client update, or of several as one program, report: added up once, when they are over."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.samples: dict[str, WeightedMetric] = {}
+        self.steps: list[StepMetrics] = []
+        self.rows: list[Tensor] = []
 
-    def add(self, notes: StepMetrics) -> None:
-        loss = notes.loss.detach()
-        self.losses.append(loss)
-        one = torch.ones_like(loss)
-        for name, new in {"loss": WeightedMetric(loss, loss.square(), one), **notes.samples}.items():
-            self.samples[name] = add(self.samples.get(name), new)
+    def add(self, notes: StepMetrics, rows: Tensor) -> None:
+        """Keep what a step reports of unlabeled `rows`; nothing is computed."""
+        self.steps.append(notes)
+        self.rows.append(rows)
 
-    def check(self, context: ClientContext, client: int) -> None:
-        if not self.losses:
-            return
-        losses = torch.stack(self.losses)
+    def of(
+        self, context: ClientContext, client: int, k: int | None = None, steps: int | None = None
+    ) -> tuple[dict[str, WeightedMetric], tuple[Observed, ...]]:
+        """Return the sums over a client's first `steps`, and its pseudo-labels; `k` is its place in a program.
+
+        Raise `Diverged` where a loss is not a number.
+        """
+        many = slice(None) if k is None else (slice(0, steps), k)
+        if not self.steps or steps == 0:
+            return {}, ()
+
+        def joined(leaves: Iterable[Tensor]) -> Tensor:
+            return torch.stack(list(leaves))[many]
+
+        losses = joined(notes.loss for notes in self.steps).detach()
         bad = (~losses.isfinite()).nonzero()
         if len(bad):
-            step = int(bad[0])
-            raise Diverged(context.round, client, step, float(losses[step]))
+            raise Diverged(context.round, client, int(bad[0]), float(losses[bad[0]]))
+        first = self.steps[0]
+        samples = {"loss": WeightedMetric(losses.sum(), losses.square().sum(), torch.ones_like(losses).sum())}
+        for name in first.samples:
+            parts = zip(*(notes.samples[name] for notes in self.steps), strict=True)
+            samples[name] = WeightedMetric(*(joined(part).sum(0) for part in parts))
+        if not first.pseudo:
+            return samples, ()
+
+        def pseudo(each: Iterable[Pseudo]) -> Pseudo:
+            return Pseudo(*(joined(leaves).flatten() for leaves in zip(*each, strict=True)))
+
+        models = {name: pseudo(notes.models[name] for notes in self.steps) for name in first.models}
+        rows = joined(self.rows).flatten()
+        return samples, (Observed(rows, pseudo(notes.pseudo[0] for notes in self.steps), models),)
 
 
 def _check_upload(context: ClientContext, client: int, up: Upload, down: Tree, steps: int) -> None:
@@ -246,13 +293,6 @@ def _laid(batch: Batch) -> Batch:
     return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others, x_views=more)
 
 
-def _note(notes: StepMetrics, k: int) -> StepMetrics:
-    samples = {name: WeightedMetric(*(leaf[k] for leaf in s)) for name, s in notes.samples.items()}
-    pseudo = tuple(Pseudo(*(leaf[k] for leaf in each)) for each in notes.pseudo)
-    models = {name: Pseudo(*(leaf[k] for leaf in each)) for name, each in notes.models.items()}
-    return StepMetrics(notes.loss[k], samples, pseudo, models)
-
-
 def _kept(work: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | None:
     return work.keep(tree.index(carry, k), _local(padded, k))
 
@@ -262,22 +302,10 @@ def _local(padded: Local, k: int) -> Local:
     return Local(*(leaf[k] for leaf in padded[:5]), views=tree.index(padded.views, k))
 
 
-def _judged(work: ClientUpdate, carry: Tree, data: Local, observe: Observer, k: int, rows: int) -> bool:
-    """Show the pseudo-labels of the client's own `rows` where a client update makes them once, and say whether it
-    does."""
-    made = work.guesses(carry, data)
-    for pseudo in made:
-        own = Pseudo(*(leaf[:rows] for leaf in pseudo))
-        observe(k, torch.arange(rows, device=own.label.device), StepMetrics(own.confidence.sum(), {}, (own,)))
-    return bool(made)
-
-
-def _each_judged(
-    work: ClientUpdate, carry: Tree, padded: Local, datas: Sequence[Local], observe: Observer
-) -> list[bool]:
-    """Do what `_judged` does, for several clients whose carries and rows are stacked."""
-    sizes = [len(data.u) for data in datas]
-    return [_judged(work, tree.index(carry, k), _local(padded, k), observe, k, n) for k, n in enumerate(sizes)]
+def _judged(work: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
+    """Return the pseudo-labels of the client's own `rows` where a client update makes them once, when it begins."""
+    made = tuple(Pseudo(*(leaf[:rows] for leaf in pseudo)) for pseudo in work.guesses(carry, data))
+    return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in made)
 
 
 def _padded(datas: Sequence[Local]) -> Local:

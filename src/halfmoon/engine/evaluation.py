@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from halfmoon.core import tree
 from halfmoon.core.tensors import numbers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
+from halfmoon.engine.spread import Spread
 from halfmoon.models import Network
 
 PIXELS = 2**20
@@ -66,19 +68,33 @@ def tally(
     test: Examples,
     batch: int = 1000,
     statistics: Labeling = "running",
+    spread: Spread = map,
 ) -> Tally:
-    """Count what `model` says of the test set under its tracked statistics, or under those of every `TOGETHER`."""
+    """Count what `model` says of the test set under its tracked statistics, or under those of every `TOGETHER`.
+
+    `batch` images at a time, which `spread` may count side by side.
+    """
     classes = network.classes
     cells = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
     loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
-    params = tree.channels_last(model["params"])
     batch = at_once(test.images, batch) if statistics == "running" else TOGETHER
-    for images, labels in zip(torch.split(test.images, batch), torch.split(test.labels, batch), strict=True):
-        x = normalize(images)
-        logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
-        loss += F.cross_entropy(logits, labels, reduction="sum").double()
-        cells += torch.bincount(labels * classes + logits.argmax(-1), minlength=classes * classes)
+    parts = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
+    for count, total in spread(partial(_counted, network, model, normalize, statistics), parts):
+        cells += count
+        loss += total
     return Tally(cells.reshape(classes, classes), float(loss) / len(test.labels))
+
+
+@torch.no_grad()
+def _counted(
+    network: Network, model: Tree, normalize: Normalize, statistics: Labeling, part: Examples
+) -> tuple[Tensor, Tensor]:
+    """Return how often each predicted class meets each true one (classes * classes,), and the sum of the losses ()."""
+    params, (images, labels), classes = tree.channels_last(model["params"]), part, network.classes
+    x = normalize(images)
+    logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
+    loss = F.cross_entropy(logits, labels, reduction="sum").double()
+    return torch.bincount(labels * classes + logits.argmax(-1), minlength=classes * classes), loss
 
 
 def scores(
@@ -90,17 +106,28 @@ def scores(
 
 @torch.no_grad()
 def mean_prediction(
-    network: Network, model: Tree, normalize: Normalize, images: Tensor, batch: int = 1000
+    network: Network,
+    model: Tree,
+    normalize: Normalize,
+    images: Tensor,
+    batch: int = 1000,
+    spread: Spread = map,
 ) -> np.ndarray:
     """Return the mean class probabilities, float64 (classes,), of one or more images, uint8 (N, C, H, W).
 
     Over unlabeled images it is FedDB's APP-U (IJCAI 2024, Equation 8), here under the model's tracked statistics.
     """
     total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
-    params = tree.channels_last(model["params"])
-    for some in torch.split(images, at_once(images, batch)):
-        total += network.predict(params, model["stats"], normalize(some)).double().softmax(-1).sum(0)
+    for part in spread(partial(_predicted, network, model, normalize), torch.split(images, at_once(images, batch))):
+        total += part
     return (total / len(images)).cpu().numpy()
+
+
+@torch.no_grad()
+def _predicted(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
+    """Return the sum of the class probabilities (classes,) of some images."""
+    params = tree.channels_last(model["params"])
+    return network.predict(params, model["stats"], normalize(images)).double().softmax(-1).sum(0)
 
 
 def leaning(

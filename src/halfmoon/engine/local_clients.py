@@ -7,23 +7,32 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import ClientUpdate, Local, StateStore, StepMetrics
+from halfmoon.api.types import ClientUpdate, Local, StateStore
 from halfmoon.core import tree
 from halfmoon.core.tensors import tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, natural
-from halfmoon.engine.client_update import ClientContext, ClientResult, Observer, first_memory, update_many, update_one
+from halfmoon.engine.client_update import (
+    ClientContext,
+    ClientResult,
+    ClientTask,
+    first_memory,
+    update_alone,
+    update_many,
+)
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.sampling import Amount, Batching, Views
+from halfmoon.engine.spread import Spread
 
 Executor = Literal["loop", "vmap"]
 
@@ -103,29 +112,27 @@ class FederatedDataset:
 class Training:
     """How clients train: batch rule, budget and executor, and the batch rule of the server's own training.
 
-    Without `serving` the server trains by the clients' rule.
+    Without `serving` the server trains by the clients' rule. `spread` says where the clients of a loop train.
     """
 
     batching: Batching
     budget: Budget
     serving: Batching | None = None
     executor: Executor = "loop"
+    spread: Spread = map
 
 
 @dataclass
 class LocalClients:
     """Clients (and perhaps the server's own rows) on this machine, visited one by one or lifted together by vmap.
 
-    `serving` is the batch rule of the server's own training. What clients remember lies in `memories`, by number.
+    What clients remember lies in `memories`, by number.
     """
 
     dataset: FederatedDataset
     views: Views
-    batching: Batching
-    serving: Batching
-    budget: Budget
+    training: Training
     seed: int
-    executor: Executor
     memories: StateStore
 
     def visit(
@@ -143,10 +150,14 @@ class LocalClients:
         pseudo-labels with the labels that are hidden from the work.
         """
         with torch.no_grad():
-            outcomes = self._visit(context, clients, stage, down, each, quality)
-        for client, outcome in zip(clients, outcomes, strict=True):
+            hidden: dict[int, Tensor] = {}
+            outcomes = self._visit(context, clients, stage, down, each, hidden)
+        for place, (client, outcome) in enumerate(zip(clients, outcomes, strict=True)):
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
+            for seen in outcome.seen:
+                quality.add(seen.pseudo, hidden[client][seen.rows], seen.models)
+            outcomes[place] = outcome._replace(seen=())
         return outcomes
 
     def _visit(
@@ -156,44 +167,45 @@ class LocalClients:
         stage: int | None,
         down: Tree,
         each: Tree,
-        quality: Quality,
+        hidden: dict[int, Tensor],
     ) -> list[ClientResult]:
-        work = context.work
-        amounts = [self._amount(work, client, stage) for client in clients]
-        outcomes: dict[int, ClientResult] = {}
+        """Return what comes of the clients in their order; `hidden` gets the labels that they do not see."""
+        amounts = [self._amount(context.work, client, stage) for client in clients]
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
-        remembers = bool(first_memory(work, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
-        for group in self._groups(work, clients, stage, amounts):
-            memories: dict[int, Tree] = {k: {} for k in group}
-            if remembers:
-                memories = {k: self._memory(context, clients[k], {**down, **tree.index(each, k)}) for k in group}
-            for part in _alike(memories):
-                seen = [self.dataset.local(clients[k], stage) for k in part]
-                datas = [data for data, _ in seen]
-                observe = _observer(quality, [hidden for _, hidden in seen])
-                private = tree.map(lambda leaf, g=part: leaf[g], each)
-                mine, kept = [clients[k] for k in part], [memories[k] for k in part]
-                if self.executor == "vmap":
-                    own = [amounts[k] for k in part]
-                    made = update_many(context, mine, down, private, kept, datas, own, observe)
-                else:
-                    one = {**down, **tree.index(private, 0)}
-                    made = [update_one(context, mine[0], one, kept[0], datas[0], amounts[part[0]], observe)]
-                outcomes.update(zip(part, made, strict=True))
-        return [outcomes[k] for k in range(len(clients))]
+        remembers = bool(first_memory(context.work, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
+
+        def task(k: int) -> ClientTask:
+            private = tree.index(each, k)
+            memory = self._memory(context, clients[k], {**down, **private}) if remembers else {}
+            data, hidden[clients[k]] = self.dataset.local(clients[k], stage)
+            return ClientTask(clients[k], private, memory, data, amounts[k])
+
+        if self.training.executor == "loop":
+            return list(self.training.spread(partial(update_alone, context, down), map(task, range(len(clients)))))
+        outcomes: dict[int, ClientResult] = {}
+        for group in self._groups(context.work, clients, stage, amounts):
+            for part in _alike([task(k) for k in group]):
+                outcomes |= self._together(context, down, part)
+        return [outcomes[client] for client in clients]
+
+    def _together(self, context: ClientContext, down: Tree, part: Sequence[ClientTask]) -> dict[int, ClientResult]:
+        """Return what comes of clients that train as one program; of one alone, in a loop: lifting it only costs."""
+        if len(part) == 1:
+            return {part[0].client: update_alone(context, down, part[0])}
+        clients, privates, memories, datas, amounts = (list(each) for each in zip(*part, strict=True))
+        made = update_many(context, clients, down, tree.stack(privates), memories, datas, amounts)
+        return dict(zip(clients, made, strict=True))
 
     def _amount(self, work: ClientUpdate, client: int, stage: int | None) -> Amount:
         if client == SERVER:
-            return natural(self.serving, work, self.dataset.own(client))
+            return natural(self.training.serving or self.training.batching, work, self.dataset.own(client))
         own, given = self.dataset.own(client, stage), self.dataset.given(client, stage)
-        return self.budget.amount(self.batching, work, own, given)
+        return self.training.budget.amount(self.training.batching, work, own, given)
 
     def _groups(
         self, work: ClientUpdate, clients: Sequence[int], stage: int | None, amounts: Sequence[Amount]
     ) -> list[list[int]]:
         """Return the places in the cohort that run as one program: equal images a step and, where it matters, size."""
-        if self.executor == "loop":
-            return [[k] for k in range(len(amounts))]
         groups: dict[tuple[int, ...], list[int]] = {}
         for k, (client, amount) in enumerate(zip(clients, amounts, strict=True)):
             size = astuple(self.dataset.own(client, stage)) if work.whole else ()
@@ -205,17 +217,9 @@ class LocalClients:
         return self.memories.get(str(client)) or first_memory(context.work, down, self.seed, client)
 
 
-def _observer(quality: Quality, hidden: Sequence[Tensor]) -> Observer:
-    def observe(k: int, rows: Tensor, notes: StepMetrics) -> None:
-        for pseudo in notes.pseudo:
-            quality.add(pseudo, hidden[k][rows], notes.models)
-
-    return observe
-
-
-def _alike(memories: dict[int, Tree]) -> list[list[int]]:
-    """Return the keys in groups of equally shaped trees: a memory may hold something for each row of a client."""
-    groups: dict[tuple[torch.Size, ...], list[int]] = {}
-    for key, memory in memories.items():
-        groups.setdefault(tuple(leaf.shape for leaf in tree.leaves(memory)), []).append(key)
-    return list(groups.values())
+def _alike(tasks: Sequence[ClientTask]) -> Iterator[list[ClientTask]]:
+    """Yield clients with equally shaped memories together: a memory may hold something for each row of a client."""
+    groups: dict[tuple[torch.Size, ...], list[ClientTask]] = {}
+    for each in tasks:
+        groups.setdefault(tuple(leaf.shape for leaf in tree.leaves(each.memory)), []).append(each)
+    yield from groups.values()

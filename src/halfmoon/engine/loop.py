@@ -17,6 +17,7 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.evaluation import Examples, Tally, tally
+from halfmoon.engine.spread import Spread
 from halfmoon.storage.checkpoints import METRICS, Loaded
 from halfmoon.storage.manifest import Contents
 from halfmoon.storage.run_folder import RunFolder
@@ -123,6 +124,7 @@ class Experiment:
     checkpoint_every: int = 1
     validation: Examples | None = None
     ema: float = 0.0
+    spread: Spread = map  # where test images are counted
 
 
 class _State(NamedTuple):
@@ -222,7 +224,7 @@ def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) ->
 
 def _tally(experiment: Experiment, model: Tree, images: Examples) -> Tally:
     task = experiment.task
-    return tally(task.network, model, task.normalize, images, statistics=task.testing)
+    return tally(task.network, model, task.normalize, images, statistics=task.testing, spread=experiment.spread)
 
 
 def _evaluate(

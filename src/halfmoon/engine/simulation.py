@@ -48,10 +48,8 @@ class Simulation(ServerRuntime):
         super().__init__(method, task, views, settings, store, aggregators)
         self.dataset = dataset
         self.memories: StateStore = StateView(self.store, "client/", device)
-        serving = training.serving or training.batching
-        self.local_clients = LocalClients(
-            dataset, views, training.batching, serving, training.budget, self.seed, training.executor, self.memories
-        )
+        self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories)
+        self._spread = training.spread
         self._stage: int | None = None
         self._kept = settings.client_models
         self._sent: dict[int, Tree] = {}  # what clients of this round have sent last
@@ -114,7 +112,7 @@ class Simulation(ServerRuntime):
         order = torch.randperm(len(u), generator=rng.generator(self.seed, "prior", self._round))
         images = self.dataset.train.images
         some = tensor_of(u)[order[:LOOKED_AT].sort().values].to(images.device)
-        app_u = mean_prediction(self.task.network, model, self.task.normalize, images[some])
+        app_u = mean_prediction(self.task.network, model, self.task.normalize, images[some], spread=self._spread)
         return leaning(app_u, self._counts(x), self._counts(u), per_class)
 
     def _cohorts(self, labeled: bool) -> np.ndarray:

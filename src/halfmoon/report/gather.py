@@ -65,6 +65,7 @@ _SILENT = {
         "device",
         "executor",
         "threads",
+        "workers",
         "processes",
     ),
     *("memory_cap", "checkpoint_every", "evaluate_every", "reference"),

@@ -366,7 +366,21 @@ def executor(config: Config) -> Executor:
 
 
 def threads(config: Config) -> int:
-    """Return with how many processor threads a run computes."""
+    """Return with how many processor threads a client of a simulation trains.
+
+    One, where nobody says how many, on a processor: convolutions add in another order with each number of threads, so
+    a run would depend on the machine. Processors are used by training several clients (`halfmoon.runs.workers`). A
+    method that has all rows in one place has one client: all.
+    """
+    wanted = config.threads
+    on_processor = device(config).type == "cpu"
+    if wanted is None and on_processor and not registry.entry(config.method).pooled:
+        return 1
+    return site_threads(config)
+
+
+def site_threads(config: Config) -> int:
+    """Return with how many processor threads a site, or the server of a federation, computes."""
     wanted = config.threads
     if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
         wanted = 1  # its convolutions are smaller than the cost of waking a second thread
@@ -375,10 +389,10 @@ def threads(config: Config) -> int:
 
 
 @contextmanager
-def computing(config: Config) -> Iterator[None]:
-    """Compute with as many processor threads as the configuration says, and leave PyTorch as it was."""
+def computing(number: int) -> Iterator[None]:
+    """Compute with so many processor threads, and leave PyTorch as it was."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads(config))
+    torch.set_num_threads(number)
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from halfmoon.engine.client_update import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import device, threads
+from halfmoon.runs.workers import processors, share
 
 WORTHWHILE = 100
 """Rounds of all runs together below which starting processes takes longer than it saves."""
@@ -50,7 +51,7 @@ def processes(config: Config, runs: int) -> int:
         return min(config.processes, runs)
     if device(config).type != "cpu" or threads(config) > 1 or runs * config.rounds < WORTHWHILE:
         return 1
-    return min(_processors(), runs)
+    return min(len(processors()), runs)
 
 
 def side_by_side(
@@ -68,7 +69,7 @@ def side_by_side(
     told, begun = context.Queue(), {number: context.Event() for number in runs}
     found: dict[int, Row] = {}
     known: dict[int, RunInfo] = {}
-    with ProcessPoolExecutor(count, context, _begin, (play, told, begun)) as pool:
+    with ProcessPoolExecutor(count, context, _begin, (play, told, begun, count)) as pool:
         waiting: dict[Future[Row | Failed], int] = {pool.submit(_play, number): number for number in runs}
         started = tuple((pool._processes or {}).values())
         try:
@@ -143,8 +144,9 @@ def _stay() -> None:
         os._exit(1)
 
 
-def _begin(play: Callable[[int, Callback], Row], told: Any, begun: Mapping[int, Any]) -> None:
+def _begin(play: Callable[[int, Callback], Row], told: Any, begun: Mapping[int, Any], count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that asked ends the others
+    share(count)
     _STATE.update(play=play, told=told, begun=begun, parent=os.getppid())
 
 
@@ -154,11 +156,6 @@ def _play(number: int) -> Row | Failed:
     except (UserError, Diverged) as error:
         cause = error.__cause__
         return Failed(error, cause if isinstance(cause, OSError) else None)
-
-
-def _processors() -> int:
-    """Return on how many processors this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _context() -> BaseContext:

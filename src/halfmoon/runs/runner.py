@@ -25,12 +25,13 @@ from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
+from halfmoon.engine.spread import Spread
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import told
 from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run, ended
 from halfmoon.report.tables import Result, comparison
-from halfmoon.runs import assembly, factory, outside, split_files
+from halfmoon.runs import assembly, factory, outside, split_files, workers
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded
 from halfmoon.runs.factory import (
     ImageSpec,
@@ -44,6 +45,7 @@ from halfmoon.runs.factory import (
     problem,
     source,
     split_of,
+    threads,
 )
 from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
@@ -175,8 +177,7 @@ def cell(config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: boo
         shared = shared if tests else replace(shared, test=None)
         if device(config).type == "cpu":
             keep_memory()
-    with computing(config):
-        return _play(path, job, shared, watch)
+    return _play(path, job, shared, watch)
 
 
 def portray(config: Config, path: Path) -> Row:
@@ -248,8 +249,7 @@ def _play_one(root: Path, jobs: Sequence[Job], shared: Problem | None, number: i
     job = jobs[number]
     if shared is not None and device(job.config).type == "cpu":
         keep_memory()
-    with computing(job.config):
-        return _play(root / job.folder, job, shared, watch)
+    return _play(root / job.folder, job, shared, watch)
 
 
 def _show(outcome: RunResult) -> None:
@@ -289,10 +289,11 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
         if not (path / SPLIT).exists():
             split_files.save(path, shared.split, shared.source)
         split_files.note(path)
-        experiment = _experiment(config, shared, path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
+        with workers.working(config) as spread, computing(threads(config)):
+            experiment = _experiment(config, shared, path, spread)
+            played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, played)
         network, model = shared.task.network.whole(played["model"])
         form, found = ImageSpec.of(shared.source), _temperature(config, shared, played["model"])
@@ -353,6 +354,7 @@ def _check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     entries = [registry.entry(job.config.method) for job in jobs]
     for job, each in zip(jobs, entries, strict=True):
         factory.method(job.config)
+        workers.count(job.config)
         if each.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
     needing = [each for each in entries if not each.all_labels and not each.pooled]
@@ -385,7 +387,7 @@ def _check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         )
 
 
-def _experiment(config: Config, shared: Problem, path: Path) -> Experiment:
+def _experiment(config: Config, shared: Problem, path: Path, spread: Spread) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
     entry = registry.entry(config.method)
     made = factory.method(config)
@@ -405,7 +407,7 @@ def _experiment(config: Config, shared: Problem, path: Path) -> Experiment:
             len(shared.source.classes),
         ),
         shared.views,
-        Training(shared.batching, budget(config, shared.task), shared.serving, executor(config)),
+        Training(shared.batching, budget(config, shared.task), shared.serving, executor(config), spread),
         RuntimeSettings(
             config.cohort,
             config.seed,
@@ -416,7 +418,8 @@ def _experiment(config: Config, shared: Problem, path: Path) -> Experiment:
         store=Store(cap=config.memory_cap * 1_000_000),
         aggregators=(*attacks, *aggregators(config, f"seed {config.seed}".encode(), path)),
     )
-    return assembly.experiment(config, shared.task, runtime, shared.test, shared.validation)
+    made = assembly.experiment(config, shared.task, runtime, shared.test, shared.validation)
+    return replace(made, spread=spread)
 
 
 def _resuming(root: Path) -> str:

@@ -10,11 +10,11 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
+from halfmoon.runs.ray_cluster import installed, join
 from halfmoon.sweep.engines import TRIES, Done, Note, SweepTask, play
 
 
@@ -39,10 +39,10 @@ class Rays:
         Where `ray.init` was called before, that cluster is used. Raise UserError where Ray is not installed or no
         cluster answers.
         """
-        self._ray = _installed()
+        self._ray = installed()
         self._joined = not self._ray.is_initialized()
         if self._joined:
-            _join(self._ray, address)
+            join(self._ray, address)
         self._share = share(self._ray.nodes(), jobs)
         self._watch = watch
 
@@ -95,21 +95,3 @@ def share(nodes: Sequence[dict[str, Any]], jobs: int) -> Share:
     # Ray counts in steps of 1/10,000; a share that is rounded up would leave the last run out.
     part = math.floor(min(gpus) / jobs * 10_000) / 10_000 if gpus else 0
     return Share(max(1, int(min(cpus)) // jobs), min(1.0, part))
-
-
-def _installed() -> Any:
-    try:
-        return import_module("ray")  # an extra, needed here only; by name, as a type checker may lack it
-    except ImportError as error:
-        raise UserError("Ray is not installed; install halfmoon[ray] to use the engine ray.") from error
-
-
-def _join(ray: Any, address: str | None) -> None:
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
-        place, why = f" at {address}" if address else "", " ".join(str(error).split())
-        raise UserError(
-            f"no Ray cluster answers{place} ({why}); start one with ray start --head, or check --ray-address and "
-            "RAY_ADDRESS."
-        ) from error

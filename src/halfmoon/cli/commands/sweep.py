@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from halfmoon.sweep.play import Step
     from halfmoon.sweep.sweep_folder import SweepFolder
 
-PLACE = ("data_dir", "cache", "device", "executor", "threads", "memory_cap", "checkpoint_every")
+PLACE = ("data_dir", "cache", "device", "executor", "threads", "workers", "memory_cap", "checkpoint_every")
 """The options of a run that change none of its numbers, and so can be said for a whole sweep."""
 
 

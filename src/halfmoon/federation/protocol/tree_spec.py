@@ -17,7 +17,7 @@ from halfmoon.data.partition.split import Split
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.client_update import ClientContext, Diverged
 from halfmoon.engine.evaluation import Examples, Quality
-from halfmoon.engine.local_clients import FederatedDataset, LocalClients
+from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.storage.state_store import StateView, Store
 
@@ -69,9 +69,7 @@ class UplinkSpec:
     def _played(self, context: ClientContext, down: Tree) -> TreeSpec | None:
         cpu, batching = torch.device("cpu"), Batching(KIND, KIND, steps=1)
         state_store = StateView(Store(), "client/", cpu)
-        local_clients = LocalClients(
-            self.dataset, self.views, batching, batching, Budget(), self.seed, "loop", state_store
-        )
+        local_clients = LocalClients(self.dataset, self.views, Training(batching, Budget()), self.seed, state_store)
         made_up = replace(context, views=self.views, seed=self.seed)
         quality = Quality(self.task.network.classes, 1.0, cpu)
         try:

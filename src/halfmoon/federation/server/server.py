@@ -22,7 +22,7 @@ from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget, ClientSize
 from halfmoon.engine.evaluation import Examples, Tally
-from halfmoon.engine.local_clients import FederatedDataset, LocalClients
+from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount
@@ -43,7 +43,18 @@ from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.inference.load import load_model
 from halfmoon.methods import registry
 from halfmoon.runs import assembly
-from halfmoon.runs.factory import aggregators, batch_rules, budget, computing, device, examples, method, task, views
+from halfmoon.runs.factory import (
+    aggregators,
+    batch_rules,
+    budget,
+    computing,
+    device,
+    examples,
+    method,
+    site_threads,
+    task,
+    views,
+)
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.run_folder import MODEL, RunFolder
@@ -128,7 +139,7 @@ class FederationServer:
                 if again:
                     self._hand_out_again(post, patience)
                 return done
-            with computing(self.plan.config):
+            with computing(site_threads(self.plan.config)):
                 return self._play(folder, post, patience)
 
     def _hand_out_again(self, post: Transport, patience: float) -> None:
@@ -224,7 +235,7 @@ class FederationServer:
         if self.plan.server is not None and config.labels_at == "server":
             held = _served(examples(self._labeled(self.plan.server), place), len(terms.sites))
             state_store = StateView(store, "client/", place)
-            server = LocalClients(held, seen, batching, serving, measure, config.seed, "loop", state_store)
+            server = LocalClients(held, seen, Training(batching, measure, serving), config.seed, state_store)
 
         inspection = _inspection(self.plan, manager, shared, measure, (test is None, validation is None))
         calls = SiteCalls(

@@ -45,7 +45,7 @@ from halfmoon.federation.site.memory import Memory, settle, visit_of
 from halfmoon.federation.site.runtime import Impossible, Refused, SiteRuntime, check_version
 from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.federation.site_data.site_folder import meant
-from halfmoon.runs.factory import computing
+from halfmoon.runs.factory import computing, site_threads
 from halfmoon.storage import atomic_io
 
 LOG = "join.log"
@@ -226,7 +226,7 @@ class SiteClient:
         memory = Memory(folder, at, known, site.local_clients.dataset.train.labels.device, self._say)
         limits.check_room(self.home, 0)
         began = time.perf_counter()
-        with computing(terms.config):
+        with computing(site_threads(terms.config)):
             reply = self._done(unparsed.open(), terms, site, memory)
         settle(folder, safe)
         for line in told(request, reply, len(unparsed.data), time.perf_counter() - began):

@@ -17,7 +17,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
 from halfmoon.engine.client_update import ClientContext, ClientResult, images_a_call
 from halfmoon.engine.evaluation import Examples, Quality, tally
-from halfmoon.engine.local_clients import FederatedDataset, LocalClients
+from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.log import size
@@ -112,8 +112,8 @@ class SiteRuntime:
             if fault is not None:
                 raise Refused(UNFIT, fault)
         local_clients = LocalClients(
-            dataset, views(config, terms.form), *rules, measure, config.seed, "loop", memories,
-        )  # fmt: skip
+            dataset, views(config, terms.form), Training(rules[0], measure, rules[1]), config.seed, memories
+        )
         return cls(number, made, shared, local_clients, terms.hash, version)
 
     def look(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:

@@ -1,0 +1,150 @@
+"""Clients that train side by side: the same bytes as one by one, whatever ends, and a sentence where a process dies."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import halfmoon
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.engine.client_update import Diverged
+from halfmoon.runs import factory, workers
+from halfmoon.runs.callbacks import NullCallback, RunInfo
+from halfmoon.runs.worker_main import packed, unpacked
+from halfmoon.runs.workers import Workers
+
+TINY: dict[str, Any] = {
+    "method": "feddure", "clients": 5, "cohort": 3, "rounds": 3, "steps": 2, "width": 4, "labels_per_class": 2.0,
+    "device": "cpu",
+}  # fmt: skip
+
+
+class Stop(NullCallback):
+    """Press Ctrl-C after the first round."""
+
+    def round(self, run: RunInfo, row: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    """Give two processes."""
+    made = Workers(2)
+    yield made
+    made.close()
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Compare what two folders hold: all bytes that do not name the folder or the clock."""
+    rows, theirs = ((path / "metrics.jsonl").read_bytes() for path in (one, other))
+    assert rows == theirs
+    mine, found = (load_file(path / "model.safetensors") for path in (one, other))
+    assert all(torch.equal(leaf, found[name]) for name, leaf in mine.items())
+
+
+def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path: Path) -> None:
+    """FedDure's clients remember F-reg, and are judged by labels that they do not see; stopped and resumed as well."""
+    straight, spread = tmp_path / "straight", tmp_path / "spread"
+    halfmoon.run(Config(**TINY, workers=1, run_dir=straight))
+    with pytest.raises(KeyboardInterrupt):
+        halfmoon.run(Config(**TINY, workers=2, run_dir=spread), Stop())
+    assert not (spread / "model.safetensors").exists()
+    halfmoon.resume(spread)
+    same_run(straight, spread)
+
+
+def test_results_come_in_the_order_of_the_items(pool: Workers) -> None:
+    """The first takes longest; tensors of every kind come as they went, strides aside."""
+    began = time.perf_counter()
+    assert list(pool(time.sleep, [0.4, 0.0, 0.0])) == [None] * 3
+    assert time.perf_counter() - began < 30
+    items = [
+        torch.arange(6).reshape(2, 3).T, torch.zeros(()), torch.zeros(0, 3, dtype=torch.uint8), torch.ones(2) > 0,
+        torch.ones(3, dtype=torch.bfloat16), torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+    ]  # fmt: skip
+    for item, found in zip(items, pool(torch.clone, iter(items)), strict=True):
+        assert found.dtype == item.dtype
+        assert torch.equal(found, item)
+    assert list(pool(operator.neg, [3])) == [-3]  # one alone is computed here
+    assert list(pool(operator.neg, [])) == []
+
+
+def test_what_a_client_raises_is_raised_here(pool: Workers) -> None:
+    """The first in the order of the items, as one by one; the processes stay."""
+    with pytest.raises(ValueError, match="math domain error"):
+        list(pool(math.sqrt, [4.0, -1.0, 9.0]))
+    error = Diverged(2, 3, 4, math.inf)
+    assert str(unpacked(packed(error))) == str(error)
+    assert list(pool(math.sqrt, [4.0, 9.0])) == [2.0, 3.0]
+
+
+def test_a_killed_process_ends_the_run_with_a_sentence() -> None:
+    """An answer that never comes is no reason to wait."""
+    made = Workers(2)
+    try:
+        with pytest.raises(UserError, match="was killed, or the memory is full: go on with the run folder"):
+            list(made(os._exit, [1, 1, 1]))
+    finally:
+        made.close()
+    assert made._processes == []
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"data": "cifar10"}, 3),
+        ({"data": "cifar10", "cohort": 2}, 2),
+        ({}, 1),  # the digits' small network trains in less time than a client takes to be sent
+        ({"data": "cifar10", "threads": 1}, 1),  # who says how many threads says how many processors
+        ({"data": "cifar10", "method": "fixmatch"}, 1),  # one client
+        ({"data": "cifar10", "executor": "vmap"}, 1),
+        ({"workers": 2}, 2),
+        ({"workers": 20, "cohort": 4}, 4),
+    ],
+)
+def test_how_many_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wanted: int) -> None:
+    monkeypatch.setattr(workers, "processors", lambda: [0, 1, 5])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert workers.count(Config(device="cpu", **options)) == wanted
+
+
+def test_workers_are_refused_where_clients_are_one_program() -> None:
+    with pytest.raises(UserError, match="workers is 2, but clients that are batched"):
+        workers.count(Config(device="cpu", executor="vmap", workers=2))
+
+
+def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:
+    """Convolutions add in another order with each number of threads."""
+    assert factory.threads(Config(data="cifar10", device="cpu")) == 1
+    assert factory.threads(Config(data="cifar10", device="cpu", threads=2)) == min(2, os.cpu_count() or 1)
+    assert factory.threads(Config(data="cifar10", device="cpu", method="fixmatch")) == torch.get_num_threads()
+
+
+@pytest.mark.slow
+def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of one processor each; the run joins their cluster, and leaves it."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'halfmoon[ray]'")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1, num_gpus=0)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        halfmoon.run(Config(**TINY, workers=1, run_dir=tmp_path / "here"))
+        halfmoon.run(Config(**TINY, workers="ray", run_dir=tmp_path / "there"))
+        assert not ray.is_initialized()
+    finally:
+        cluster.shutdown()
+    same_run(tmp_path / "here", tmp_path / "there")
