@@ -141,7 +141,7 @@ def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatc
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1, num_gpus=0)
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
         halfmoon.run(Config(**TINY, workers=1, run_dir=tmp_path / "here"))
         halfmoon.run(Config(**TINY, workers="ray", run_dir=tmp_path / "there"))
         assert not ray.is_initialized()

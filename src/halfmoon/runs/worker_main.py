@@ -78,8 +78,8 @@ def known(data: bytes) -> Callable[[Any], Any]:
 
     def impossible(item: Any) -> Any:
         raise UserError(
-            f"clients cannot train in processes of their own, where the method is not known ({why}): put it into a module "
-            "that can be imported, or choose --workers 1."
+            f"clients cannot train in processes of their own, where the method is not known ({why}): put it into a "
+            "module that can be imported, or choose --workers 1."
         )
 
     return impossible
