@@ -1,0 +1,149 @@
+"""One line of evidence for each of FedDure's options: short runs on digits, judged by validation images.
+
+    python results/feddure_trials.py play --runs RUNS [--seeds 100 101 102]
+    python results/feddure_trials.py report
+
+The recipe is that of digits in evidence.py, for 40 rounds; a fifth of the training images is set aside, no test image
+is looked at, and seeds and splits are of no reported run. `play` appends a line to feddure_trials.jsonl for each run
+that is over, `report` writes the table into feddure_trials.md. Each option is changed alone, against labels of the
+received model, centered logits, a bias of 0 and a rate of 5e-5 of F-reg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import evidence
+
+HERE = Path(__file__).parent
+LINES, PAGE = HERE / "feddure_trials.jsonl", HERE / "feddure_trials.md"
+BEGIN, END = "<!-- table: options -->\n", "<!-- /table -->"
+ROUNDS, SHARE, LATE = 40, 0.2, 10
+
+TRIALS: list[tuple[str, dict[str, Any]]] = [
+    ("fedavg", {}),
+    ("fixmatch-received", {}),
+    ("feddure-received", {}),
+    ("feddure-received", {"regulator_bias": -2.0}),
+    ("feddure-received", {"regulator_bias": -4.0}),
+    ("feddure-received", {"regulator_lr": 5e-4}),
+    ("feddure-received", {"regulator_lr": 5e-4, "regulator_bias": -4.0}),
+    ("feddure-received", {"regulator_input": "logits"}),
+    ("feddure-received", {"judge_prior": True}),
+    ("feddure-received", {"reward_baseline": 0.9}),
+    ("feddure-received", {"reward_bound": 0.05}),
+    ("feddure-received", {"coarse_step": "plain"}),
+    ("feddure-received", {"regulator_start": "client"}),
+    ("feddure-received", {"labeled_first": 2}),
+]
+
+
+def configured(row: str, options: dict[str, Any], seed: int) -> Any:
+    """Return the configuration of a trial."""
+    from dataclasses import replace
+
+    base = evidence.configured("digits", row, seed, None)
+    return replace(base, rounds=ROUNDS, validation_share=SHARE, options={**base.options, **options})
+
+
+def play(runs: Path, seeds: list[int]) -> None:
+    """Play what is missing."""
+    from halfmoon.runs import runner
+
+    done = [(line["row"], line["options"], line["seed"]) for line in lines()]
+    for row, options in TRIALS:
+        for seed in seeds:
+            if (row, options, seed) in done:
+                continue
+            place = runs / "-".join([row, str(seed), *(f"{name}={value}" for name, value in options.items())])
+            runner.cell(configured(row, options, seed), place, tests=False)
+            line = {"row": row, "options": options, "seed": seed, **told(place)}
+            with LINES.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+
+
+def told(place: Path) -> dict[str, float | None]:
+    """Return the last round's accuracy on validation images, and means over the last ten rounds."""
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    late = rows[-LATE:]
+    held = [row["validation"]["accuracy"] for row in rows if "validation" in row]
+
+    def mean(values: list[float]) -> float | None:
+        return statistics.fmean(values) if values else None
+
+    seen = {name: mean([row["train"][name] for row in late if name in row["train"]]) for name in ("m", "mean_logit")}
+    right = mean([row["pseudo"]["accuracy"] for row in late if row.get("pseudo")])
+    return {"held": held[-1], "m_first": rows[0]["train"].get("m"), **seen, "pseudo": right}
+
+
+def lines() -> list[dict[str, Any]]:
+    """Return what was played."""
+    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+
+
+def report() -> None:
+    """Write the table."""
+    found = lines()
+    floor = {line["seed"]: line["held"] for line in found if line["row"] == "fedavg"}
+    base = {line["seed"]: line["held"] for line in found if line["row"] == "feddure-received" and not line["options"]}
+    names = ["trial", "accuracy %", "to labels only", "to FedDure (seed by seed)", "m, round 1", "m, late"]
+    names += ["mean logit, late", "pseudo-labels right %"]
+    head = f"| {' | '.join(names)} |\n|---|{'--:|' * (len(names) - 1)}\n"
+    rows = []
+    for row, options in TRIALS:
+        mine = sorted((line for line in found if (line["row"], line["options"]) == (row, options)), key=_seed)
+        if not mine:
+            continue
+        name = evidence.ROWS[row]["title"] if not options else _words(options)
+        each = " ".join(f"{100 * (line['held'] - base[line['seed']]):+.1f}" for line in mine) if options else ""
+        over = 100 * statistics.fmean(line["held"] - floor[line["seed"]] for line in mine)
+        cells = [
+            name,
+            f"{100 * statistics.fmean(line['held'] for line in mine):.1f}",
+            "" if row == "fedavg" else f"{over:+.1f}",
+            f"{statistics.fmean(100 * (x['held'] - base[x['seed']]) for x in mine):+.1f} ({each})" if each else "",
+            _mean(mine, "m_first", 2),
+            _mean(mine, "m", 2),
+            _mean(mine, "mean_logit", 1),
+            _mean(mine, "pseudo", 1, 100),
+        ]
+        rows.append("| " + " | ".join(cells) + " |\n")
+    before, after = PAGE.read_text().split(BEGIN, 1)
+    PAGE.write_text(f"{before}{BEGIN}\n{head}{''.join(rows)}\n{END}{after.split(END, 1)[1]}")
+
+
+def _seed(line: dict[str, Any]) -> int:
+    return line["seed"]
+
+
+def _words(options: dict[str, Any]) -> str:
+    return ", ".join(f"`{name} = {json.dumps(value)}`" for name, value in options.items())
+
+
+def _mean(mine: list[dict[str, Any]], name: str, digits: int, times: float = 1) -> str:
+    values = [times * line[name] for line in mine if line[name] is not None]
+    return f"{statistics.fmean(values):.{digits}f}" if values else ""
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    playing = commands.add_parser("play")
+    playing.add_argument("--runs", type=Path, required=True)
+    playing.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
+    commands.add_parser("report")
+    given = parser.parse_args()
+    if given.command == "report":
+        report()
+    else:
+        play(given.runs, given.seeds)
+
+
+if __name__ == "__main__":
+    main()
