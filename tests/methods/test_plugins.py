@@ -9,7 +9,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import halfmoon
 from halfmoon import Config, UserError, load_model
@@ -99,6 +101,52 @@ def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, caps
     here.write_text(MODULE + "# changed\n")
     with pytest.raises(UserError, match=f"was begun with {own} without a version sha256 {digest}, but here is"):
         halfmoon.resume(Path("r"))
+
+
+RECIPE = """
+title = "Own"
+paper = "FedDure"
+item = "Table 1"
+about = "one's own"
+reading = "as it is"
+columns = ["amount"]
+rows = "method"
+[protocol]
+data = "digits"
+data_share = 0.2
+rounds = 1
+clients = 4
+cohort = 2
+steps = 1
+network = "OWN:make"
+device = "cpu"
+threads = 1
+[axes.amount.few]
+title = "few"
+set = { labels_per_class = 1 }
+[axes.method.mine]
+title = "Mine"
+set = { method = "OWN:Mine" }
+"""
+
+
+def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
+    """Beside a method of ours, in a grid, on a page, and to label images; only the last wants the network said."""
+    own = here.stem
+    words = ["compare", "--methods", "fedavg", f"{own}:Mine", "--network", f"{own}:make", *SMALL, "--steps", "1"]
+    assert cli.main([*words, "--run-dir", "c"]) == 0
+    assert cli.main(["resume", "c"]) == 0
+    Path("own.toml").write_text(RECIPE.replace("OWN", own))
+    assert cli.main(["sweep", "own.toml", "--out", "s"]) == 0
+    assert cli.main(["report", "c", "s/own", "--out", "page.html"]) == 0
+    assert "Mine" in Path("page.html").read_text()
+    Path("images").mkdir()
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save("images/a.png")
+    (run,) = Path("c").glob("*Mine-seed0")
+    predict = ["predict", "--model", str(run), "images", "--out", "p.csv"]
+    assert cli.main(predict) == 2
+    assert cli.main([*predict, "--network", f"{own}:make"]) == 0
+    assert Path("p.csv").read_text().count("a.png") == 1
 
 
 def test_a_method_as_an_object(tmp_path: Path) -> None:
