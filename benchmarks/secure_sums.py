@@ -29,9 +29,10 @@ from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import Reply, Request, read, write
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.server.secure_sum import MaskedSum, layout, summed
-from halfmoon.federation.site import secure_sum
 from halfmoon.federation.site.runtime import NOTHING
 from halfmoon.federation.site.secure_sum import Part
+from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
+from halfmoon.federation.site.sum_notes import SUMS
 from halfmoon.methods.averaging import average
 from halfmoon.storage import atomic_io
 
@@ -71,7 +72,8 @@ class Wire:
     def part(self, k: int) -> Part:
         home = self.folder / f"site-{k}"
         home.mkdir(parents=True, exist_ok=True)
-        return Part(secure_sum.secret(home), home / RUN, k, self.sites, False)
+        known = KnownSites([f"site-{at}" for at in range(self.sites)], home)
+        return Part(KeyFiles().loaded(home), home / RUN, k, known, False)
 
     def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies = {}
@@ -117,15 +119,14 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     wire = Wire(folder, sites, up, set(range(dropped)))
     keys = {}
     for k, name in enumerate(names):
-        wire.part(k)
-        keys[name] = bytes.fromhex(secure_sum.shown(folder / name, FEDERATION))
+        keys[name] = wire.part(k).lasting
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
     sum.total(wire.ask(sum.begin(), summed(layout(spec_of(up))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there
-    row.notes = len(next((folder / names[-1] / RUN / "sums").iterdir()).read_bytes())
+    row.notes = len(next((folder / names[-1] / RUN / SUMS).glob("*.json")).read_bytes())
     return row
 
 

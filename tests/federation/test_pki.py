@@ -342,7 +342,8 @@ def test_fingerprints_are_shown_as_they_are(
 def test_a_key_made_at_the_site_is_taken_and_no_private_one_is_made(folder: Path, tmp_path: Path) -> None:
     line = foreign(tmp_path / "own")
     done = add(folder, "east", line)
-    assert {path.name for path in (folder / "sites" / "east").iterdir()} == {"east.pub", "ca.crt", "join.txt"}
+    names = {path.name for path in (folder / "sites" / "east").iterdir()}
+    assert names == {"east.pub", "ca.crt", "join.txt", "sites.pub"}
     kind, blob, _ = line.read_text().split()
     assert (folder / "sites" / "east" / "east.pub").read_text() == f"{kind} {blob} east\n"
     assert done.facts["sites"] == {"east": said("ssh-keygen", "-l", "-f", str(line)).split()[1]}
@@ -640,7 +641,7 @@ def test_a_killed_init_leaves_nothing_half_written(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [at]
         shutil.rmtree(at)
         step += 1
-    assert step == 14  # twelve files and a rename, and then it is through
+    assert step == 16  # fourteen files and a rename, and then it is through
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

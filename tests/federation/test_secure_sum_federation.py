@@ -25,16 +25,20 @@ from sum_server import put, take
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
-from halfmoon.federation.flower import client_app
+from halfmoon.core.errors import UserError
+from halfmoon.federation.flower import client_app, local
+from halfmoon.federation.pki.make import init
 from halfmoon.federation.protocol.messages import FAILED, Final, Offer, Refusal, Request, read, write
 from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.federation.site.secure_sum import BEGIN, KNOWN, MASK, REVEAL
+from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
+from halfmoon.federation.site.site_keys import KNOWN, OWN
+from halfmoon.federation.site.sum_notes import SECRET, SUMS
 from halfmoon.runs import runner
 from halfmoon.secure.masking import Party
 
-STAGES = (BEGIN, MASK, REVEAL)
+STAGES = (KEYS, DEAL, MASK, REVEAL)
 SITES = 4
 
 
@@ -128,7 +132,14 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
     town.forget()
     straight = town.play(file, "straight")
     town.forget()
-    stops = [((0, BEGIN), True), ((0, MASK), True), ((1, REVEAL), False), ((1, REVEAL), True), ((2, MASK), False)]
+    stops = [
+        ((0, KEYS), True),
+        ((0, DEAL), True),
+        ((0, MASK), True),
+        ((1, REVEAL), False),
+        ((1, REVEAL), True),
+        ((2, MASK), False),
+    ]
     for visit, after in stops:
         with stopping(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
             town.play(file, "stopped")
@@ -148,25 +159,63 @@ def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: Town) ->
     assert bits(anew) == bits(town.play(file, "at-once"))
 
 
-def test_a_site_that_has_lost_its_secret_has_no_part_until_the_next_round(town: Town) -> None:
-    """It cannot take its masks off; the others can, and with a new secret it joins again."""
-    file = town.write("fedavg", rounds=2, cohort=SITES, secure_aggregation=True)
+def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) -> None:
+    """Without its secret of a sum it cannot take masks off; the next sum has another. Without its lasting key it has no
+    part in any: the others know the one before."""
+    file = town.write("fedavg", rounds=3, cohort=SITES, secure_aggregation=True)
     town.forget()
-    path = town.folder / "site-01" / ".halfmoon" / "secret"
-    lost: list[bytes] = []
+    home = town.folder / "site-01" / ".halfmoon"
 
     def lose(name: str, round: int, attempt: int, stage: str) -> bool:
-        if name == "site-01" and stage == MASK and not lost:
-            lost.append(path.read_bytes())
+        if name == "site-01" and (round, stage) == (0, MASK):
+            (path,) = home.rglob(SECRET)
             path.unlink()
+        if name == "site-01" and (round, stage) == (2, KEYS):
+            (home / OWN).unlink()
         return False
 
     with away(lose):
         run = town.play(file)
-    assert path.read_bytes() != lost[0]
-    first, second = rows(run)
-    assert first["aggregation"] == {"summed": SITES - 1}
-    assert second["aggregation"]["summed"] >= SITES - 1
+    assert [row["aggregation"]["summed"] for row in rows(run)] == [SITES - 1, SITES, SITES - 1]
+    (home / OWN).unlink()
+    for path in town.folder.rglob(KNOWN):
+        path.unlink()
+
+
+def test_sites_take_part_under_the_keys_that_were_handed_out(
+    town: Town, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
+
+    After the federation no secret of a sum is anywhere.
+    """
+    init(tmp_path / "keys", town.names)
+    folder, listed = tmp_path / "keys" / "sites", tmp_path / "keys" / "sites.pub"
+
+    class Keyed(local.LocalGrid):
+        def __init__(self, app: Any, sites: Any) -> None:
+            names = {node: said["name"] for node, said in sites.items()}
+            facts = {n: {"key": str(folder / n / f"{n}.key"), "site-keys": str(listed)} for n in names.values()}
+            super().__init__(app, {node: {**said, **facts[names[node]]} for node, said in sites.items()})
+
+    monkeypatch.setattr(local, "LocalGrid", Keyed)
+    town.forget()
+    run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
+    assert rows(run)[0]["aggregation"] == {"summed": SITES}
+    assert not list(town.folder.rglob(KNOWN))
+    assert list(town.folder.rglob(f"{SUMS}/*.json"))
+    assert not list(town.folder.rglob(f"{SUMS}/{SECRET}"))
+
+    lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
+    listed = tmp_path / "other.pub"
+    listed.write_bytes(lines)
+    client_app._member.cache_clear()
+    file = town.write("fedavg", "attempts = 1", rounds=1, cohort=SITES, secure_aggregation=True)
+    with pytest.raises(UserError, match="that have dealt shares, and a sum needs 3"):
+        town.play(file)
+    for log in ((town.folder / "site-00" / ".halfmoon" / "join.log"), *town.runs.glob(f"{file.stem}/serve.log")):
+        assert "the server says that site-02 has another key (SHA256:" in log.read_text()
+    client_app._member.cache_clear()
 
 
 def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town) -> None:
@@ -289,8 +338,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 @linux
 def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Path) -> None:
     """Neither as it is, nor as a change, weighted, or in fixed point; at no stage, and not after the round."""
-    looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 4))
-    assert looked == [(stage, set()) for stage in (*STAGES, BEGIN)]
+    looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 5))
+    assert looked == [(stage, set()) for stage in (*STAGES, KEYS)]
 
 
 @linux
@@ -300,6 +349,6 @@ def test_what_looks_for_single_updates_finds_them(town: Town, tmp_path: Path, mo
     assert stage == ""
     assert {f"model of site {k}" for k in WATCHED} <= there
     monkeypatch.setattr(Party, "mask", lambda self, vector, masking: vector.view("u8").copy())
-    looked = dict(islice(watched(town, tmp_path / "bare", secure=True), 2))
-    assert looked[BEGIN] == set()
+    looked = dict(islice(watched(town, tmp_path / "bare", secure=True), 3))
+    assert looked[DEAL] == set()
     assert {f"fixed of site {k}" for k in WATCHED} <= looked[MASK]

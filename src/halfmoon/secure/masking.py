@@ -1,17 +1,19 @@
 """Sums of which nobody sees a single term: pairwise masks that cancel, and shares by which the dropped are made up for.
 
-Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, against a server
-that keeps to the protocol (its semi-honest case: nobody signs anything). Nothing here reads, writes or sends.
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, with keys that
+are signed (`announcement`), and without the round of its active case in which parties sign who is still there. Nothing
+here reads, writes or sends.
 
-Every party of a sum has two secrets of 32 bytes for it: a private key (X25519), whose public half all are told, and
-the seed of a mask of its own. It deals shares of both (Shamir 1979) to all, each encrypted to one of them (AES-GCM)
-under a key that those two have agreed on by keys that live longer. What it sends is its vector, plus its own mask, plus
-one mask for each other party that both can make: the one with the lower number adds it, the other takes it away (modulo
-2^64). Of those whose vectors came, the others then tell shares of the seed, which takes the own masks off the sum; of
-those whose vectors did not come, shares of the private key, which takes off the masks that they were to cancel. Nobody
-tells both of one party: with both, its vector would lie open.
+Every party of a sum has two key pairs (X25519) for it, whose public halves all are told, and the seed of a mask of its
+own. It deals shares (Shamir 1979) of the seed and of one private key to all, each encrypted to one of them (AES-GCM)
+under what those two agree on by their other keys. What it sends is its vector, plus its own mask, plus one mask for
+each other party that both can make: the one with the lower number adds it, the other takes it away (modulo 2^64). Of
+those whose vectors came, the others then tell shares of the seed, which takes the own masks off the sum; of those whose
+vectors did not come, shares of the private key, which takes off the masks that they were to cancel. Nobody tells both
+of one party: with both, its vector would lie open.
 
-Every key is derived (HKDF-SHA256) for one purpose in one sum, whose name is a part of it: `Scene`.
+All that a party has to hide of a sum follows (HKDF-SHA256) from 32 random bytes that it draws for this sum and erases
+after it. Who steals what is left later opens nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ WIDE = 33
 KEY = 32
 """Bytes of keys, secrets and seeds."""
 
+PUBLIC = 2 * KEY
+"""Bytes of a party's public keys of a sum: that by which shares are dealt to it, and that by which masks are made."""
+
 SEALED = 2 * WIDE + 16
 """Bytes of two shares, encrypted: the tag of AES-GCM is the rest."""
+
+VERSION = "halfmoon secure sum 2"
+"""What every signed text and every derived key begins with."""
 
 LEAST = 3
 """Parties of a sum at least: of two, each would know the other's vector by taking its own away."""
@@ -49,13 +57,22 @@ class UnreadableShare(UserError):
 
 @dataclass(frozen=True)
 class Scene:
-    """The sum of one query: no key of one has anything to do with a key of another."""
+    """The sum of one query: no key of one has anything to do with a key of another.
+
+    `session` is drawn by the server: a sum that is begun anew is another one.
+    """
 
     federation: str
     run: str
     round: int
     attempt: int
     query: int
+    session: str
+
+
+def announcement(scene: Scene, number: int, keys: bytes) -> bytes:
+    """Return what a party signs with its lasting key: which keys are its own in one sum."""
+    return json.dumps([VERSION, "keys", *astuple(scene), number, keys.hex()]).encode()
 
 
 def threshold(parties: int) -> int:
@@ -70,7 +87,7 @@ def derive(key: bytes, purpose: str, *facts: str | int) -> bytes:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as error:
         raise UserError(MISSING) from error
-    info = json.dumps(["halfmoon secure sum 1", purpose, *facts]).encode()  # of no two lists the same
+    info = json.dumps([VERSION, purpose, *facts]).encode()  # of no two lists the same
     return HKDF(SHA256(), KEY, None, info).derive(key)
 
 
@@ -95,10 +112,11 @@ def agree(private: bytes, other: bytes) -> bytes:
         raise UnreadableShare("a party's public key is none.") from error
 
 
-def usable(key: bytes) -> bool:
-    """Say whether a public key is one that others can agree with: a hostile one would stop them all."""
+def usable(keys: bytes) -> bool:
+    """Say whether a party's public keys are ones that others can agree with: hostile ones would stop them all."""
     try:
-        agree(bytes(KEY), key)
+        for key in (keys[:KEY], keys[KEY:]):
+            agree(bytes(KEY), key)
     except UnreadableShare:
         return False
     return True
@@ -146,43 +164,48 @@ def coefficients(key: bytes, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Whom a sum is begun with: numbers, ascending, and the public keys that live longer than a sum."""
+    """Whom a sum is begun with: `asked` are the numbers of all that it was to be of, `numbers` those that have keys.
+
+    Both are ascending; `keys` are the public keys of each, `PUBLIC` bytes.
+    """
 
     scene: Scene
+    asked: tuple[int, ...]
     numbers: tuple[int, ...]
     keys: tuple[bytes, ...]
 
     @property
     def threshold(self) -> int:
         """Return how many have to stay to the end."""
-        return threshold(len(self.numbers))
+        return threshold(len(self.asked))
 
     @cached_property
     def digest(self) -> str:
         """What only the same cohort of the same sum has."""
-        facts = [*astuple(self.scene), list(self.numbers), [key.hex() for key in self.keys]]
+        facts = [*astuple(self.scene), list(self.asked), list(self.numbers), [key.hex() for key in self.keys]]
         return sha256(json.dumps(facts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Those of a cohort that have dealt their shares, so that vectors can be masked, and their keys of this sum."""
+    """Those of a cohort that have dealt their shares, so that vectors can be masked."""
 
     cohort: Cohort
     numbers: tuple[int, ...]
-    keys: tuple[bytes, ...]
 
     @cached_property
     def digest(self) -> str:
-        """What only the same ones with the same keys have."""
-        facts = [self.cohort.digest, list(self.numbers), [key.hex() for key in self.keys]]
-        return sha256(json.dumps(facts).encode()).hexdigest()
+        """What only the same ones have."""
+        return sha256(json.dumps([self.cohort.digest, list(self.numbers)]).encode()).hexdigest()
+
+    def key(self, number: int) -> bytes:
+        """Return the public key by which masks with a party are made."""
+        return self.cohort.keys[self.cohort.numbers.index(number)][KEY:]
 
     def pairwise(self, number: int, private: bytes, other: int, count: int) -> np.ndarray:
         """Return the mask between two, uint64 (count,), as the party `number` with this private key adds it."""
-        key = self.keys[self.numbers.index(other)]
         low, high = sorted((number, other))
-        mask = keystream(derive(agree(private, key), "pair", self.digest, low, high), count)
+        mask = keystream(derive(agree(private, self.key(other)), "pair", self.digest, low, high), count)
         return mask if number < other else np.negative(mask)
 
     def own(self, number: int, seed: bytes, count: int) -> np.ndarray:
@@ -190,9 +213,14 @@ class Masking:
         return keystream(derive(seed, "own", self.digest, number), count)
 
 
+def announced(secret: bytes) -> bytes:
+    """Return the public keys that a party with this secret has in its sum."""
+    return public(derive(secret, "channel")) + public(derive(secret, "private"))
+
+
 @dataclass(frozen=True)
 class Party:
-    """One of a cohort: `secret` is all that it has to keep, what it deals and tells follows from it."""
+    """One of a cohort: `secret`, drawn for this sum, is all that it has to keep until the sum is over."""
 
     secret: bytes
     number: int
@@ -200,13 +228,13 @@ class Party:
 
     @cached_property
     def private(self) -> bytes:
-        """Its private key of this sum."""
-        return derive(self.secret, "private", self.cohort.digest, self.number)
+        """The private key by which its masks are made."""
+        return derive(self.secret, "private")
 
     @cached_property
     def seed(self) -> bytes:
         """The seed of its own mask."""
-        return derive(self.secret, "seed", self.cohort.digest, self.number)
+        return derive(self.secret, "seed")
 
     def deal(self) -> list[bytes]:
         """Return its shares of (seed, private key), a message for each of the cohort; raise `UnreadableShare` for a
@@ -219,9 +247,9 @@ class Party:
             )
             rows.append(split(int.from_bytes(held, "big"), cohort.threshold, at, drawn))
         unparsed = []
-        for number, key, *pair in zip(cohort.numbers, cohort.keys, *rows, strict=True):
+        for number, keys, *pair in zip(cohort.numbers, cohort.keys, *rows, strict=True):
             plain = b"".join(share.to_bytes(WIDE, "big") for share in pair)
-            unparsed.append(self._cipher(key, self.number, number).encrypt(bytes(12), plain, None))
+            unparsed.append(self._cipher(keys, self.number, number).encrypt(bytes(12), plain, None))
         return unparsed
 
     def mask(self, vector: np.ndarray, masking: Masking) -> np.ndarray:
@@ -251,21 +279,12 @@ class Party:
             told[number] = int.from_bytes(part, "big")
         return told
 
-    @cached_property
-    def _lasting(self) -> bytes:
-        return lasting(self.secret, self.cohort.scene.federation)
-
-    def _cipher(self, key: bytes, giver: int, taker: int):
+    def _cipher(self, keys: bytes, giver: int, taker: int):
         """Return AES-GCM under a key that is used for one message: its nonce can be 0."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        secret = agree(self._lasting, key)
-        return AESGCM(derive(secret, "to", self.cohort.digest, giver, taker))
-
-
-def lasting(secret: bytes, federation: str) -> bytes:
-    """Return the private key by which shares are dealt to a party in all sums of a federation."""
-    return derive(secret, "lasting", federation)
+        agreed = agree(derive(self.secret, "channel"), keys[:KEY])
+        return AESGCM(derive(agreed, "to", self.cohort.digest, giver, taker))
 
 
 def unmasked(masking: Masking, vectors: Mapping[int, np.ndarray], told: Mapping[int, Mapping[int, int]]) -> np.ndarray:
@@ -282,7 +301,7 @@ def unmasked(masking: Masking, vectors: Mapping[int, np.ndarray], told: Mapping[
     for vector in vectors.values():
         total += vector
     counts = lagrange([teller + 1 for teller in chosen])
-    for number, key in zip(masking.numbers, masking.keys, strict=True):
+    for number in masking.numbers:
         secret = sum(told[teller][number] * counts[teller + 1] for teller in chosen) % PRIME
         if secret >> 8 * KEY:
             raise UnreadableShare("the shares that were told do not fit together.")
@@ -290,7 +309,7 @@ def unmasked(masking: Masking, vectors: Mapping[int, np.ndarray], told: Mapping[
         if number in vectors:
             total -= masking.own(number, found, len(total))
             continue
-        if public(found) != key:
+        if public(found) != masking.key(number):
             raise UnreadableShare("the shares of a private key do not fit together.")
         for other in vectors:
             total += masking.pairwise(number, found, other, len(total))

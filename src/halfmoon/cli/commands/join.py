@@ -29,6 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ca", metavar="FILE", type=Path, help="the authority that signed the server's certificate")
     parser.add_argument("--insecure", action="store_true", help="join a server on another machine without TLS")
     parser.add_argument("--key", metavar="FILE", type=Path, help="the site's private key, where the server wants one")
+    about = "the public keys of all sites, for masked sums (default: a site's first key is remembered)"
+    parser.add_argument("--site-keys", metavar="FILE", type=Path, help=about)
     about = f"where to train: {', '.join(DEVICES)} (default: auto)"
     parser.add_argument("--device", metavar="DEVICE", default=DEVICES[0], help=about)
     about = "a folder of labeled images that models are tested on, and never trained on (default: none)"
@@ -89,6 +91,7 @@ def run(given: argparse.Namespace) -> int:
         methods=tuple(given.accept),
         trusted=tuple(given.trust),
         weights=tuple(given.weights),
+        site_keys=given.site_keys,
         all=given.all,
     )
     try:

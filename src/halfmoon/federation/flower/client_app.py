@@ -3,8 +3,9 @@ answers.
 
 `node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" and "validations" (folders),
 and on what terms it takes part: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without
-"terms" its people are asked. In a rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the
-folder of that name in `run_config` "sites", and takes part in whatever is played there.
+"terms" its people are asked. "key" is the file of its lasting key, "site-keys" that of the keys of all sites. In a
+rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the folder of that name in `run_config`
+"sites", and takes part in whatever is played there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from halfmoon.federation.flower.link import unwrapped, wrapped
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.consent import ANY
+from halfmoon.federation.site.site_keys import KeyFiles
 
-FACTS = ("folder", "name", "home", "device", "tests", "validations", "terms", "methods", "trusted", "weights")
+FACTS = (
+    *("folder", "name", "home", "device", "tests", "validations", "terms", "methods", "trusted", "weights"),
+    *("key", "site-keys"),
+)
 
 app = ClientApp()
 
@@ -64,6 +69,8 @@ def _member(
     methods: str,
     trusted: str,
     weights: str,
+    key: str,
+    others: str,
 ) -> SiteClient:
     """Return the member; a process that answers several messages opens its images once."""
     own, tested, chosen = (Path(each) if each else None for each in (home, tests, validations))
@@ -71,7 +78,8 @@ def _member(
     for path in filter(None, weights.split(os.pathsep)):
         with suppress(UserError):  # terms that want it say what is missing
             weight_files.offer(Path(path))
-    return SiteClient.at(Path(folder), name, own, device or "auto", tested, terms, *parts, chosen)
+    keys = KeyFiles(*(Path(each) if each else None for each in (key, others)))
+    return SiteClient.at(Path(folder), name, own, device or "auto", tested, terms, *parts, chosen, keys)
 
 
 @cache

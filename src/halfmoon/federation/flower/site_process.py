@@ -29,6 +29,7 @@ from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.consent import PINNED, Offered
+from halfmoon.federation.site.site_keys import listed
 from halfmoon.storage import atomic_io, toml
 
 LOG = "join.log"
@@ -100,10 +101,11 @@ class Joining:
 
     `images` and `labeled` count what is in the folder. `ca` has the authority that signed the server's certificate;
     without it the connection is plain, which away from this machine needs `insecure`. `key` is the site's own, where
-    the server wants one. `port` is one of this machine's for Flower's own use, a free one if None. `tests` is a folder
-    of labeled images to test models on, `validations` one of those that choose the round whose model is kept. `terms`
-    and `methods` are what it takes part in, as in `halfmoon.federation.site.consent.Consent`; without `terms` its
-    people are asked. Raise UserError where these do not fit.
+    the server wants one, and `site_keys` a file with those of all sites, for masked sums. `port` is one of this
+    machine's for Flower's own use, a free one if None. `tests` is a folder of labeled images to test models on,
+    `validations` one of those that choose the round whose model is kept. `terms` and `methods` are what it takes part
+    in, as in `halfmoon.federation.site.consent.Consent`; without `terms` its people are asked. Raise UserError where
+    these do not fit.
     """
 
     server: Address
@@ -124,6 +126,7 @@ class Joining:
     trusted: tuple[str, ...] = ()  # parts from outside halfmoon that may be loaded
     weights: tuple[Path, ...] = ()  # the site's copies of files of weights that a federation starts from
     validations: Path | None = None
+    site_keys: Path | None = None
     all: bool = False  # whether every option of the terms is shown, not ten lines
 
     def __post_init__(self) -> None:
@@ -146,6 +149,8 @@ class Joining:
             raise UserError("--key needs --ca: a server knows sites by their keys over TLS only.")
         if self.key is not None and not self.key.is_file():
             raise UserError(f"--key {self.key}: there is no such file.")
+        if self.site_keys is not None:
+            listed(self.site_keys)
         if self.terms and not PINNED.fullmatch(self.terms):
             raise UserError(
                 f"--terms is {self.terms!r}: it must be the hash of the terms (8 to 64 digits of 0-9 and a-f, see "
@@ -168,6 +173,8 @@ def node(site: Joining) -> str:
     facts |= {"methods": " ".join(site.methods)} if site.methods else {}
     facts |= {"trusted": " ".join(site.trusted)} if site.trusted else {}
     facts |= {"weights": os.pathsep.join(str(each.absolute()) for each in site.weights)} if site.weights else {}
+    facts |= {"key": site.key.absolute()} if site.key is not None else {}
+    facts |= {"site-keys": site.site_keys.absolute()} if site.site_keys is not None else {}
     return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
 
 

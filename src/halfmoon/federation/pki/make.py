@@ -78,7 +78,7 @@ def init(
     for name in sites:
         record, more = _with_site(record, name, None, authority.certificate, now)
         files |= more
-    make(folder, files | {paths.RECORD: record.file()})
+    make(folder, files | _lists(folder, record, files) | {paths.RECORD: record.file()})
     advice = [_handing(folder, name, True) for name in sites]
     if not called:
         advice.append("No --host was given: sites on other machines will not accept the server's certificate.")
@@ -95,9 +95,9 @@ def add(folder: Path, name: str, key: Path | None = None, now: datetime | None =
     with reading(folder) as record:
         _free([name], list(record.sites))
         record, files = _with_site(record, name, line, _authority(folder, record), now or datetime.now(UTC))
-        change(folder, files | {paths.RECORD: record.file()})
-    advice = _handing(folder, name, line is None)
-    return Done(_facts(folder, record, name), (advice, f"A running halfmoon serve lets {name} in within seconds."))
+        change(folder, files | _lists(folder, record, files) | {paths.RECORD: record.file()})
+    serving = f"A running halfmoon serve lets {name} in within seconds."
+    return Done(_facts(folder, record, name), (_handing(folder, name, line is None), serving, _telling(folder)))
 
 
 def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
@@ -107,8 +107,8 @@ def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
         site = _site(record, name)
         rest = {other: each for other, each in record.sites.items() if other != name}
         record = replace(_refusing(record, name, REMOVED, now or datetime.now(UTC)), sites=rest)
-        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name)]
-        change(folder, {paths.RECORD: record.file()}, gone)
+        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name), paths.known(name)]
+        change(folder, _lists(folder, record, {}) | {paths.RECORD: record.file()}, gone)
     facts = {**_facts(folder, record), "removed": {name: site.fingerprint}}
     return Done(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
 
@@ -153,10 +153,11 @@ def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None
             raise UserError(f"the key of {name} was made at the site: have a new one made, and give --public-key FILE.")
         record = _refusing(record, name, REPLACED, now)
         record, files = _with_site(record, name, line, _authority(folder, record), now)
-        change(folder, files | {paths.RECORD: record.file()}, [paths.private(name)] if here and line else [])
+        files |= _lists(folder, record, files) | {paths.RECORD: record.file()}
+        change(folder, files, [paths.private(name)] if here and line else [])
     advice = _handing(folder, name, line is None)
     serving = f"A running halfmoon serve takes the new key of {name} within seconds, and the old one no more."
-    return Done(_facts(folder, record, name), (advice, serving))
+    return Done(_facts(folder, record, name), (advice, serving, _telling(folder)))
 
 
 def host(words: str) -> str:
@@ -226,6 +227,19 @@ def _with_site(
         paths.join(name): File(texts.join(name, record, here).encode()),
     }
     return record, files
+
+
+def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str, File]:
+    """Return the file of all sites' public keys, and each site's copy; raise UserError where a key is missing."""
+    lines = []
+    for name, site in record.sites.items():
+        path = paths.public(name)
+        line = files[path].data if path in files else atomic_io.read(folder / path) or b""
+        if not line or keys.fingerprint(line) != site.fingerprint:
+            raise UserError(f"{folder / path} is missing or another key than {paths.RECORD} says: restore it.")
+        lines.append(line)
+    whole = File(b"".join(lines))
+    return {paths.SITE_KEYS: whole, **{paths.known(name): whole for name in record.sites}}
 
 
 def _site(record: Record, name: str) -> SiteKeys:
@@ -304,6 +318,10 @@ def _handing(folder: Path, name: str, here: bool) -> str:
             f"{folder / paths.private(name)} here."
         )
     return f"Send {where} to the people of {name}: nothing in it is secret."
+
+
+def _telling(folder: Path) -> str:
+    return f"With secure_aggregation, hand {folder / paths.SITE_KEYS} to every site: it says whose keys are whose."
 
 
 def _safe(folder: Path) -> str:

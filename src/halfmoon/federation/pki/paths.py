@@ -3,6 +3,7 @@
 RECORD, LOCK = "access.json", ".lock"
 CA, CA_KEY = "ca.crt", "ca/ca.key"
 CERTIFICATE, KEY = "server/server.crt", "server/server.key"
+SITE_KEYS = "sites.pub"
 SUPERLINK, PROXY, LOGS = "superlink.txt", "nginx.conf", "nginx"
 
 
@@ -24,6 +25,11 @@ def public(name: str) -> str:
 def authority(name: str) -> str:
     """Return the path of a site's copy of the authority's certificate."""
     return site(name, CA)
+
+
+def known(name: str) -> str:
+    """Return the path of a site's copy of the public keys of all sites."""
+    return site(name, SITE_KEYS)
 
 
 def join(name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.pki.key_folder import Record
-from halfmoon.federation.pki.paths import CA, CERTIFICATE, KEY, LOGS, PROXY
+from halfmoon.federation.pki.paths import CA, CERTIFICATE, KEY, LOGS, PROXY, SITE_KEYS
 
 BODY = "6m"
 """The largest body of a request: Flower cuts what is sent into pieces of 5 MiB, each with a few hundred bytes more."""
@@ -198,13 +198,17 @@ def join(name: str, record: Record, here: bool) -> str:
 
 With halfmoon:
 
-    halfmoon site join --server {record.address} --site FOLDER --name {name} --ca ca.crt --key {key}
+    halfmoon site join --server {record.address} --site FOLDER --name {name} --ca ca.crt --key {key} \
+--site-keys {SITE_KEYS}
 
-With Flower alone, where FOLDER is absolute, and HASH is that of the terms which the site agrees to (halfmoon site terms
-shows it):
+{SITE_KEYS} has the public keys of all sites. Compare them with the other sites' people (ssh-keygen -l -f {SITE_KEYS}):
+with secure_aggregation they are what keeps a server from putting keys of its own in.
+
+With Flower alone, where FOLDER, KEY and SITES are the absolute paths of the images, {key} and {SITE_KEYS}, and HASH is
+that of the terms which the site agrees to (halfmoon site terms shows it):
 
     flower-supernode --superlink {record.address} --root-certificates ca.crt --auth-supernode-private-key {key} \
---node-config 'name="{name}" folder="FOLDER" terms="HASH"'
+--node-config 'name="{name}" folder="FOLDER" terms="HASH" key="KEY" site-keys="SITES"'
 """
 
 

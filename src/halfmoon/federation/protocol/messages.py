@@ -80,9 +80,8 @@ class Request:
 class Joined:
     """A site takes part: under its name, with so many images that have a label, that have none, and to test on.
 
-    `validations` are images that choose the round whose model is kept.
-
-    `key` is the public key, in hexadecimal, under which others deal shares to it; nothing where no sums are masked.
+    `validations` are images that choose the round whose model is kept. `key` is the public half of the site's lasting
+    key, in hexadecimal (`halfmoon.secure.signing`); nothing where no sums are masked.
     """
 
     federation: str

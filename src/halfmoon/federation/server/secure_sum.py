@@ -1,4 +1,4 @@
-"""The server's part in a sum of which it sees no single term: three exchanges with the sites, and what came of them.
+"""The server's part in a sum of which it sees no single term: four exchanges with the sites, and what came of them.
 
 Sites drop out between any two of them. As long as over two thirds of those asked stay to the end
 (`halfmoon.secure.masking.threshold`), the sum is that of all whose masked updates came; otherwise nothing of it can be
@@ -8,6 +8,7 @@ read, and the round is played again.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,9 +22,25 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
 from halfmoon.federation.protocol.messages import Joined, Reply, Request
 from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.site.secure_sum import BEGIN, MASK, REVEAL
+from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
+from halfmoon.federation.site.sum_notes import SESSION
+from halfmoon.secure import signing
 from halfmoon.secure.fixed_point import mean, sound, spread
-from halfmoon.secure.masking import KEY, LEAST, SEALED, WIDE, Cohort, Masking, Scene, UnreadableShare, unmasked, usable
+from halfmoon.secure.masking import (
+    LEAST,
+    PUBLIC,
+    SEALED,
+    WIDE,
+    Cohort,
+    Masking,
+    Scene,
+    UnreadableShare,
+    announcement,
+    threshold,
+    unmasked,
+    usable,
+)
+from halfmoon.secure.signing import POINT, SIGNATURE
 
 UPDATE = "update/"
 """Where the update lies in an upload that travels."""
@@ -36,8 +53,8 @@ Ask = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
 class MaskedSum:
     """One sum: `requests` are those of a plain query, by site, in the order of their `numbers`.
 
-    `keys` has the key that each site showed when it joined; one that shows none is not asked. `what` says in words what
-    the question is.
+    `keys` has the lasting key that each site showed when it joined; one that shows none is not asked. `what` says in
+    words what the question is.
     """
 
     requests: Mapping[str, Request]
@@ -53,22 +70,42 @@ class MaskedSum:
 
         Raise `TooFew` where they are fewer than have to stay to the end.
         """
-        asked = sorted((site for site in self.requests if site in self.keys), key=self.numbers.__getitem__)
-        self._enough(len(asked), "that could be asked", LEAST)
-        first = next(iter(self.requests.values()))
-        scene = Scene(first.federation, first.run, first.round, first.attempt, first.query)
-        cohort = Cohort(scene, self._numbers(asked), tuple(self.keys[site] for site in asked))
-        begin = {BEGIN: {"sites": torch.tensor(cohort.numbers), "keys": _rows(cohort.keys)}}
-        pattern: TreeSpec = {"key": ((KEY,), torch.uint8), "shares": ((len(asked), SEALED), torch.uint8)}
-        said = self.ask({site: self._aside(site, begin) for site in asked}, pattern, f"{self.what}, keys")
+        asked = sorted(self.requests, key=self.numbers.__getitem__)
+        cohort, names, signatures = self._announced(asked)
+        keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
+        sites = {"sites": torch.tensor(cohort.numbers), "keys": _rows(cohort.keys)}
+        sites |= {"signatures": _rows(signatures), "lasting": _rows(keys)}
+        deal = {DEAL: {"asked": torch.tensor(cohort.asked), **sites}}
+        pattern: TreeSpec = {"shares": ((len(names), SEALED), torch.uint8)}
+        said = self.ask({site: self._aside(site, deal) for site in names}, pattern, f"{self.what}, shares")
         self._enough(len(said), "that have dealt shares", cohort.threshold)
-        dealers = [site for site in asked if site in said and usable(said[site].up["key"].numpy().tobytes())]
-        self._enough(len(dealers), "whose keys are keys", cohort.threshold)
+        dealers = [site for site in names if site in said]
         self._dealt = {site: _bytes(said[site].up["shares"]) for site in dealers}
-        keys = tuple(said[site].up["key"].numpy().tobytes() for site in dealers)
-        self._masking = masking = Masking(cohort, self._numbers(dealers), keys)
-        masks = {MASK: {"sites": torch.tensor(masking.numbers), "keys": _rows(masking.keys)}}
+        self._masking = Masking(cohort, self._numbers(dealers))
+        masks = {MASK: {"sites": torch.tensor(self._masking.numbers)}}
         return {site: replace(self.requests[site], masks=masks) for site in dealers}
+
+    def _announced(self, asked: Sequence[str]) -> tuple[Cohort, list[str], list[bytes]]:
+        """Return the cohort of those who have told keys of this sum, their names, and their signatures."""
+        able = [site for site in asked if site in self.keys]
+        self._enough(len(able), "that could be asked", max(LEAST, threshold(len(asked))))
+        session = secrets.token_bytes(SESSION)
+        first = next(iter(self.requests.values()))
+        scene = Scene(first.federation, first.run, first.round, first.attempt, first.query, session.hex())
+        question = {KEYS: {"session": _rows([session])[0]}}
+        pattern: TreeSpec = {"keys": ((PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
+        said = self.ask({site: self._aside(site, question) for site in able}, pattern, f"{self.what}, keys")
+        told = {site: [_bytes(reply.up[leaf][None])[0] for leaf in pattern] for site, reply in said.items()}
+        names = [site for site in able if site in told and self._sound(scene, site, *told[site])]
+        keys, signatures = ([told[site][at] for site in names] for at in (0, 1))
+        cohort = Cohort(scene, self._numbers(asked), self._numbers(names), tuple(keys))
+        self._enough(len(names), "whose keys are signed keys", max(LEAST, cohort.threshold))
+        return cohort, names, signatures
+
+    def _sound(self, scene: Scene, site: str, keys: bytes, signature: bytes) -> bool:
+        """Say whether a site's keys are keys, and signed by it: the others would all refuse them."""
+        signed = signing.signed(self.keys[site], announcement(scene, self.numbers[site], keys), signature)
+        return signed and usable(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
         """Return the sum of what those who replied contribute, (n + 1,) int64; raise `TooFew` where it stays hidden."""
@@ -116,9 +153,9 @@ class MaskedSum:
 
 
 def shown(joined: Mapping[str, Joined]) -> dict[str, bytes]:
-    """Return the keys that sites showed when they joined; one that shows none, or no usable one, has no part."""
-    keys = {name: said.key for name, said in joined.items() if re.fullmatch("[0-9a-f]{64}", said.key)}
-    return {name: bytes.fromhex(key) for name, key in keys.items() if usable(bytes.fromhex(key))}
+    """Return the lasting keys that sites showed when they joined; one that shows no usable one has no part."""
+    plain = {name: said.key for name, said in joined.items() if re.fullmatch("([0-9a-f]{2})+", said.key)}
+    return {name: bytes.fromhex(key) for name, key in plain.items() if signing.usable(bytes.fromhex(key))}
 
 
 def layout(upload: TreeSpec) -> dict[str, Tensor]:

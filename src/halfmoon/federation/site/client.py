@@ -38,11 +38,12 @@ from halfmoon.federation.protocol.messages import (
     write,
 )
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.site import consent, delivery, joined, secure_sum
+from halfmoon.federation.site import consent, delivery, joined, secure_sum, sum_notes
 from halfmoon.federation.site.consent import ANY, Consent, offered
 from halfmoon.federation.site.images import SiteImages
 from halfmoon.federation.site.memory import Memory, settle, visit_of
 from halfmoon.federation.site.runtime import Impossible, Refused, SiteRuntime, check_version
+from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
 from halfmoon.federation.site_data.prepare import HOME
 from halfmoon.federation.site_data.site_folder import meant
 from halfmoon.runs.factory import computing, site_threads
@@ -61,13 +62,14 @@ class _NotAgreed(Refused):
 class SiteClient:
     """The site `name` with its `images`; the home of its `consent` keeps decoded images, memories and the log.
 
-    `trusted` are the names of parts from outside halfmoon that it may load.
+    `trusted` are the names of parts from outside halfmoon that it may load, `keys` its own key and those of all sites.
     """
 
     images: SiteImages
     name: str
     consent: Consent
     trusted: tuple[str, ...] = ()
+    keys: KeyFiles = field(default_factory=KeyFiles)
     version: str = field(default_factory=lambda: metadata.version("halfmoon"))
     _sites: dict[str, tuple[Terms, SiteRuntime]] = field(default_factory=dict, repr=False)
 
@@ -83,6 +85,7 @@ class SiteClient:
         methods: tuple[str, ...] = (),
         trusted: tuple[str, ...] = (),
         validations: Path | None = None,
+        keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
     ) -> SiteClient:
         """Return the client of a site folder, with its home in that folder where no other is given.
 
@@ -91,7 +94,8 @@ class SiteClient:
         `methods` are what it takes part in (`halfmoon.federation.site.consent.Consent`).
         """
         home = home or folder / HOME
-        return cls(SiteImages(folder, home, tests, device, validations), name, Consent(home, terms, methods), trusted)
+        images, wanted = SiteImages(folder, home, tests, device, validations), Consent(home, terms, methods)
+        return cls(images, name, wanted, trusted, keys)
 
     @property
     def home(self) -> Path:
@@ -152,6 +156,7 @@ class SiteClient:
         """Keep the final model, test it on the site's own test images, and tell whoever waits that all is over."""
         terms, site = self._known(message.federation, joined.place(self.home, message.federation))
         words = delivery.kept(self.home, unparsed, terms, site)
+        sum_notes.forget(joined.place(self.home, message.federation))
         self._say(words)
         consent.end(self.home, 0, words)
         return Delivered(message.federation, self.version, self.name)
@@ -185,7 +190,7 @@ class SiteClient:
         labeled, unlabeled = site.counts()
         tests, validations, others = _others(site)
         self._say(f"{terms.said()}; this site gives {labeled:,} images with a label and {unlabeled:,} without{others}")
-        key = secure_sum.shown(self.home, terms.hash) if terms.config.secure_aggregation else ""
+        key = self.keys.shown(self.home) if terms.config.secure_aggregation else ""
         return Joined(terms.hash, self.version, self.name, labeled, unlabeled, tests, validations, key)
 
     def _agree_to(self, terms: Terms, kind: str) -> None:
@@ -238,8 +243,9 @@ class SiteClient:
         if not terms.config.secure_aggregation:
             return site.do(request, memory)
         even = terms.config.dp_clip is not None
-        own, many = secure_sum.secret(self.home), len(terms.sites)
-        part = secure_sum.Part(own, memory.folder, site.number, many, even, terms.config.cohort)
+        known = KnownSites(terms.sites, memory.folder.parent, self.keys.others, self._say)
+        key, least = self.keys.loaded(self.home), terms.config.cohort
+        part = secure_sum.Part(key, memory.folder, site.number, known, even, least)
         return part.answer(request, lambda plain: site.do(plain, memory))
 
 
