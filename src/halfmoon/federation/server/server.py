@@ -325,6 +325,9 @@ def _told(row: Row, rounds: int) -> str:
     said = f", accuracy {test['accuracy']:.2%}" if test else ""
     if evaluation:
         said = f"; the model before it: accuracy {evaluation['accuracy']:.2%} at {evaluation['sites']} sites"
+    if "validation" in row:
+        of = "the round before" if "sites" in row["validation"] else "it"
+        said += f"; validation images, of {of}: {row['validation']['accuracy']:.2%}"
     loss = row["train"].get("loss")
     told = f", mean loss {loss:.4f}" if loss is not None else ""
     aggregator = row.get("aggregation") or {}
