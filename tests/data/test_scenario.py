@@ -205,15 +205,15 @@ def test_the_cap_can_be_lifted() -> None:
             {"setting": "dir-iid"},
             "setting 'dir-iid' is unknown; choose iid-iid, iid-dir, dir-dir, .* or fedmatch-stream",
         ),
-        ({"clients": 0}, "clients is 0; there must be at least one"),
-        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha is 0.0; it must be above 0"),
+        ({"clients": 0}, "clients is 0: it must be at least 1"),
+        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha is 0.0: it must be above 0"),
         ({"dirichlet_alpha": -1.0}, "dirichlet_alpha is -1.0"),
         ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan"),
         ({"dirichlet_alpha": float("inf")}, "dirichlet_alpha is inf"),
-        ({"label_ratio": 0.0}, "label_ratio is 0.0; it must be above 0 and at most 1"),
+        ({"label_ratio": 0.0}, "label_ratio is 0.0: it must be above 0 and at most 1"),
         ({"label_ratio": 1.1}, "label_ratio is 1.1"),
         ({"label_ratio": float("nan")}, "label_ratio is nan"),
-        ({"labels_per_class": 0}, "labels_per_class is 0; it must be positive"),
+        ({"labels_per_class": 0}, "labels_per_class is 0: it must be a number above 0"),
         ({"labels_per_class": float("nan")}, "labels_per_class is nan"),
         ({"min_size": -1}, "min_size is -1"),
         ({"tries": 0}, "tries is 0"),
@@ -298,5 +298,5 @@ def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
         mine = whole.rows(k, labeled=False)
         assert len(half.rows(k, labeled=False)) == round(len(mine) / 2)
         assert set(half.rows(k, labeled=False)) < set(mine)
-    with pytest.raises(UserError, match="unlabeled_share is 0; it must be above 0"):
+    with pytest.raises(UserError, match="unlabeled_share is 0: it must be above 0"):
         Scenario(unlabeled_share=0)

@@ -333,13 +333,13 @@ def test_labels_in_all_are_floor_labels_by_classes_of_each() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"labels": 0}, "labels is 0; there must be at least one of each class"),
+        ({"labels": 0}, "labels is 0: it must be at least 1"),
         ({"labels": 100, "label_ratio": 0.1}, "give exactly one of labels_per_class, label_ratio and labels"),
         ({"labels": 100, "labels_per_class": 4}, "give exactly one of"),
         ({"labels_at": "client"}, "labels_at 'client' is unknown; choose clients, server or some"),
         ({"labels_at": "some"}, "labeled_clients is None and labels_at is 'some'; give labeled_clients a number"),
         ({"labeled_clients": 3}, "labeled_clients is 3 and labels_at is 'clients'; give"),
-        ({"labels_at": "some", "labeled_clients": 0}, "labeled_clients is 0; it must be from 1 to the 100 clients"),
+        ({"labels_at": "some", "labeled_clients": 0}, "labeled_clients is 0: it must be at least 1"),
         ({"labels_at": "some", "labeled_clients": 101}, "labeled_clients is 101; it must be"),
         ({"classes_per_client": 0}, "classes_per_client is 0"),
         ({"stages": 0}, "stages is 0"),
@@ -408,8 +408,9 @@ def test_a_file_from_before_stages_is_read(tmp_path: Path) -> None:
     """Such a file has three columns and an origin without the newer fields."""
     scenario = Scenario("iid-iid", 5)
     split = scenario.split(CIFAR[:500], 10)
-    older = {name: value for name, value in asdict(scenario).items() if name in list(asdict(scenario))[:9]}
-    assert list(older)[-1] == "tries"
+    newer = ("labels", "labels_at", "labeled_clients", "classes_per_client", "stages", "unlabeled_share")
+    older = {name: value for name, value in asdict(scenario).items() if name not in newer}
+    assert len(older) == 9
     replace(split, origin=replace(split.origin, scenario=older)).save(tmp_path / "old.parquet")
     again = Split.load(tmp_path / "old.parquet")
     assert again.stage is None

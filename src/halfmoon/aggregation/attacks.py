@@ -57,24 +57,24 @@ class Hostile:
         self.attack, self.clients, self.seed = attack, frozenset(clients), seed
         self._met: set[int] = set()
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with those of hostile clients in place of what they were."""
-        everyone = range(len(question.clients))
-        hostile = [place for place in everyone if question.clients[place] in self.clients]
-        self._met |= {question.clients[place] for place in hostile}
+        everyone = range(len(context.clients))
+        hostile = [place for place in everyone if context.clients[place] in self.clients]
+        self._met |= {context.clients[place] for place in hostile}
         if self.attack.endswith("false-counts"):
             up = _inflated(up, hostile)
-        change = update(up, question)
+        change = update(up, context)
         if not hostile or not change or self.attack in ("label-flip", "false-counts"):
             return everyone, up
         new = {path: leaf.clone() for path, leaf in change.items()}
         for place in hostile:
             mine = {path: leaf[place] for path, leaf in change.items()}
-            path = ("attack", question.round, question.query, question.clients[place])
+            path = ("attack", context.round, context.query, context.clients[place])
             for name, leaf in self._spoiled(mine, rng.generator(self.seed, *path)).items():
                 new[name][place] = leaf
         bad = torch.tensor([place in hostile for place in everyone])
-        return everyone, mixed(bad, changed(up, question, new), up)
+        return everyone, mixed(bad, changed(up, context, new), up)
 
     def row(self) -> dict[str, Any]:
         """Return which clients of the round were hostile."""

@@ -42,7 +42,7 @@ class AggregationContext(NamedTuple):
 class Aggregator(Protocol):
     """What is done with uploads before a method gets them."""
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""
         ...
 
@@ -55,24 +55,24 @@ class Aggregator(Protocol):
         ...
 
 
-def sent(question: AggregationContext) -> dict[str, Tensor]:
+def sent(context: AggregationContext) -> dict[str, Tensor]:
     """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
-    shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(question.down).items()}
-    return {**shared, **tree.flatten(question.each)}
+    shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.down).items()}
+    return {**shared, **tree.flatten(context.each)}
 
 
-def update(up: Upload, question: AggregationContext) -> dict[str, Tensor]:
+def update(up: Upload, context: AggregationContext) -> dict[str, Tensor]:
     """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone."""
-    known = sent(question)
+    known = sent(context)
     return {path: leaf - known[path] for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
 
 
-def changed(up: Upload, question: AggregationContext, change: dict[str, Tensor]) -> Upload:
+def changed(up: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
     """Return the uploads as if each client had changed what it was sent by `change`, leaves (k, ...) or (...).
 
     A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
     """
-    known, count = sent(question), len(question.clients)
+    known, count = sent(context), len(context.clients)
 
     def moved(branch: Tree, above: str) -> Tree:
         new: Tree = {}

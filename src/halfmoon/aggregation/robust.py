@@ -55,20 +55,20 @@ class Robust:
         self.rule, self.byzantine = rule, byzantine
         self._row: dict[str, Any] = {}
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the finite uploads, and these as the rule leaves them."""
-        change = update(up, question)
+        change = update(up, context)
         # A finite upload may be so far away that the difference is not.
         places = finite([*tree.leaves(up.tree), *change.values()])
-        lost = [client for place, client in enumerate(question.clients) if place not in places]
+        lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
             up = up.map(lambda leaf: leaf[places])
             change = {path: leaf[places] for path, leaf in change.items()}
-            question = question.only(places)
+            context = context.only(places)
         voters = (up.weight > 0).nonzero().flatten().tolist()
         if change and voters:
-            up, said = self._ruled(question, up, change, voters)
+            up, said = self._ruled(context, up, change, voters)
             self._row |= said
         return places, up
 
@@ -82,21 +82,21 @@ class Robust:
         return None
 
     def _ruled(
-        self, question: AggregationContext, up: Upload, change: Change, voters: list[int]
+        self, context: AggregationContext, up: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
         if self.rule == "clip":
-            return clipped(question, up, change, voters)
+            return clipped(context, up, change, voters)
         mine = {path: leaf[voters] for path, leaf in change.items()}
         if self.rule == "krum":
             hostile = tolerated(len(voters), self.byzantine)
-            place = krum(mine, hostile, question.uplink.statistics)
+            place = krum(mine, hostile, context.uplink.statistics)
             new = {path: leaf[place] for path, leaf in mine.items()}
-            return changed(up, question, new), {"chosen": question.clients[voters[place]], "expected": hostile}
+            return changed(up, context, new), {"chosen": context.clients[voters[place]], "expected": hostile}
         if self.rule == "median":
-            return changed(up, question, {path: median(leaf) for path, leaf in mine.items()}), {"counted": len(voters)}
+            return changed(up, context, {path: median(leaf) for path, leaf in mine.items()}), {"counted": len(voters)}
         cut = share(self.byzantine, len(voters))
         new = {path: trimmed(leaf, cut) for path, leaf in mine.items()}
-        return changed(up, question, new), {"trimmed": 2 * cut, "counted": len(voters)}
+        return changed(up, context, new), {"trimmed": 2 * cut, "counted": len(voters)}
 
 
 class Finite:
@@ -108,13 +108,13 @@ class Finite:
     def __init__(self, robust: bool = True) -> None:
         self.robust = robust
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return everything as it is; raise UserError where an upload is not finite."""
         places = finite(list(tree.leaves(up.tree)))
-        lost = [client for place, client in enumerate(question.clients) if place not in places]
+        lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
             raise UserError(
-                f"the upload of client {lost[0]} in round {question.round + 1} ({question.work}) is not finite, and in "
+                f"the upload of client {lost[0]} in round {context.round + 1} ({context.work}) is not finite, and in "
                 f"a mean it would spoil the model: {self._advice}."
             )
         return places, up
@@ -158,16 +158,16 @@ def tolerated(count: int, byzantine: float) -> int:
 
 
 def clipped(
-    question: AggregationContext, up: Upload, change: Change, voters: Sequence[int]
+    context: AggregationContext, up: Upload, change: Change, voters: Sequence[int]
 ) -> tuple[Upload, dict[str, Any]]:
     """Return uploads whose updates are at most as long as the median one, and how many were longer.
 
     Parameters and statistics have norms and medians of their own; both medians are those of `voters`, and of an even
     number the mean of the middle two. An update that is no longer than the median keeps its bits.
     """
-    long = torch.zeros(len(question.clients), dtype=torch.bool)
+    long = torch.zeros(len(context.clients), dtype=torch.bool)
     said: dict[str, float] = {}
-    for name, paths in _groups(change, question.uplink.statistics).items():
+    for name, paths in _groups(change, context.uplink.statistics).items():
         if paths:
             norms = _norms(change, paths)
             bound = median(norms[list(voters)])
@@ -175,8 +175,8 @@ def clipped(
             over, scale = norms > bound, bound / norms
             long |= over
             shorter = {path: change[path] * along(scale, change[path]) for path in paths}
-            up = mixed(over, changed(up, question, shorter), up)
-    return up, {"clipped": int(long.sum()), "counted": len(question.clients), "median_norm": said}
+            up = mixed(over, changed(up, context, shorter), up)
+    return up, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": said}
 
 
 def median(leaf: Tensor) -> Tensor:

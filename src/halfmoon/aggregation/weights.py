@@ -47,18 +47,18 @@ class WeightCap:
         self._row: dict[str, Any] = {}
         self._warned: set[int] = set()
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with their weights capped; others stay as they are, bit by bit."""
         said = up.weight.double().tolist()
-        limits = caps(said, self.factor, [self.declared.get(client) for client in question.clients])
+        limits = caps(said, self.factor, [self.declared.get(client) for client in context.clients])
         scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(said, limits, strict=True)]
-        capped = [client for client, each in zip(question.clients, scale, strict=True) if each < 1]
+        capped = [client for client, each in zip(context.clients, scale, strict=True) if each < 1]
         if capped:
             self._row["capped"] = sorted({*self._row.get("capped", ()), *capped})
-            sums = {name: scaled(up.aux[name], scale) for name in question.uplink.names(reduce="sum")}
+            sums = {name: scaled(up.aux[name], scale) for name in context.uplink.names(reduce="sum")}
             up = Upload(up.update, scaled(up.weight, scale), {**up.aux, **sums})
-        self._tell(question.clients, up.weight.double().tolist())
-        return range(len(question.clients)), up
+        self._tell(context.clients, up.weight.double().tolist())
+        return range(len(context.clients)), up
 
     def _tell(self, clients: Sequence[int], weights: Sequence[float]) -> None:
         total = sum(weights)

@@ -18,10 +18,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from halfmoon.api.ranges import Range
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import check_preset, paper_run, protocol_run
-from halfmoon.config.ranges import Range
 from halfmoon.config.sections import (
     SECTIONS,
     AggregationOptions,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from halfmoon.config.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, at_least
+from halfmoon.api.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, at_least
+from halfmoon.api.split_options import SplitOptions
 
 Scalar = bool | int | float | str
 Options = Mapping[str, Scalar | Mapping[str, Scalar]]
@@ -68,37 +69,9 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class PartitionOptions:
+class PartitionOptions(SplitOptions):
     """Who holds which images, and which of them are labeled."""
 
-    clients: Annotated[int, "how many clients hold the data", at_least(1)] = 20
-    setting: Annotated[
-        str, "how labeled and unlabeled images lie among the clients (see halfmoon data), or my_module:rule"
-    ] = "dir-dir"
-    dirichlet_alpha: Annotated[float, "concentration of the Dirichlet draws; smaller is more uneven", POSITIVE] = 0.5
-    labels_per_class: Annotated[
-        float | None,
-        "labeled images of each class, a client on average; none: 0.5 where nothing says how many",
-        POSITIVE,
-    ] = None
-    label_ratio: Annotated[float | None, "instead of labels_per_class: the share of images that is labeled", SHARE] = (
-        None
-    )
-    labels: Annotated[
-        int | None, "instead of labels_per_class: labeled images in all, evenly of each class", at_least(1)
-    ] = None
-    labels_at: Annotated[Literal["clients", "some", "server"], "who holds labels: all clients, some, the server"] = (
-        "clients"
-    )
-    labeled_clients: Annotated[int | None, "with labels_at some: how many clients hold labels", at_least(1)] = None
-    classes_per_client: Annotated[
-        int, "with setting semifl-shards: shards, each of one class, of a client", at_least(1)
-    ] = 2
-    stages: Annotated[int, "parts of each client's unlabeled images that are seen one after the other", at_least(1)] = 1
-    unlabeled_share: Annotated[float, "share of each client's unlabeled images that it has", SHARE] = 1.0
-    min_size: Annotated[
-        int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean", at_least(0)
-    ] = None
     split_seed: Annotated[int, "seed of the split, apart from the seed of training", at_least(0)] = 0
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None
 

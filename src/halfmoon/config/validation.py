@@ -1,4 +1,4 @@
-"""Options that exclude each other, and values that no range can tell (`halfmoon.config.ranges`)."""
+"""Options that exclude each other, and values that no range can tell (`halfmoon.api.ranges`)."""
 
 from __future__ import annotations
 

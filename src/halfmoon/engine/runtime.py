@@ -147,8 +147,8 @@ class ServerRuntime(ABC):
             at = (self._round, self._attempt, self._query - 1)
             drawn = to is None and self._fair
             uplink = self.client_updates[work].uplink
-            question = AggregationContext(*at, work, down, each, tuple(outcomes), len(asked), drawn, uplink)
-            up = self._aggregated(question, up)
+            context = AggregationContext(*at, work, down, each, tuple(outcomes), len(asked), drawn, uplink)
+            up = self._aggregated(context, up)
         else:
             self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
         mute = asked[~torch.isin(asked, self.answered)]
@@ -157,16 +157,16 @@ class ServerRuntime(ABC):
         self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
         return up
 
-    def _aggregated(self, question: AggregationContext, up: Upload) -> Upload:
+    def _aggregated(self, context: AggregationContext, up: Upload) -> Upload:
         """Return the uploads as the aggregators let them through; those whose answers do not count have not
         answered."""
         for aggregator in self.aggregators:
-            places, up = aggregator.uploads(question, up)
+            places, up = aggregator.uploads(context, up)
             if not places:
-                what = f"round {question.round + 1}, query {question.query + 1} ({question.work})"
-                raise TooFew(f"{what} has no usable upload of {question.asked}.")
-            question = question if len(places) == len(question.clients) else question.only(places)
-        self.answered = torch.tensor(question.clients, dtype=torch.int64)
+                what = f"round {context.round + 1}, query {context.query + 1} ({context.work})"
+                raise TooFew(f"{what} has no usable upload of {context.asked}.")
+            context = context if len(places) == len(context.clients) else context.only(places)
+        self.answered = torch.tensor(context.clients, dtype=torch.int64)
         return up
 
     def ended(self, round: int) -> str | None:

@@ -55,26 +55,26 @@ class Private:
     ledger: Ledger
     _round: int = field(default=-1, init=False)
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all answers that hold numbers, each with the noised mean of them all and the weight 1."""
-        self._round = question.round
-        _refuse_more(question, up)
-        places, total = clipped_sum(question, up, self.promise.clip)
+        self._round = context.round
+        _refuse_more(context, up)
+        places, total = clipped_sum(context, up, self.promise.clip)
         if not places:
             return places, up
         up = up.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)])
-        question = question.only(places)
+        context = context.only(places)
         flat = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
-        mark = self._mark(question, flat)
-        self._write_down(question, mark)
+        mark = self._mark(context, flat)
+        self._write_down(context, mark)
         noise = gaussians(subkey(self.secret, "noise", mark), len(flat))
-        mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / question.asked)
+        mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / context.asked)
         parts = mean.split([leaf.numel() for leaf in total.values()])
         known = tree.flatten(up.update)
         change = {
             path: part.reshape(total[path].shape).to(known[path]) for path, part in zip(total, parts, strict=True)
         }
-        up = changed(up, question, change)
+        up = changed(up, context, change)
         return places, up._replace(weight=torch.ones_like(up.weight))
 
     def row(self) -> dict[str, Any]:
@@ -102,25 +102,25 @@ class Private:
             f"would make it {then:.4g}, over dp_epsilon {budget:g} (at delta {self.promise.delta:g})."
         )
 
-    def _write_down(self, question: AggregationContext, mark: bytes) -> None:
+    def _write_down(self, context: AggregationContext, mark: bytes) -> None:
         """Write a release into the ledger before anybody sees it; raise UserError where it would cost too much."""
-        drawn = self._drawn(question.asked) if question.drawn and not question.attempt else None
-        release = Release(*question[:3], drawn, self.promise.noise, mark.hex())
+        drawn = self._drawn(context.asked) if context.drawn and not context.attempt else None
+        release = Release(*context[:3], drawn, self.promise.noise, mark.hex())
         if release in self.ledger:
             return
         then = self._epsilon([*self.ledger.releases, release])
         if self.promise.budget is not None and then > self.promise.budget:
             what = "a round that is played again, or a site that is set aside"
             raise UserError(
-                f"the privacy budget is spent: round {question.round + 1} would make epsilon {then:.4g}, over "
+                f"the privacy budget is spent: round {context.round + 1} would make epsilon {then:.4g}, over "
                 f"dp_epsilon {self.promise.budget:g}, as its cohort was not drawn anew from all clients alike "
                 f"({what}); the last checkpoint is from before it."
             )
         self.ledger.add(release)
 
-    def _mark(self, question: AggregationContext, flat: np.ndarray) -> bytes:
+    def _mark(self, context: AggregationContext, flat: np.ndarray) -> bytes:
         """Return what tells a sum from any other, without telling the sum: a hash under the secret."""
-        facts = (*question[:3], question.work, question.asked, f"{self.promise.clip!r} {self.promise.noise!r}")
+        facts = (*context[:3], context.work, context.asked, f"{self.promise.clip!r} {self.promise.noise!r}")
         return subkey(self.secret, "sum", *facts, sha256(flat.astype("<f8").tobytes()).digest())
 
     def _drawn(self, cohort: int) -> Sampled | None:
@@ -143,18 +143,18 @@ def spent(releases: Sequence[Release], delta: float) -> float:
     )
 
 
-def clipped_sum(question: AggregationContext, up: Upload, clip: float) -> tuple[list[int], dict[str, Tensor]]:
+def clipped_sum(context: AggregationContext, up: Upload, clip: float) -> tuple[list[int], dict[str, Tensor]]:
     """Return the places of the answers that are finite, and the sum of their clipped updates by path, in float64.
 
     Updates are taken one after the other in the order of the uploads, on the CPU, so that the sum has the same bits
     wherever the clients are.
     """
-    known = sent(question)
+    known = sent(context)
     flat = tree.flatten(up.update)
-    paths = sorted(update(up, question))
+    paths = sorted(update(up, context))
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
     places: list[int] = []
-    for place in range(len(question.clients)):
+    for place in range(len(context.clients)):
         change = {path: _row(flat[path], place) - _row(known[path], place) for path in paths}
         length = math.sqrt(math.fsum(float(leaf.reshape(-1).square().sum()) for leaf in change.values()))
         if not math.isfinite(length):
@@ -171,9 +171,9 @@ def _row(leaf: Tensor, place: int) -> Tensor:
     return leaf[place if len(leaf) > 1 else 0].cpu().double()
 
 
-def _refuse_more(question: AggregationContext, up: Upload) -> None:
+def _refuse_more(context: AggregationContext, up: Upload) -> None:
     """Raise UserError where an upload holds what would pass without noise."""
-    more = sorted({*up.aux, *(set(tree.flatten(up.update)) - set(update(up, question)))})
+    more = sorted({*up.aux, *(set(tree.flatten(up.update)) - set(update(up, context)))})
     if more:
         raise UserError(
             f"dp_clip cannot be used here: clients send {more[0]!r} beside their update, which would pass without "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.aggregation.weights import WeightCap
+from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.config.schema import Config, method_options, weights_of
@@ -250,21 +251,7 @@ def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
 
 def scenario(config: PartitionOptions) -> Scenario:
     """Return the rule of the split."""
-    return Scenario(
-        setting=config.setting,
-        clients=config.clients,
-        dirichlet_alpha=config.dirichlet_alpha,
-        labels_per_class=config.labels_per_class,
-        label_ratio=config.label_ratio,
-        labels=config.labels,
-        labels_at=config.labels_at,
-        labeled_clients=config.labeled_clients,
-        classes_per_client=config.classes_per_client,
-        stages=config.stages,
-        unlabeled_share=config.unlabeled_share,
-        min_size=config.min_size,
-        seed=config.split_seed,
-    )
+    return Scenario(**{each.name: getattr(config, each.name) for each in fields(SplitOptions)}, seed=config.split_seed)
 
 
 def split_of(config: Config, data: Source) -> Split:

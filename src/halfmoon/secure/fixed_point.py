@@ -69,12 +69,12 @@ def mean(total: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     return shaped, weight
 
 
-def spread(up: Upload, question: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
+def spread(up: Upload, context: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
     """Return the uploads (leaves (k, ...)) as if each client had changed what it was sent by `change`, leaves (...).
 
     All weigh the same: 1, or 0 where the sum of their weights is 0.
     """
-    return changed(up, question, dict(change))._replace(weight=torch.full_like(up.weight, 1.0 if weight else 0.0))
+    return changed(up, context, dict(change))._replace(weight=torch.full_like(up.weight, 1.0 if weight else 0.0))
 
 
 def check_upload(up: Upload, changes: Mapping[str, Any]) -> None:
@@ -99,23 +99,23 @@ class Sums:
     done: bool = False
     summed: int = 0
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the clients whose update fits into the sum, and the mean for each of them."""
-        places = list(range(len(question.clients)))
+        places = list(range(len(context.clients)))
         if not self.done:
-            places, up = self._summed(question, up)
+            places, up = self._summed(context, up)
         self.summed = len(places)
         return places, up
 
-    def _summed(self, question: AggregationContext, up: Upload) -> tuple[list[int], Upload]:
-        changes = update(up, question)
+    def _summed(self, context: AggregationContext, up: Upload) -> tuple[list[int], Upload]:
+        changes = update(up, context)
         check_upload(up, changes)
-        weights = [1.0] * len(question.clients) if self.even else up.weight.double().tolist()
+        weights = [1.0] * len(context.clients) if self.even else up.weight.double().tolist()
         total: Tensor | None = None
         places: list[int] = []
         for place, weight in enumerate(weights):
             try:
-                mine = contribution({path: leaf[place] for path, leaf in changes.items()}, weight, question.asked)
+                mine = contribution({path: leaf[place] for path, leaf in changes.items()}, weight, context.asked)
             except TooLarge:  # a site would refuse
                 continue
             places.append(place)
@@ -125,8 +125,8 @@ class Sums:
         change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
         if len(places) < len(weights):
             kept = torch.tensor(places, device=total.device)
-            up, question = up.map(lambda leaf: leaf[kept]), question.only(places)
-        return places, spread(up, question, change, weight)
+            up, context = up.map(lambda leaf: leaf[kept]), context.only(places)
+        return places, spread(up, context, change, weight)
 
     def row(self) -> dict[str, Any]:
         """Return of how many updates the round's last sum was."""

@@ -10,10 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
+from halfmoon.api.ranges import Range, at_least
+from halfmoon.api.requirements import Place
+from halfmoon.api.split_options import SplitOptions
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.partition import rules
@@ -22,12 +25,9 @@ from halfmoon.data.partition.split import SERVER, Origin, Split, hash_labels
 
 DEFAULT_LABELS = 5
 
-Place = Literal["clients", "server", "some"]
-"""Where labels are: at all clients, at the server, at some clients."""
-
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(SplitOptions):
     """Say who holds which rows and which are labeled.
 
     setting: how the labeled and the unlabeled rows lie among clients:
@@ -66,21 +66,11 @@ class Scenario:
     Raise UserError where a field is out of its range.
     """
 
-    setting: str = "dir-dir"
     clients: int = 100
-    dirichlet_alpha: float = 0.5
     labels_per_class: float | None = DEFAULT_LABELS
-    label_ratio: float | None = None
-    min_size: int | None = None
     cap: bool = True
     seed: int = 0
     tries: int = 100
-    labels: int | None = None
-    labels_at: Place = "clients"
-    labeled_clients: int | None = None
-    classes_per_client: int = 2
-    stages: int = 1
-    unlabeled_share: float = 1.0
 
     def __post_init__(self) -> None:
         other = self.label_ratio is not None or self.labels is not None
@@ -282,20 +272,11 @@ def _check(scenario: Scenario) -> None:
     if s.setting not in _RULES and not plugins.foreign(s.setting, "split"):
         *most, last = _RULES
         raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(most)} or {last}.")
-    if s.clients < 1:
-        raise UserError(f"clients is {s.clients}; there must be at least one.")
-    if not 0 < s.dirichlet_alpha <= 1e9:  # beyond, the gamma variates behind a Dirichlet overflow
-        raise UserError(f"dirichlet_alpha is {s.dirichlet_alpha}; it must be above 0 and at most 1e9.")
-    if s.min_size is not None and s.min_size < 0:
-        raise UserError(f"min_size is {s.min_size}; it cannot be negative.")
-    if s.tries < 1:
-        raise UserError(f"tries is {s.tries}; at least one draw is needed.")
-    if s.classes_per_client < 1:
-        raise UserError(f"classes_per_client is {s.classes_per_client}; there must be at least one.")
-    if s.stages < 1:
-        raise UserError(f"stages is {s.stages}; there must be at least one.")
-    if not 0 < s.unlabeled_share <= 1:
-        raise UserError(f"unlabeled_share is {s.unlabeled_share:g}; it must be above 0 and at most 1.")
+    for name, hint in get_type_hints(SplitOptions, include_extras=True).items():
+        for each in getattr(hint, "__metadata__", ()):
+            if isinstance(each, Range):
+                each.check(name, getattr(s, name))
+    at_least(1).check("tries", s.tries)
     if s.setting == "fedmatch-stream" and s.stages == 1:
         raise UserError("fedmatch-stream has only one stage, which is fedmatch-noniid; set stages to 2 or more.")
 
@@ -304,12 +285,6 @@ def _check_labels(scenario: Scenario) -> None:
     s = scenario
     if sum(each is not None for each in (s.labels_per_class, s.label_ratio, s.labels)) != 1:
         raise UserError("give exactly one of labels_per_class, label_ratio and labels.")
-    if s.labels_per_class is not None and not (s.labels_per_class > 0 and math.isfinite(s.labels_per_class)):
-        raise UserError(f"labels_per_class is {s.labels_per_class}; it must be positive.")
-    if s.label_ratio is not None and not 0 < s.label_ratio <= 1:
-        raise UserError(f"label_ratio is {s.label_ratio}; it must be above 0 and at most 1.")
-    if s.labels is not None and s.labels < 1:
-        raise UserError(f"labels is {s.labels}; there must be at least one of each class.")
     if s.labels_at not in get_args(Place):
         raise UserError(f"labels_at {s.labels_at!r} is unknown; choose clients, server or some.")
     if (s.labels_at == "some") != (s.labeled_clients is not None):
@@ -317,7 +292,7 @@ def _check_labels(scenario: Scenario) -> None:
             f"labeled_clients is {s.labeled_clients} and labels_at is {s.labels_at!r}; give labeled_clients a number "
             "where labels_at is 'some', and nowhere else."
         )
-    if s.labeled_clients is not None and not 1 <= s.labeled_clients <= s.clients:
+    if s.labeled_clients is not None and not s.labeled_clients <= s.clients:
         raise UserError(f"labeled_clients is {s.labeled_clients}; it must be from 1 to the {s.clients} clients.")
     if s.labels is not None and s._joint:
         raise UserError(

@@ -221,10 +221,10 @@ class RemoteRuntime(ServerRuntime):
         there = tuple(clients[place] for place in places)
         mine = tree.to(tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], each), CPU)
         at = (context.round, self._attempt, context.query)
-        question = AggregationContext(*at, "", tree.to(down, CPU), mine, there, len(clients), True)
+        aggregation = AggregationContext(*at, "", tree.to(down, CPU), mine, there, len(clients), True)
         whole = {**down, **tree.index(each, places[0])}
         upload = self.calls.plain(context, whole)
-        ups = uploads(question, upload, total, layout(upload))
+        ups = uploads(aggregation, upload, total, layout(upload))
         return {self.names[k]: replace(good[self.names[k]], up=up.tree) for k, up in zip(there, ups, strict=True)}
 
     def _request(self, site: str, round: int, query: int, work: str, down: Tree, evaluation: Tree) -> Request:

@@ -174,10 +174,10 @@ def summed(like: Mapping[str, Tensor]) -> TreeSpec:
     return {"sum": ((count,), torch.int64)}
 
 
-def uploads(question: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]) -> list[Upload]:
+def uploads(context: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]) -> list[Upload]:
     """Return for each of those who answered an upload as if all had sent the mean of the updates that were added up."""
     change, weight = mean(total, like)
-    count = len(question.clients)
+    count = len(context.clients)
     blank: Tree = {}
     for path, kind in upload.items():
         *parents, name = path.split("/")
@@ -185,7 +185,7 @@ def uploads(question: AggregationContext, upload: TreeSpec, total: Tensor, like:
         for parent in parents:
             branch = branch.setdefault(parent, {})
         branch[name] = {} if kind is None else torch.zeros((), dtype=kind[1]).expand(count, *kind[0])
-    stacked = spread(Upload.of(blank), question, change, weight)
+    stacked = spread(Upload.of(blank), context, change, weight)
     return [stacked.at(place) for place in range(count)]
 
 

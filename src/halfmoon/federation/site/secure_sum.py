@@ -204,12 +204,12 @@ class Part:
         return replace(reply, up={"sum": hidden})
 
     def _vector(self, request: Request, up: Tree, asked: int) -> np.ndarray:
-        question = AggregationContext(
+        context = AggregationContext(
             request.round, request.attempt, request.query, request.work, request.down, {}, (self.number,), asked, True
         )
         sent = Upload.of(up)
         stacked = sent.map(lambda leaf: leaf.unsqueeze(0))
-        changes = update(stacked, question)
+        changes = update(stacked, context)
         check_upload(stacked, changes)
         weight = 1.0 if self.even else float(sent.weight)
         return contribution({path: leaf[0] for path, leaf in changes.items()}, weight, asked).cpu().numpy()
