@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ def make(folder: Path, files: Mapping[str, File]) -> None:
         _clear(folder)
         born = Path(mkdtemp(prefix=f".{folder.name}{_BORN}", dir=folder.parent))
         try:
-            with _held(born):
+            with atomic_io.locked(born / LOCK):
                 _write(born, files)
                 os.replace(born, folder)
         except BaseException:
@@ -90,9 +89,8 @@ def finish(folder: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock and finish what was left; raise UserError where it cannot be had or used."""
-    end = time.monotonic() + WAITING
     try:
-        with _held(folder, end):
+        with atomic_io.locked(folder / LOCK, WAITING):
             finish(folder)
             yield
     except BlockingIOError as error:
@@ -101,26 +99,11 @@ def locked(folder: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or folder} cannot be used ({atomic_io.reason(error)}); mend that.") from error
 
 
-@contextmanager
-def _held(folder: Path, end: float = 0.0) -> Iterator[None]:
-    """Hold a folder's lock; raise BlockingIOError where another process has it until `end`."""
-    with atomic_io.opened(folder / LOCK, os.O_RDWR | os.O_CREAT) as handle:
-        while True:
-            try:
-                atomic_io.flock(handle)
-                break
-            except OSError as error:
-                if time.monotonic() > end:
-                    raise BlockingIOError from error
-            time.sleep(0.05)
-        yield
-
-
 def _clear(folder: Path) -> None:
     """Delete what was left by those who were killed while they made this folder."""
     for left in folder.parent.glob(f".{folder.name}{_BORN}*"):
         try:
-            with _held(left):
+            with atomic_io.locked(left / LOCK):
                 shutil.rmtree(left)
         except BlockingIOError:
             continue  # it is being made right now

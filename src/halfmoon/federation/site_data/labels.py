@@ -5,10 +5,8 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import os
 import posixpath
 import threading
-import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,17 +94,10 @@ def _locked(folder: Path) -> Iterator[None]:
     home = folder / HOME
     try:
         home.mkdir(exist_ok=True)
-        with atomic_io.opened(home / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)) as handle:
-            end = time.monotonic() + PATIENCE
-            while True:
-                try:
-                    atomic_io.flock(handle)
-                    break
-                except OSError as error:
-                    if time.monotonic() > end:
-                        raise UserError(f"{folder / LABELS} is being written by another process; try again.") from error
-                    time.sleep(0.01)
+        with atomic_io.locked(home / LOCK, PATIENCE):
             yield
+    except BlockingIOError as error:
+        raise UserError(f"{folder / LABELS} is being written by another process; try again.") from error
     except OSError as error:
         raise UserError(f"{home} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error
 

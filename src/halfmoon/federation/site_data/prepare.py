@@ -255,12 +255,10 @@ def _writing(home: Path) -> Iterator[None]:
     """Hold the place for one process; what the system refuses becomes a sentence."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with atomic_io.opened(home / LOCK, os.O_RDWR | os.O_CREAT) as handle:
-            try:
-                atomic_io.flock(handle)
-            except OSError as error:
-                raise UserError(f"{home} is being prepared by another process; wait for it.") from error
+        with atomic_io.locked(home / LOCK):
             yield
+    except BlockingIOError as error:
+        raise UserError(f"{home} is being prepared by another process; wait for it.") from error
     except OSError as error:
         raise UserError(
             f"{home} cannot be written ({atomic_io.reason(error)}); give another folder by --out."
