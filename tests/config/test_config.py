@@ -226,7 +226,7 @@ def test_a_wrong_key_type_or_choice_is_one_sentence(values: dict[str, Any], sent
         ({"clients": -3}, "clients is -3: it must be at least 1."),
         ({"cohort": 21}, "cohort is 21, but clients is 20: it must be at most 20."),
         ({"dirichlet_alpha": 0}, "dirichlet_alpha is 0.0: it must be above 0 and at most 1e9."),
-        ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan: it must be a number above 0."),
+        ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan: it must be above 0 and at most 1e9."),
         ({"lr": float("inf")}, "lr is inf: it must be a number above 0."),
         ({"weight_decay": float("nan")}, "weight_decay is nan: it must be at least 0."),
         ({"label_ratio": 1.5}, "label_ratio is 1.5: it must be above 0 and at most 1."),
