@@ -7,6 +7,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
 from halfmoon.federation.protocol.offered import Offered
 from halfmoon.storage import atomic_io
 
@@ -19,6 +22,15 @@ OFFERED, AGREED = "offered.json", "agreed.json"
 ANY = "any"
 PINNED = re.compile(r"any|[0-9a-f]{8,64}")
 """What `--terms` may say: `ANY`, or a hash or its beginning."""
+
+
+class _Ended(TypedDict):
+    code: int
+    said: str
+
+
+class _Agreed(TypedDict):
+    terms: list[str]
 
 
 @dataclass(frozen=True)
@@ -50,19 +62,9 @@ class Consent:
 
 def offered(home: Path) -> Offered | None:
     """Return what is offered to a site and not agreed to, None where there is nothing."""
-    held = atomic_io.read_json(home / OFFERED)
     try:
-        return (
-            None
-            if held is None
-            else Offered(
-                held["hash"],
-                held["said"],
-                tuple((a, b, c) for a, b, c in held["rows"]),
-                tuple(str(line) for line in held["brief"]),
-            )
-        )
-    except (LookupError, TypeError, ValueError):
+        return TypeAdapter(Offered).validate_json(atomic_io.read(home / OFFERED) or b"", strict=True)
+    except ValidationError:
         return None
 
 
@@ -73,11 +75,11 @@ def end(home: Path, code: int, words: str) -> None:
 
 def ended(home: Path) -> tuple[int, str] | None:
     """Return with which exit code this site's part is over, and why; None where it is not."""
-    held = atomic_io.read_json(home / ENDED)
     try:
-        return None if held is None else (int(held["code"]), str(held["said"]))
-    except (LookupError, TypeError, ValueError):
+        held = TypeAdapter(_Ended).validate_json(atomic_io.read(home / ENDED) or b"", strict=True)
+    except ValidationError:
         return None
+    return held["code"], held["said"]
 
 
 def withdraw(home: Path) -> None:
@@ -88,9 +90,10 @@ def withdraw(home: Path) -> None:
 
 def agreed(home: Path) -> list[str]:
     """Return the hashes of the terms that a site's people have agreed to."""
-    held = atomic_io.read_json(home / AGREED) or {}
-    found = held.get("terms")
-    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+    try:
+        return TypeAdapter(_Agreed).validate_json(atomic_io.read(home / AGREED) or b"", strict=True)["terms"]
+    except ValidationError:
+        return []
 
 
 def agree(home: Path, hash: str) -> None:
