@@ -20,7 +20,9 @@ FAST = (
     "tests/data/test_settings.py",
     "tests/engine",
     "tests/methods/test_fedavg.py",
-    "tests/models",
+    "tests/models/test_models.py",
+    "tests/models/test_modules.py",
+    "tests/models/test_norms.py",
     "tests/objectives",
 )
 """Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method."""
