@@ -206,3 +206,18 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
         params, state = ours.step(params, gradient, state)
     for name, twin in twins.items():
         torch.testing.assert_close(params[name]["w"], twin.data)
+
+
+def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_state():
+    """All leaves in one call, or each under vmap: the same bits; a state from a file has keys in another order."""
+    g = torch.Generator().manual_seed(0)
+    params, gradient = ({"b": {"w": torch.randn(4, 3, generator=g)}, "a": torch.randn(4, generator=g)} for _ in "pg")
+    optimizer = Adam(0.1, weight_decay=0.01)
+    alone, lifted = (params, optimizer.init(params)), vmap(lambda p: (p, optimizer.init(p)))(tree.stack([params]))
+    for _ in range(3):
+        shuffled = {k: {n: v[n] for n in reversed(v)} if isinstance(v, dict) else v for k, v in alone[1].items()}
+        alone = optimizer.step(alone[0], gradient, shuffled)
+        lifted = vmap(optimizer.step)(lifted[0], tree.stack([gradient]), lifted[1])
+    for ours, theirs in zip(alone, lifted, strict=True):
+        for name, leaf in tree.flatten(ours).items():
+            assert torch.equal(leaf, tree.flatten(theirs)[name][0]), name

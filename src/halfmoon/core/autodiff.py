@@ -3,19 +3,30 @@
 `torch.func` walks through every nested argument and result several times, in Python, and builds each gradient so that
 it could be differentiated again. A step on a small network costs more of that than of arithmetic. So one client alone
 is differentiated by plain autograd, with the same kernels and the same bits; where a transform of `torch.func` is at
-work already (clients lifted by vmap, a gradient inside another) plain autograd cannot see through it, and `torch.func`
-answers. `lifted` hands vmap a flat list.
+work already, plain autograd cannot see through it. Of clients that are lifted by one vmap, and no more, the gradient is
+that of the sum of their losses, taken of the tensors underneath; a gradient inside another is left to `torch.func`.
+`lifted` hands vmap a flat list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 import torch.func
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import (
+    CVmapInterpreterPtr,
+    TransformType,
+    _add_batch_dim,  # pyright: ignore[reportPrivateUsage]: as the tensors underneath, it has no public name
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    maybe_get_bdim,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -29,6 +40,12 @@ def grad_and_value(
 ) -> tuple[Tree, Tensor, Any]: ...
 def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *rest: Any) -> tuple[Tree, Tensor, Any]:
     """Return (gradient in `params`, loss, aside) of function(params, *rest) = (loss (), aside); all are detached."""
+    if (program := _program()) is not None:
+        marked = program.marked(params)
+        with torch.enable_grad():
+            loss, aside = function(program.tree(marked), *rest)
+        gradient = program.gradient((loss,), marked, None)
+        return gradient, loss.detach(), _detached(aside)
     if inside():
         # What is not differentiated is closed over: torch.func would wrap every leaf of an argument.
         def closed(p: Tree) -> tuple[Tensor, Any]:
@@ -49,6 +66,17 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
     pull(cotangents, again) returns the gradient in `params`; `again` says that another pull follows. Outputs and aside
     are detached.
     """
+    if (program := _program()) is not None:
+        leaves = program.marked(params)
+        with torch.enable_grad():
+            outputs, aside = function(program.tree(leaves))
+        results = cast("tuple[Tensor, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
+
+        def together(cotangents: Any, again: bool) -> Tree:
+            pulled = cast("tuple[Any, ...]", cotangents if isinstance(cotangents, tuple) else (cotangents,))
+            return program.gradient(results, leaves, pulled, again)
+
+        return _detached(outputs), together, _detached(aside)
     if inside():
         outputs, pull, aside = cast(Any, torch.func.vjp(function, params, has_aux=True))
 
@@ -87,6 +115,46 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
 def inside() -> bool:
     """Say whether a transform of `torch.func` is at work around this call."""
     return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]: its stub says never None
+
+
+class _Program(NamedTuple):
+    """The one vmap that is at work: K clients, whose tensors (K, ...) lie under those that a function sees."""
+
+    level: int
+    size: int
+
+    def below(self, leaf: Tensor) -> Tensor:
+        """Return the tensor (K, ...) under a client's."""
+        if not is_batchedtensor(leaf):
+            return leaf.expand(self.size, *leaf.shape)
+        return get_unwrapped(leaf).movedim(maybe_get_bdim(leaf), 0)
+
+    def marked(self, params: Tree) -> Tree:
+        """Return a tree of the tensors underneath, that autograd differentiates by."""
+        with temporarily_pop_interpreter_stack():
+            return _marked(tree.map(self.below, params))
+
+    def tree(self, below: Tree) -> Tree:
+        """Return what each client sees of tensors (K, ...)."""
+        return tree.map(lambda leaf: _add_batch_dim(leaf, 0, self.level), below)
+
+    def gradient(
+        self, outputs: tuple[Tensor, ...], marked: Tree, cotangents: tuple[Any, ...] | None, again: bool = False
+    ) -> Tree:
+        """Return each client's gradient: no client's loss depends on another's leaves."""
+        with temporarily_pop_interpreter_stack(), torch.enable_grad():
+            heads = tuple(self.below(each) for each in outputs)
+            pulled = (torch.ones_like(heads[0]),) if cotangents is None else tuple(map(self.below, cotangents))
+            found = _gradient(heads, marked, pulled, again)
+        return self.tree(found)
+
+
+def _program() -> _Program | None:
+    """Return the vmap around this call, if there is one and no other transform."""
+    stack = get_interpreter_stack() if inside() else []
+    if len(stack) != 1 or stack[0].key() != TransformType.Vmap:
+        return None
+    return _Program(stack[0].level(), CVmapInterpreterPtr(stack[0]).batchSize())
 
 
 def _marked(params: Tree) -> Tree:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from halfmoon.core import tree
+from halfmoon.core.autodiff import inside
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
@@ -99,6 +100,8 @@ class Adam:
         # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
         c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
         scale, shift = c1 / c2, c1 * self.eps
+        if not inside():
+            return self._at_once(params, gradient, state, (steps, c1 * self.eps, c1 / c2))
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
         # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
         second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
@@ -108,6 +111,29 @@ class Adam:
             return torch.addcdiv(p, m, denominator, value=-self.lr)
 
         return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
+
+    def _at_once(
+        self, params: Tree, gradient: Tree, state: Tree, counted: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tree, Tree]:
+        """Do what `step` does with one call for all leaves, which no transform of `torch.func` could see through.
+
+        The same kernels on each leaf, and so the same bits: a step on a small network costs more calls than arithmetic.
+        """
+        steps, shift, scale = counted
+        # In one order: that of what comes from a file may be another.
+        p, g, m, v = (
+            list(tree.leaves_as(params, each)) for each in (params, gradient, state["first"], state["second"])
+        )
+        calls: Any = torch  # its calls for lists of tensors, which torch.optim makes as well, are not exported
+        dtype = v[0].dtype
+        first = calls._foreach_lerp(m, g, 1 - self.beta1)
+        second = calls._foreach_lerp(v, calls._foreach_mul(g, g), 1 - self.beta2)
+        denominator = calls._foreach_sqrt(second)
+        calls._foreach_mul_(denominator, scale.to(dtype))
+        calls._foreach_add_(denominator, shift.to(dtype))
+        new = calls._foreach_addcdiv(p, first, denominator, value=-self.lr)
+        made = (tree.rebuilt(params, iter(each)) for each in (new, first, second))
+        return next(made), {"first": next(made), "second": next(made), "steps": steps}
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,20 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
             yield value
 
 
+def leaves_as(like: Tree, tree: Tree) -> Iterator[Tensor]:
+    """Yield the leaves of a tree in the order of those of `like`, which has the same keys."""
+    for key, value in like.items():
+        if isinstance(value, dict):
+            yield from leaves_as(value, tree[key])  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield tree[key]
+
+
+def rebuilt(like: Tree, leaves: Iterator[Tensor]) -> Tree:
+    """Return a tree of the shape of `like` with other leaves, in the order of `leaves`."""
+    return map(lambda _: next(leaves), like)
+
+
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
     """Return `{"a/b/c": leaf}`; an empty dict in the tree leaves no trace."""
     flat: dict[str, Tensor] = {}
