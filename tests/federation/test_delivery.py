@@ -177,7 +177,12 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     assert launch.finished(tmp_path / "run")
     assert launch.lacking(tmp_path / "run") == ["south"]
     later = Post(south=sites["south"])
-    host.serve(later, 20.0, again=True)
+    host.serve(later, 20.0)
+    assert launch.lacking(tmp_path / "run") == ["south"]  # finished: only read
+    server = launch.Server(tmp_path / "wards.toml", tmp_path / "run", again=True)
+    server.home.prepare()
+    launch._write(server)
+    host.serve(later, 20.0)
     assert launch.lacking(tmp_path / "run") == []
     carried = b"".join([*post.carried, *later.carried])
     assert b"head" in carried

@@ -130,7 +130,7 @@ def anchored(name: str, place: Path) -> str:
 @cache
 def _fetched(name: str) -> Path:
     """Return the local copy of a model of the Hugging Face hub."""
-    version("transformers")
+    version(f"transformers:{name}")
     hub: Any = importlib.import_module("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))

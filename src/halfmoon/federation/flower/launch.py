@@ -143,8 +143,7 @@ def run_config(server: Server) -> str:
     """Return what the ServerApp is told, as TOML; it stays on this machine, and is no part of the app bundle."""
     facts = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
     facts |= {"keys": (server.home.folder / KEYS).absolute()} if server.access else {}
-    lines = [f"{name} = {toml.value(path)}\n" for name, path in facts.items()]
-    return "".join([*lines, *(["again = true\n"] if server.again else [])])
+    return "".join(f"{name} = {toml.value(path)}\n" for name, path in facts.items())
 
 
 def connection(server: Server) -> str:
@@ -186,6 +185,9 @@ def serve(server: Server, show: Callable[[str], None]) -> None:
 
 
 def _write(server: Server) -> None:
+    if server.again:  # the bundle, whose hash the sites know, has no word for it
+        said = atomic_io.read_json(server.run / DELIVERY) or {}
+        atomic_io.replace(server.run / DELIVERY, (json.dumps({**said, "again": True}) + "\n").encode())
     app = server.home.folder / "app"
     app.mkdir(exist_ok=True)
     atomic_io.replace(app / PROJECT, project(server.apps).encode())

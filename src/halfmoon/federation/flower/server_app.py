@@ -1,7 +1,7 @@
 """The one ServerApp: it plays the federation of the file `run_config` "federation" in the run folder "run-dir".
 
 Sites are waited for without end, or for `run_config` "patience" seconds. Where they are known by their keys, the file
-`run_config` "keys" says whose key each node has. With "again" the sites that lack the model of a finished run get it.
+`run_config` "keys" says whose key each node has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def main(grid: Grid, context: Context) -> None:
         host.serve(
             GridPost(grid, None if keys is None else Path(str(keys)), host.most),
             float(context.run_config.get("patience", math.inf)),
-            again=bool(context.run_config.get("again", False)),
         )
     except UserError as error:
         host.log.say(f"stopped: {error}")

@@ -25,13 +25,14 @@ def hand_out(
 
     `run` is the run's folder, whose file of deliveries also names who got it before.
     """
-    has: list[str] = (atomic_io.read_json(run / DELIVERY) or {}).get("has", [])
+    before = atomic_io.read_json(run / DELIVERY) or {}
+    has: list[str] = before.get("has", [])
     tried: dict[str, float] = {}
 
     def served(some: Sequence[str]) -> list[str]:
         has.extend(deliver(manager, some, final, run / MODEL, say))
         lacks = [name for name in names if name not in has]
-        facts = {"has": sorted(set(has)), "lacks": lacks}
+        facts = {**before, "has": sorted(set(has)), "lacks": lacks}
         atomic_io.replace(run / DELIVERY, (json.dumps(facts) + "\n").encode())
         return lacks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -124,11 +125,11 @@ class FederationServer:
             atomic_io.replace(path, held, private=True)
         return held
 
-    def serve(self, post: Transport, patience: float = math.inf, again: bool = False) -> Row:
+    def serve(self, post: Transport, patience: float = math.inf) -> Row:
         """Play all rounds that are left, and return the run's summary; one that is finished is only read.
 
-        Sites are waited for without end, or for `patience` seconds. With `again`, the sites that lack the model of a
-        finished run get it when they come.
+        Sites are waited for without end, or for `patience` seconds. Where the folder's file of deliveries says "again",
+        the sites that lack the model of a finished run get it when they come.
 
         Raise UserError where the folder holds something else or is in use, or too few sites answer again and again;
         the run goes on when it is served again.
@@ -136,16 +137,16 @@ class FederationServer:
         with self._folder() as folder:
             done = folder.summary()
             if done is not None:
-                if again:
-                    self._hand_out_again(post, patience)
+                said = atomic_io.read_json(self.path / DELIVERY) or {}
+                if said.get("again") is True and said.get("lacks"):
+                    self._hand_out_again(said["lacks"], post, patience)
                 return done
             with computing(site_threads(self.plan.config)):
                 return self._play(folder, post, patience)
 
-    def _hand_out_again(self, post: Transport, patience: float) -> None:
+    def _hand_out_again(self, names: Sequence[str], post: Transport, patience: float) -> None:
         """Give the model that lies here to the sites that lack it."""
         terms, rules = self.plan.terms, self.plan.rules
-        names = (atomic_io.read_json(self.path / DELIVERY) or {}).get("lacks", [])
         held = load_model(self.path / MODEL, network=terms.config.network)
         mine = tree.flatten(limits.abstract(task(terms.config, terms.form).network))
         whole = tree.flatten({"params": held.params, "stats": held.stats})
