@@ -193,3 +193,26 @@ def test_a_folder_without_checksums_is_read_unchecked_and_damaged_checksums_are_
     (folder / integrity.SUMS).write_text("{}")
     with pytest.raises(UserError, match=r"checksums\.json is damaged"):
         Run.read(folder)
+
+
+def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
+    """`sweep.json` carries its checksum: flipped or cut at 100 places it is refused, by sweep and report."""
+    from halfmoon.report.study import read_sweep
+    from halfmoon.sweep.sweep_folder import parse
+
+    path, facts = tmp_path / "sweep.json", {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
+    whole = integrity.seal_lines(facts)
+    assert parse(whole, path) == facts
+    chance = random.Random(5)
+    for at in range(100):
+        data = bytearray(whole)
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        damaged = bytes(data) if at % 2 else whole[: chance.randrange(len(whole) - 1)]
+        path.write_bytes(damaged)
+        try:
+            found = parse(damaged, path)
+        except UserError:
+            with pytest.raises(UserError, match=r"its checksum differs|cannot be read|has format"):
+                read_sweep(path)
+        else:  # the name of the checksum itself was hit: it reads as a file that has none
+            assert {name: found[name] for name in facts} == facts

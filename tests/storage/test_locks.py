@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, locks
 from halfmoon.storage.folder_writer import Busy
 from halfmoon.storage.locks import Held
@@ -102,3 +103,28 @@ def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: P
     lock = locks.take(tmp_path / "l")
     assert atomic_io.parsed((tmp_path / "l.owner").read_bytes())["process"] != 0
     lock.free()
+
+
+@pytest.mark.usefixtures("lockless")
+def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_path: Path):
+    """A change, a preparation or an export beside another one is refused with who is at work; afterwards all go on."""
+    from halfmoon.federation.pki import make
+    from halfmoon.federation.pki.paths import LOCK
+    from halfmoon.federation.site_data.prepare import _writing
+
+    keys = tmp_path / "keys"
+    make.init(keys, ["north"])
+    assert not list(keys.rglob("*.owner"))
+    make.add(keys, "south")
+    other = locks.take(keys / LOCK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfmoon.federation.pki.changes.WAITING", 0.0)
+        with pytest.raises(UserError, match=r"being changed by another process.*is at work, says"):
+            make.add(keys, "east")
+    other.free()
+    make.add(keys, "east")
+    home = tmp_path / "home"
+    for _ in range(2):
+        with _writing(home), pytest.raises(UserError, match=r"being prepared.*is at work, says"), _writing(home):
+            pass
+    assert not list(tmp_path.rglob("*.owner"))

@@ -152,6 +152,7 @@ def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
     folder, steps, failed = played(mine, *MINE)
     assert failed == []
     facts = json.loads((folder.path / "sweep.json").read_text())
+    assert len(facts.pop("sha256")) == 64  # of all the rest
     assert folder.path == mine.parent / "out" / "mine-short"
     machine, versions, rows = facts.pop("machine"), facts.pop("versions"), facts.pop("cells")
     assert facts == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from halfmoon.core.errors import UserError
 from halfmoon.report.run_reader import Run
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, integrity
 
 FORMAT = 1
 """The version of sweep.json that is read here."""
@@ -203,6 +204,8 @@ def read_sweep(file: Path) -> Study:
     try:
         data = file.read_bytes()
         head = atomic_io.parsed(data)
+        if isinstance(head, dict):
+            head = integrity.check_lines(data)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
@@ -212,7 +215,7 @@ def read_sweep(file: Path) -> Study:
             "by another version; start the sweep again, or use that version."
         )
     try:
-        sweep = TypeAdapter(Sweep).validate_json(data, strict=True)
+        sweep = TypeAdapter(Sweep).validate_json(json.dumps(head), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -199,19 +198,3 @@ else:
         """Bring the names in a folder to the disk."""
         with opened(path, os.O_RDONLY) as handle:
             os.fsync(handle)
-
-
-@contextmanager
-def locked(path: Path, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock file; raise BlockingIOError where another process has it, and keeps it for so many seconds."""
-    end = time.monotonic() + seconds
-    with opened(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)) as handle:
-        while True:
-            try:
-                flock(handle)
-                break
-            except OSError as error:
-                if time.monotonic() > end:
-                    raise BlockingIOError(*error.args) from error
-            time.sleep(0.02)
-        yield

@@ -4,7 +4,7 @@ A disk may change a bit, cut a file or lose it, and JSON and tensors can look so
 accuracy, one exponent of a weight. So there are
 
 - `checksums.json`: the SHA-256 of files that are written once (the split, and at the end metrics, model and summary),
-- the seal of a JSON object: its key "sha256" is the SHA-256 of the object's own line without it,
+- the seal of a JSON object: its key "sha256" is the SHA-256 of the object's own text without it (`sweep.json` too),
 - in a checkpoint's JSON the length and the SHA-256 of `metrics.jsonl` at that round (`halfmoon.storage.run_folder`).
 
 This finds damage, not malice: whoever can write a folder can write its checksums.
@@ -13,6 +13,7 @@ This finds damage, not malice: whoever can write a folder can write its checksum
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,24 @@ def unseal(data: bytes) -> dict[str, Any]:
         raise Unsealed("it is unreadable") from error
     # The bytes are compared, not the values: a changed blank would parse to the same values.
     if atomic_io.digest(atomic_io.render(facts)) != said or seal(facts) != data:
+        raise Unsealed("its checksum differs")
+    return facts
+
+
+def seal_lines(facts: Mapping[str, Any]) -> bytes:
+    """Return JSON over several lines that carries the checksum of the rest of it, for a file that people read."""
+    text = json.dumps(dict(facts), indent=1).encode()
+    return json.dumps({**facts, KEY: atomic_io.digest(text)}, indent=1).encode() + b"\n"
+
+
+def check_lines(data: bytes) -> dict[str, Any]:
+    """Return the object of `seal_lines`, or one without a checksum; raise `Unsealed` where a bit is another one."""
+    try:
+        facts = atomic_io.parsed(data)
+        said = facts.pop(KEY, None)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise Unsealed("it is unreadable") from error
+    if said is not None and seal_lines(facts) != data:
         raise Unsealed("its checksum differs")
     return facts
 

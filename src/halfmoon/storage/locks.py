@@ -11,6 +11,9 @@ import json
 import os
 import secrets
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,24 @@ def take(path: Path) -> Lock:
     except BaseException:
         os.close(handle)
         raise
+
+
+@contextmanager
+def held(path: Path, patience: float = 0.0) -> Iterator[Lock]:
+    """Hold a lock that is waited for so many seconds; raise `Held` where another process keeps it, OSError as usual."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            lock = take(path)
+            break
+        except Held:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.02)
+    try:
+        yield lock
+    finally:
+        lock.free()
 
 
 def _claim(owner: Path) -> None:

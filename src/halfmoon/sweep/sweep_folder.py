@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, integrity
 from halfmoon.sweep.grid import Cell
 from halfmoon.sweep.recipe import MEASURES, Recipe, Scale
 
@@ -56,10 +55,10 @@ class SweepFolder:
 
     def write(self, cells: Sequence[Cell]) -> None:
         """Write sweep.json; raise UserError where the disk refuses."""
-        words = json.dumps(atomic_io.finite(self._facts(cells)), indent=1) + "\n"
+        words = integrity.seal_lines(atomic_io.finite(self._facts(cells)))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(self.path / SWEEP, words.encode())
+            atomic_io.replace(self.path / SWEEP, words)
         except OSError as error:
             raise UserError(
                 f"{self.path}: it cannot be written ({atomic_io.reason(error)}); choose another --out."
@@ -104,10 +103,12 @@ class SweepFolder:
 def parse(data: bytes, path: Path) -> dict[str, Any]:
     """Return what a sweep.json says; raise UserError where it is damaged, or of another format."""
     try:
-        facts = atomic_io.parsed(data)
+        facts = integrity.check_lines(data)
         number = facts["format"]
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path} is damaged; remove it and run the sweep again: finished runs are kept.") from error
+        raise UserError(
+            f"{path} is damaged ({error}); remove it and run the sweep again: finished runs are kept."
+        ) from error
     if number != FORMAT:
         raise UserError(
             f"{path} has format {number}, but this halfmoon reads {FORMAT}; remove it and run the sweep again: runs of "

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.pki.paths import LOCK, RECORD
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, locks
 
 WAITING = 10.0
 """Seconds that the lock is waited for; whoever has it needs it for less than one."""
@@ -45,9 +45,11 @@ def make(folder: Path, files: Mapping[str, File]) -> None:
         _clear(folder)
         born = Path(mkdtemp(prefix=f".{folder.name}{_BORN}", dir=folder.parent))
         try:
-            with atomic_io.locked(born / LOCK):
+            with locks.held(born / LOCK) as lock:
                 _write(born, files)
                 os.replace(born, folder)
+                if lock.owner is not None:  # it has moved along, and says that somebody is at work
+                    (folder / lock.owner.name).unlink(missing_ok=True)
         except BaseException:
             shutil.rmtree(born, ignore_errors=True)
             raise
@@ -90,11 +92,13 @@ def finish(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock and finish what was left; raise UserError where it cannot be had or used."""
     try:
-        with atomic_io.locked(folder / LOCK, WAITING):
+        with locks.held(folder / LOCK, WAITING):
             finish(folder)
             yield
-    except BlockingIOError as error:
-        raise UserError(f"{folder} is being changed by another process: try again when that is done.") from error
+    except locks.Held as error:
+        raise UserError(
+            f"{folder} is being changed by another process: try again when that is done ({atomic_io.reason(error)})."
+        ) from error
     except OSError as error:
         raise UserError(f"{error.filename or folder} cannot be used ({atomic_io.reason(error)}); mend that.") from error
 
@@ -103,9 +107,9 @@ def _clear(folder: Path) -> None:
     """Delete what was left by those who were killed while they made this folder."""
     for left in folder.parent.glob(f".{folder.name}{_BORN}*"):
         try:
-            with atomic_io.locked(left / LOCK):
+            with locks.held(left / LOCK):
                 shutil.rmtree(left)
-        except BlockingIOError:
+        except locks.Held:
             continue  # it is being made right now
 
 

@@ -7,7 +7,8 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.federation.site_data.site_folder import CLASSES, LABELS
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io, locks, toml
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
@@ -159,11 +160,7 @@ def _write(source: Source, parts: Sequence[_Part], out: Path, plan: _Plan, tell:
     """Write what is missing; a mark tells an unfinished export of these sites, federation.toml a finished one."""
     out.mkdir(parents=True, exist_ok=True)
     _claim(out, plan.mark())
-    with atomic_io.opened(out / MARK, os.O_RDWR) as handle:
-        try:
-            atomic_io.flock(handle)
-        except OSError as error:
-            raise UserError(f"{out} is being written by another process; wait for it.") from error
+    with _alone(out):
         if (out / FEDERATION).exists():
             return False
         for part in parts:
@@ -176,6 +173,16 @@ def _write(source: Source, parts: Sequence[_Part], out: Path, plan: _Plan, tell:
             plan.split.save(out / SPLIT)
         atomic_io.replace(out / FEDERATION, plan.words.encode())
     return True
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    try:
+        with locks.held(out / MARK):
+            yield
+    except locks.Held as error:
+        words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
+        raise UserError(words) from error
 
 
 def _claim(out: Path, mark: str) -> None:

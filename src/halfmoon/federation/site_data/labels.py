@@ -17,7 +17,7 @@ from pathlib import Path
 from halfmoon.core.errors import UserError
 from halfmoon.federation.site_data.label_file import LABELS, SIGNED, decoded, file_of, separator_of
 from halfmoon.federation.site_data.prepare import HOME
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, locks
 
 LOCK = "labels.lock"
 UNSURE = f"{HOME}/not-sure.csv"
@@ -94,9 +94,9 @@ def _locked(folder: Path) -> Iterator[None]:
     home = folder / HOME
     try:
         home.mkdir(exist_ok=True)
-        with atomic_io.locked(home / LOCK, PATIENCE):
+        with locks.held(home / LOCK, PATIENCE):
             yield
-    except BlockingIOError as error:
+    except locks.Held as error:
         raise UserError(f"{folder / LABELS} is being written by another process; try again.") from error
     except OSError as error:
         raise UserError(f"{home} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error

@@ -21,7 +21,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import fitted, header
 from halfmoon.federation.site_data.site_folder import SiteFolder, read, some
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, locks
 
 HOME, INDEX, LOCK = ".halfmoon", "index.json", "lock"
 VERSION = 2
@@ -255,10 +255,11 @@ def _writing(home: Path) -> Iterator[None]:
     """Hold the place for one process; what the system refuses becomes a sentence."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with atomic_io.locked(home / LOCK):
+        with locks.held(home / LOCK):
             yield
-    except BlockingIOError as error:
-        raise UserError(f"{home} is being prepared by another process; wait for it.") from error
+    except locks.Held as error:
+        words = f"{home} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
+        raise UserError(words) from error
     except OSError as error:
         raise UserError(
             f"{home} cannot be written ({atomic_io.reason(error)}); give another folder by --out."
