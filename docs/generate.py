@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
 from functools import cache
@@ -228,7 +228,9 @@ class Overheard(Simulation):
     passed: set[str]
     known: dict[int, set[int]]  # who sent a tensor, by its bytes' hash
 
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
+    def _visit(
+        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
         sent: dict[int, set[int]] = {}
         for place, client in enumerate(clients):
             for path, leaf in tree.flatten({**down, **tree.index(each, place)}).items():
@@ -236,7 +238,7 @@ class Overheard(Simulation):
                 sent.setdefault(client, set()).update(marks)
                 if any(self.known.get(mark, {client}) - {client} for mark in marks):
                     self.passed.add(path.split("/")[0])
-        outcomes = super()._visit(context, clients, down, each)
+        outcomes = dict(super()._visit(context, clients, down, each))
         for client, outcome in outcomes.items():
             for leaf in tree.leaves(outcome.up.update) if client != SERVER else ():
                 # What a client sends back as it came tells nothing of it.
@@ -248,7 +250,7 @@ class Overheard(Simulation):
                 parts, samples = self.heard.setdefault(name, (set(), set()))
                 parts.update(outcome.up.parts)
                 samples |= set(outcome.samples)
-        return outcomes
+        yield from outcomes.items()
 
 
 def _mark(leaf: Tensor) -> int:

@@ -271,7 +271,7 @@ def test_passes_are_what_went_through_the_network(name, statistics, labeling):
 
     def watched(*given):
         with counter:
-            return visit(*given)
+            return iter(list(visit(*given)))
 
     simulation._visit = watched  # the server's own computing, an embedding say, is nobody's visit
     (_, last) = play(method, simulation, begin(method, shared), range(2))

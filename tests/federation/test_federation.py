@@ -160,7 +160,7 @@ def flip(path: Path, at: int = -2) -> None:
 
 
 MODEL = {"params", "stats"}
-MATCH = {"sigma", "psi", "stats", "embedding", "labels", "changed"}
+MATCH = {"sigma", "psi", "stats", "embedding", "labels", "changed", "weight"}
 SEMIFL = {"train": {"params", "weight"}, "census": {"moments", "weight"}}
 AVERAGED = {"train": {*MODEL, "weight"}}
 SENT: dict[str, dict[str, set[str]]] = {

@@ -14,7 +14,7 @@ from torch import nn
 from torch_models import TorchResNet9, TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local, Task
-from halfmoon.api.uploads import Upload, stack
+from halfmoon.api.uploads import Upload
 from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -406,9 +406,9 @@ def test_server_opens_the_gate_after_the_warmup():
     class Port:
         cohort = torch.arange(1)
 
-        def ask(self, work, down, each=None):
+        def average(self, work, down):
             gates.append(float(down["gate"]))
-            return stack([Upload({"params": down["params"], "stats": down["stats"]}, torch.ones(()))])
+            return Upload({"params": down["params"], "stats": down["stats"]}, torch.ones(()))
 
     method, task = FedDure(warmup=2), Task(SmallCNN(1, 5, 4), SGD(0.1), NORMALIZE)
     server = method.start(task, task.network.init(torch.Generator()))

@@ -536,7 +536,7 @@ def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, le
     params = {"w": torch.zeros((), dtype=torch.float64)}
     momentum, found = {"w": torch.zeros((), dtype=torch.float64)}, []
     for learned in (1.0, 0.0, 0.0, 0.0):
-        up = Upload({"params": {"w": params["w"].reshape(1)}}, torch.ones(1, dtype=torch.float64))
+        up = Upload({"params": params}, torch.ones((), dtype=torch.float64))
         trained = {"w": params["w"] + learned}
         params, momentum = combine(trained, up, momentum, keep, share=0.5)
         found.append(float(params["w"]))

@@ -15,6 +15,7 @@ from scenes import furthest, play, same, simulate, task
 from torch import nn
 from torch_models import TorchSmall
 
+from halfmoon.api.uploads import Upload
 from halfmoon.contract.checks import sites_compute_the_same, straight
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
@@ -129,12 +130,12 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
     """What a cohort sends has the leaves of the head alone, and 4 bytes for each of its 36 numbers."""
     which = partly(tmp_path, "backbone")
     method, shared = registry.make("fedavg"), task(which, torch.float32)
-    seen: list[Tree] = []
+    seen: list[Upload] = []
 
     class Spy:
         def uploads(self, question, up):
             seen.append(up)
-            return list(range(len(up["weight"]))), up
+            return list(range(len(up.weight))), up
 
         def row(self):
             return {}
@@ -145,7 +146,10 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
     simulation = simulate(method, shared, aggregators=[Spy()])
     server = method.start(shared, which.init(rng.generator(0, "m")))
     played = play(method, simulation, server, range(1))[0]
-    assert {path for path in tree.flatten(seen[0]) if "params" in path} == {"params/head/weight", "params/head/bias"}
+    assert {path for path in tree.flatten(seen[0].update) if "params" in path} == {
+        "params/head/weight",
+        "params/head/bias",
+    }
     assert tree.nbytes(played.server["params"]) == 4 * 36
     assert played.report.cost["bytes_down"] == 3 * 4 * 36
 

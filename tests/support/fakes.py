@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.types import StateStore
-from halfmoon.api.uploads import Upload, stack
+from halfmoon.api.uploads import Uplink, Upload, stack
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network
@@ -96,6 +97,9 @@ class Told:
     def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         self.answered = self.cohort if to is None else to
         return stack(list(self._ask(work, down, self.answered.tolist())))
+
+    def average(self, work: str, down: Tree) -> Upload:
+        return mean_of(self.ask(work, down), Uplink(), down, work)
 
     def ask_server(self, work: str, down: Tree) -> Upload:
         (up,) = self._ask(work, down, [-2])

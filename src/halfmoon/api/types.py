@@ -267,6 +267,15 @@ class Federation(Protocol):
         """
         ...
 
+    def average(self, work: str, down: Tree) -> Upload:
+        """Send `down` to every client of the cohort, and return the weighted mean of the updates of those who answer.
+
+        Uploads are added up as they come, so that not all have to be in memory. The weight is the sum of all; where it
+        is 0 nobody had anything to learn from, and the update is what came `down`. Auxiliary tensors are reduced as the
+        work's `uplink` declares; raises `UserError` where the server would need each client's own.
+        """
+        ...
+
     def ask_server(self, work: str, down: Tree) -> Upload:
         """Do a work at the server itself, on its own labeled images, and return what a client would send."""
         ...

@@ -117,23 +117,35 @@ def select(condition: Tensor, new: Tree, old: Tree) -> Tree:
     return map(lambda a, b: torch.where(condition, a, b), new, old)
 
 
-def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
-    """Average stacked trees (leaves (K, ...)) with `weights` (K,), summing in the order 0..K-1.
+class RunningMean:
+    """The weighted mean of trees that come one after the other; in memory are the mean and the tree that is added.
 
-    The sum is taken one client after the other in float64 weights, so that the result depends neither on the
-    executor nor on the size of the machine.
+    It depends on the order of the trees, as every sum of floating-point numbers does, and on nothing else. Leaves of
+    whole numbers stay those of the first tree.
     """
-    share = cast("list[float]", (weights.double() / weights.double().sum()).tolist())  # pyright: ignore[reportUnknownMemberType]
 
-    def mean(leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf[0]
-        total: Tensor = leaf[0] * share[0]
-        for position in range(1, len(share)):
-            total = total.add(leaf[position], alpha=share[position])
-        return total
+    def __init__(self) -> None:
+        self.mean: Tree = {}
+        self.weight = 0.0
 
-    return map(mean, tree)
+    def add(self, tree: Tree, weight: float) -> None:
+        """Take in a tree, which is not kept; one that weighs 0 changes nothing."""
+        if not self.mean:
+            self.mean = map(torch.clone, tree)
+        elif weight and not self.weight:  # none before weighed anything
+            map(Tensor.copy_, self.mean, tree)
+        elif weight:
+            share = weight / (self.weight + weight)
+            map(lambda old, new: old.lerp_(new, share) if old.is_floating_point() else old, self.mean, tree)
+        self.weight += weight
+
+
+def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
+    """Average stacked trees (leaves (K, ...)) with `weights` (K,), in the order 0..K-1 (`RunningMean`)."""
+    mean = RunningMean()
+    for position, weight in enumerate(cast("list[float]", weights.double().tolist())):  # pyright: ignore[reportUnknownMemberType]
+        mean.add(index(tree, position), weight)
+    return mean.mean
 
 
 def squared_norm(tree: Tree) -> Tensor:

@@ -143,22 +143,22 @@ class LocalClients:
         down: Tree,
         each: Tree,
         quality: Quality,
-    ) -> list[ClientResult]:
-        """Visit clients (or the `SERVER`), remember what they keep, and return what comes of it in their order.
+    ) -> Iterator[ClientResult]:
+        """Visit clients (or the `SERVER`), remember what they keep, and yield what comes of it in their order.
 
         `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `quality` compares
-        pseudo-labels with the labels that are hidden from the work.
+        pseudo-labels with the labels that are hidden from the work. Nothing that was yielded is held here, and what is
+        remembered is not yielded.
         """
-        with torch.no_grad():
-            hidden: dict[int, Tensor] = {}
-            outcomes = self._visit(context, clients, stage, down, each, hidden)
-        for place, (client, outcome) in enumerate(zip(clients, outcomes, strict=True)):
+        hidden: dict[int, Tensor] = {}
+        results = _without_gradients(self._visit(context, clients, stage, down, each, hidden))
+        for client, outcome in zip(clients, results, strict=True):
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
             for seen in outcome.seen:
                 quality.add(seen.pseudo, hidden[client][seen.rows], seen.models)
-            outcomes[place] = outcome._replace(seen=())
-        return outcomes
+            yield outcome._replace(memory={}, seen=())
+            del outcome  # or it would be held while the next client trains
 
     def _visit(
         self,
@@ -168,8 +168,8 @@ class LocalClients:
         down: Tree,
         each: Tree,
         hidden: dict[int, Tensor],
-    ) -> list[ClientResult]:
-        """Return what comes of the clients in their order; `hidden` gets the labels that they do not see."""
+    ) -> Iterator[ClientResult]:
+        """Yield what comes of the clients in their order; `hidden` gets the labels that they do not see, by client."""
         amounts = [self._amount(context.work, client, stage) for client in clients]
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
         remembers = bool(first_memory(context.work, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
@@ -181,12 +181,14 @@ class LocalClients:
             return ClientTask(clients[k], private, memory, data, amounts[k])
 
         if self.training.executor == "loop":
-            return list(self.training.spread(partial(update_alone, context, down), map(task, range(len(clients)))))
+            yield from self.training.spread(partial(update_alone, context, down), map(task, range(len(clients))))
+            return
         outcomes: dict[int, ClientResult] = {}
         for group in self._groups(context.work, clients, stage, amounts):
             for part in _alike([task(k) for k in group]):
                 outcomes |= self._together(context, down, part)
-        return [outcomes[client] for client in clients]
+        for client in clients:
+            yield outcomes.pop(client)
 
     def _together(self, context: ClientContext, down: Tree, part: Sequence[ClientTask]) -> dict[int, ClientResult]:
         """Return what comes of clients that train as one program; of one alone, in a loop: lifting it only costs."""
@@ -223,3 +225,14 @@ def _alike(tasks: Sequence[ClientTask]) -> Iterator[list[ClientTask]]:
     for each in tasks:
         groups.setdefault(tuple(leaf.shape for leaf in tree.leaves(each.memory)), []).append(each)
     yield from groups.values()
+
+
+def _without_gradients(results: Iterator[ClientResult]) -> Iterator[ClientResult]:
+    """Yield what an iterator does, which works without gradients; whoever takes it may have some."""
+    while True:
+        with torch.no_grad():
+            found = next(results, None)
+        if found is None:
+            return
+        yield found
+        del found

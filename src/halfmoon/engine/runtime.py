@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
+from halfmoon.aggregation.mean import UploadMean, mean_of
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
@@ -97,10 +98,12 @@ class ServerRuntime(ABC):
         return None
 
     @abstractmethod
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
+    def _visit(
+        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
         """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
 
-        Return what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
+        Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
         """
 
     @abstractmethod
@@ -136,26 +139,49 @@ class ServerRuntime(ABC):
         asked = self.cohort if to is None else to.cpu()
         there = self._there(asked)
         private = {} if each is None else each
-        outcomes = self._ask(
-            self.client_updates[work], integers(asked[there]), down, tree.map(lambda leaf: leaf[there], private)
-        )
-        up = stack([outcome.up for outcome in outcomes.values()])
-        if outcomes and self.aggregators:
+        chosen = tree.map(lambda leaf: leaf[there], private)
+        ups = {
+            client: outcome.up
+            for client, outcome in self._ask(self.client_updates[work], integers(asked[there]), down, chosen)
+        }
+        up, clients = stack(list(ups.values())), tuple(ups)
+        del ups  # what is stacked is not held twice
+        if clients and self.aggregators:
             place = {client: k for k, client in enumerate(integers(asked))}
-            mine = torch.tensor([place[client] for client in outcomes], dtype=torch.int64)
+            mine = torch.tensor([place[client] for client in clients], dtype=torch.int64)
             each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
             drawn = to is None and self._fair
             uplink = self.client_updates[work].uplink
-            context = AggregationContext(*at, work, down, each, tuple(outcomes), len(asked), drawn, uplink)
+            context = AggregationContext(*at, work, down, each, clients, len(asked), drawn, uplink)
             up = self._aggregated(context, up)
         else:
-            self.answered = torch.tensor(list(outcomes), dtype=torch.int64)
+            self.answered = torch.tensor(clients, dtype=torch.int64)
+        self._lose(asked, tree.nbytes(down) + tree.nbytes(private) // len(asked))
+        return up
+
+    def average(self, work: str, down: Tree) -> Upload:
+        """Send `down` to the cohort, and return the weighted mean of the updates, added up as they come.
+
+        Where an aggregator has to see all uploads of a cohort, they are all held before it.
+        """
+        update = self.client_updates[work]
+        if self.aggregators:
+            return mean_of(self.ask(work, down), update.uplink, down, work)
+        mean, asked, answered = UploadMean(update.uplink, work), self.cohort, list[int]()
+        for client, outcome in self._ask(update, integers(asked[self._there(asked)]), down, {}):
+            mean.add(outcome.up)
+            answered.append(client)
+            del outcome  # or it would be held while the next client trains
+        self.answered = torch.tensor(answered, dtype=torch.int64)
+        self._lose(asked, tree.nbytes(down))
+        return mean.result(down)
+
+    def _lose(self, asked: Tensor, sent: int) -> None:
+        """Take those who have not answered out of the cohort; they were sent something too, `sent` bytes each."""
         mute = asked[~torch.isin(asked, self.answered)]
         self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
-        lost = len(asked) - len(self.answered)  # they are sent something too
-        self.cost.bytes_down += lost * (tree.nbytes(down) + tree.nbytes(private) // len(asked))
-        return up
+        self.cost.bytes_down += len(mute) * sent
 
     def _aggregated(self, context: AggregationContext, up: Upload) -> Upload:
         """Return the uploads as the aggregators let them through; those whose answers do not count have not
@@ -176,7 +202,7 @@ class ServerRuntime(ABC):
     def ask_server(self, work: str, down: Tree) -> Upload:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
         traffic = self.cost.bytes_down, self.cost.bytes_up
-        outcome = self._ask(self.client_updates[work].at_server, [SERVER], down, {})[SERVER]
+        ((_, outcome),) = self._ask(self.client_updates[work].at_server, [SERVER], down, {})
         self.cost.bytes_down, self.cost.bytes_up = traffic
         return outcome.up
 
@@ -202,12 +228,13 @@ class ServerRuntime(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(self, work: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
-        """Visit clients (or the server) and count what it takes."""
+    def _ask(
+        self, work: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
+        """Visit clients (or the server), count what it takes, and yield what comes of it."""
         context = ClientContext(work, self.views, self.seed, self._round, self._query, images_a_call(self.device))
         self._query += 1
-        outcomes = self._visit(context, clients, down, each)
-        for client, outcome in outcomes.items():
+        for client, outcome in self._visit(context, clients, down, each):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
             for name, new in outcome.samples.items():
@@ -216,7 +243,8 @@ class ServerRuntime(ABC):
             self.cost.visit(outcome.amount, passes, outcome.swept)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
-        return outcomes
+            yield client, outcome
+            del outcome
 
     def _there(self, asked: Tensor) -> Tensor:
         """Return the places in `asked` of those who answer in this round; at least one does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -130,15 +130,16 @@ class Simulation(ServerRuntime):
         state_stores = {"client": self.memories, "state": self.state_store}
         return {name: {key: kept.get(key) for key in kept.keys()} for name, kept in state_stores.items()}  # noqa: SIM118
 
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
-        outcomes = self.local_clients.visit(context, clients, self._stage, down, each, self._quality)
-        if self._kept:
-            for client, outcome in zip(clients, outcomes, strict=True):
-                if client != SERVER and "params" in outcome.up.update:
-                    self._sent[client] = {"stats": {}, **down, **outcome.up.update}
-            first = integers(self.cohort)[: self._kept]
-            self._sent = {client: up for client, up in self._sent.items() if client in first}
-        return dict(zip(clients, outcomes, strict=True))
+    def _visit(
+        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
+        first = integers(self.cohort)[: self._kept]
+        visited = self.local_clients.visit(context, clients, self._stage, down, each, self._quality)
+        for client, outcome in zip(clients, visited, strict=True):
+            if client in first and "params" in outcome.up.update:
+                self._sent[client] = {"stats": {}, **down, **outcome.up.update}
+            yield client, outcome
+            del outcome
 
 
 def spans(each: Sequence[Row]) -> Row:

@@ -31,13 +31,13 @@ def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tupl
     return tree.map(torch.sub, params, momentum), momentum
 
 
-def combine(params: Tree, up: Upload, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
-    """Return (params, momentum) after a step with momentum to share * params + (1 - share) * mean of the uploads.
+def combine(params: Tree, mean: Upload, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
+    """Return (params, momentum) after a step with momentum to share * params + (1 - share) * the uploads' `mean`.
 
-    Where nobody trained (all weights are zero) both stay.
+    Where nobody trained (it weighs nothing) both stay.
     """
-    if not bool(up.weight.sum() > 0):
+    if not bool(mean.weight > 0):
         return params, momentum
-    mean = average(up)["params"]
-    target = tree.map(lambda new, old: torch.lerp(new, old, share), mean, params) if share else mean
+    new = mean.update["params"]
+    target = tree.map(lambda new, old: torch.lerp(new, old, share), new, params) if share else new
     return momentum_step(params, target, momentum, keep)

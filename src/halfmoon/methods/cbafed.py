@@ -37,7 +37,6 @@ from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
 from halfmoon.objectives.base import per_image, supervised, sweep_logits
 from halfmoon.objectives.mixing import one_hot
@@ -84,7 +83,7 @@ class CBAFed:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, average, and go back a little every few rounds."""
         down: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "saved"}}
-        new = average(federation.ask("train", down), down)
+        new = federation.average("train", down).update
         saved: Tree = {"stats": {}, **server["saved"]}
         if self.residual and (task.round + 1) % self.residual_every == 0:
             saved = residual({name: new[name] for name in ("params", "stats")}, saved, self.residual)

@@ -31,7 +31,6 @@ from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
 from halfmoon.methods.batchnorm_stats import counted
 from halfmoon.models import track
 from halfmoon.objectives import Objective, Supervised
@@ -157,7 +156,7 @@ class FedAvg:
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average."""
-        return average(federation.ask("train", server), server)
+        return federation.average("train", server).update
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the averaged model, or its averaged teacher."""

@@ -39,7 +39,6 @@ from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Optimizer, descend
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
 from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
 from halfmoon.methods.regulators import (
     Student,
@@ -136,8 +135,8 @@ class FedDure:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average; the gate stays shut during the labeled-only `warmup` rounds."""
         gate = (server["round"] >= self.warmup).to(torch.float32)
-        up = federation.ask("train", {"params": server["params"], "stats": server["stats"], "gate": gate})
-        return {**average(up, server), "round": server["round"] + 1}
+        down = {"params": server["params"], "stats": server["stats"], "gate": gate}
+        return {**federation.average("train", down).update, "round": server["round"] + 1}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the averaged model; C-reg never leaves its client."""

@@ -103,8 +103,8 @@ class FL2:
             for _ in range(self.warmup if federation.labeled else 0):
                 model["params"] = federation.ask_server("fine-tune", model).update["params"]
             model["stats"] = estimate(federation, model, self.sbn)
-        up = federation.ask("train", model)
-        params, momentum = combine(model["params"], up, server["momentum"], self.server_momentum)
+        mean = federation.average("train", model)
+        params, momentum = combine(model["params"], mean, server["momentum"], self.server_momentum)
         if federation.labeled:
             params = federation.ask_server("fine-tune", {**model, "params": params}).update["params"]
         new = {"params": params, "stats": model["stats"], "momentum": momentum}

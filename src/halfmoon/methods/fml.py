@@ -28,7 +28,6 @@ from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
 from halfmoon.methods.mutual import (
     Looked,
     Pass,
@@ -91,7 +90,7 @@ class FML:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average the memes."""
         model = model_of(server)
-        return average(federation.ask("train", model), model)
+        return federation.average("train", model).update
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the meme; private models never leave their clients."""

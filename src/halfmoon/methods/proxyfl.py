@@ -26,9 +26,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, StateStore, Task
-from halfmoon.api.uploads import Upload
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
@@ -129,6 +130,10 @@ class Listener:
         if head is not None:
             self.rows = head["weight"][(up.weight > 0).to(head["weight"].device)]
         return up
+
+    def average(self, work: str, down: Tree) -> Upload:
+        """Ask, keep the classifiers, and return the mean."""
+        return mean_of(self.ask(work, down), Uplink(), down, work)
 
     def ask_server(self, work: str, down: Tree) -> Upload:
         """Ask the server."""

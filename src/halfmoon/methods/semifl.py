@@ -126,10 +126,10 @@ class SemiFL:
             stats = estimate(federation, server, self.sbn)
         params, share = server["params"], 0.0
         model = {"params": params, "stats": stats}
-        up = federation.ask("train", model)
+        mean = federation.average("train", model)
         if federation.labeled and not self.fine_tune:
             params, share = federation.ask_server("fine-tune", model).update["params"], 0.5
-        params, momentum = combine(params, up, server["momentum"], self.server_momentum, share)
+        params, momentum = combine(params, mean, server["momentum"], self.server_momentum, share)
         if federation.labeled and self.fine_tune:
             params = federation.ask_server("fine-tune", {**model, "params": params}).update["params"]
         new = {"params": params, "stats": stats, "momentum": momentum}

@@ -33,7 +33,6 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
 from halfmoon.models import track
 from halfmoon.models.network import linear
 from halfmoon.objectives.base import guess_of, supervised
@@ -73,7 +72,7 @@ class TwinSight:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average both networks."""
         server = {"stats": {}, **server}
-        return average(federation.ask("train", server), server)
+        return federation.average("train", server).update
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the classifier."""

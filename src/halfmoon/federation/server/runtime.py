@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -146,11 +146,14 @@ class RemoteRuntime(ServerRuntime):
         own = None if self.server is None else self.server.memories
         return [self._staged, own] if isinstance(own, StagedStore) else [self._staged]
 
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> dict[int, ClientResult]:
+    def _visit(
+        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
             (outcome,) = self.server.visit(context, clients, None, down, each, self._quality)
-            return {SERVER: outcome}
+            yield SERVER, outcome
+            return
         name = next(name for name, known in self.client_updates.items() if known is context.work)
         downlinks = {
             self.names[k]: {**down, **tree.index(each, place)}
@@ -187,7 +190,9 @@ class RemoteRuntime(ServerRuntime):
         for site, reply in good.items():
             if reply.kept:
                 self._versions.add(site, (context.round, self._attempt, context.query))
-        return {k: _placed(good[self.names[k]].outcome(), self.device) for k in clients if self.names[k] in good}
+        for k in clients:
+            if self.names[k] in good:
+                yield k, _placed(good.pop(self.names[k]).outcome(), self.device)
 
     def _replies(
         self, requests: Mapping[str, Request], context: ClientContext | None, downlinks: Mapping[str, Tree], what: str

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, StateStore, Task
 from halfmoon.api.uploads import Upload
@@ -152,6 +153,10 @@ class _Played:
                 raise _Unknown
             ups.append(_made(pattern))
         return Upload.of(tree.stack(ups))
+
+    def average(self, work: str, down: Tree) -> Upload:
+        """Do as `ask`, and return the mean."""
+        return mean_of(self.ask(work, down), self.client_updates[work].uplink, down, work)
 
     def ask_server(self, work: str, down: Tree) -> Upload:
         """Refuse: nothing that goes down depends on whether the server trains as well."""
