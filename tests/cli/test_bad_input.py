@@ -102,7 +102,7 @@ def test_a_smallest_size_that_no_draw_meets(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(words.split()) == 2
     assert capsys.readouterr().err == (
         "halfmoon: in 100 draws no split with dirichlet_alpha 0.001 gave each of 9 clients 10 labeled images; the best "
-        "minimum was 1. Raise dirichlet_alpha, or set min_size to 1 or less.\n"
+        "minimum was 1, and 3 or more had fewer. Ask for 4 clients, or set min_size to 1 or less.\n"
     )
     assert listing() == {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Scenario, Source, Split, load
-from halfmoon.data.partition.primitives import apportion, deal, spread, stream, take_labeled
+from halfmoon.data.partition.primitives import apportion, deal, holdings, spread, stream, take_labeled
 from halfmoon.data.partition.split import Origin, hash_labels
 
 
@@ -162,16 +163,36 @@ def test_a_class_whose_holder_is_full_goes_whole_to_another() -> None:
 def test_a_smallest_size_that_cannot_be_met_is_said_with_the_best_found() -> None:
     labels = mixed(200, 2)
     with pytest.raises(
-        UserError, match=r"in 7 draws .* dirichlet_alpha 0.05 gave each of 20 clients 9 rows; the best minimum was"
+        UserError, match=r"in 7 draws .* dirichlet_alpha 0.05 gave each of 10 clients 18 rows; the best minimum was"
     ):
-        spread(labels, 20, 0.05, stream(0, "x"), min_size=9, tries=7)
+        spread(labels, 10, 0.05, stream(0, "x"), min_size=18, tries=7)
     draw = stream(3, "x")
     best = max(int(np.bincount(spread(labels, 5, 0.5, draw, min_size=0), minlength=5).min()) for _ in range(3))
     assert 0 < best < 30
     with pytest.raises(
-        UserError, match=f"best minimum was {best}. Raise dirichlet_alpha, or set min_size to {best} or less"
+        UserError, match=f"minimum was {best}, and . or more had fewer. Ask for 2 clients, or set min_size to {best} or"
     ):
         spread(labels, 5, 0.5, stream(3, "x"), min_size=39, tries=3)
+
+
+def test_thousands_of_clients_are_told_at_once_what_would_succeed() -> None:
+    """Of 5,000 clients dozens have nothing in each draw: three are enough to know it; what is said then succeeds."""
+    labels = mixed(20_000, 10)
+    draw = stream(0, "many")
+    with pytest.raises(UserError, match="in 3 draws no split") as caught:
+        spread(labels, 5000, 0.5, draw, min_size=1)
+    said = re.search(r"Raise dirichlet_alpha to ([\d.]+), or ask for (\d+) clients", str(caught.value))
+    assert said
+    for clients, alpha in ((5000, float(said[1])), (int(said[2]), 0.5)):
+        assert np.bincount(spread(labels, clients, alpha, stream(1, "many"), min_size=1), minlength=clients).min() >= 1
+
+
+def test_what_each_client_holds_is_found_at_once() -> None:
+    """As by looking for each client's rows; nobody's (-1) and the server's (-2) are no client's."""
+    client = np.random.default_rng(0).integers(-2, 7, 300)
+    found = holdings(client, 8)
+    assert len(found) == 8
+    assert all(np.array_equal(rows, np.flatnonzero(client == k)) for k, rows in enumerate(found))
 
 
 # The split and its file

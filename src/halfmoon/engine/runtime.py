@@ -13,17 +13,21 @@ from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.mean import UploadMean, mean_of
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
 from halfmoon.api.uploads import Upload, stack
-from halfmoon.core import rng, tree
+from halfmoon.core import tree
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.client_update import ClientContext, ClientResult, add, images_a_call
+from halfmoon.engine.cohorts import answering, cohort
 from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.loop import Report, Row, TooFew
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.manifest import Contents
 from halfmoon.storage.state_store import StateView, Store
+
+Visited = Iterator[tuple[int, ClientResult]]
+"""Clients, and what came of their updates, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,7 @@ class ServerRuntime(ABC):
         return None
 
     @abstractmethod
-    def _visit(
-        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
-    ) -> Iterator[tuple[int, ClientResult]]:
+    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
 
         Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
@@ -124,8 +126,7 @@ class ServerRuntime(ABC):
 
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort, the same for every method of one seed."""
-        g = rng.generator(self.seed, "cohort", round)
-        self.cohort = torch.randperm(self.clients, generator=g)[: self.size].sort().values
+        self.cohort = cohort(self.clients, self.size, self.seed, "cohort", round).sort().values
         self.task = self.base.at(round)
         self.client_updates = self.method.client_updates(self.task)
         self._round, self._query = round, 0
@@ -208,7 +209,7 @@ class ServerRuntime(ABC):
 
     def stored(self, server: int) -> None:
         """Take note of the bytes of the server's tree; what lies on its state store counts too."""
-        beside = self.store.held("state/") + self.store.held(f"client/{SERVER}")
+        beside = self.store.held("state/") + self.store.size(f"client/{SERVER}")
         self.cost.stored_server = max(self.cost.stored_server, server + beside)
 
     def close(self) -> Report:
@@ -228,9 +229,7 @@ class ServerRuntime(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(
-        self, work: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree
-    ) -> Iterator[tuple[int, ClientResult]]:
+    def _ask(self, work: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         """Visit clients (or the server), count what it takes, and yield what comes of it."""
         context = ClientContext(work, self.views, self.seed, self._round, self._query, images_a_call(self.device))
         self._query += 1
@@ -248,13 +247,7 @@ class ServerRuntime(ABC):
 
     def _there(self, asked: Tensor) -> Tensor:
         """Return the places in `asked` of those who answer in this round; at least one does."""
-        if not self.settings.client_dropout:
-            return torch.arange(len(asked))
-        draws = [
-            float(torch.rand((), generator=rng.generator(self.seed, "silent", self._round, k))) for k in integers(asked)
-        ]
-        there = [place for place, drawn in enumerate(draws) if drawn >= self.settings.client_dropout]
-        return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
+        return answering(asked, self.settings.client_dropout, self.seed, self._round)
 
     def _fresh_quality(self) -> Quality:
         return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +14,11 @@ from halfmoon.core import rng
 from halfmoon.core.tensors import integers, tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
-from halfmoon.engine.client_update import ClientContext, ClientResult
+from halfmoon.engine.client_update import ClientContext
 from halfmoon.engine.evaluation import leaning, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.loop import Row, TooFew
-from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime
+from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime, Visited
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, Store
 
@@ -130,9 +130,7 @@ class Simulation(ServerRuntime):
         state_stores = {"client": self.memories, "state": self.state_store}
         return {name: {key: kept.get(key) for key in kept.keys()} for name, kept in state_stores.items()}  # noqa: SIM118
 
-    def _visit(
-        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
-    ) -> Iterator[tuple[int, ClientResult]]:
+    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         first = integers(self.cohort)[: self._kept]
         visited = self.local_clients.visit(context, clients, self._stage, down, each, self._quality)
         for client, outcome in zip(clients, visited, strict=True):

@@ -11,7 +11,7 @@ removes the files that only it names.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Store:
         self.mark = START
         self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, the least recently used first
         self._sizes: dict[str, int] = {}  # bytes of every entry
+        self._counted = Counter[str]()  # of all, and of those with keys of one prefix
         self._files: dict[str, ManifestEntry] = {}  # where an entry's present content is on disk
         self._kept: dict[str, ManifestEntry] = {}  # as of the last commit
         self._changed: set[str] = set()  # since then
@@ -58,8 +59,22 @@ class Store:
         return sorted(key for key in self._sizes if key.startswith(prefix))
 
     def held(self, prefix: str = "") -> int:
-        """Return the bytes of the entries, in memory or not, whose keys begin with `prefix`."""
-        return sum(size for key, size in self._sizes.items() if key.startswith(prefix))
+        """Return the bytes of the entries, in memory or not, whose keys begin with `prefix`: "", or all up to a "/".
+
+        They are counted when entries come and go, so that asking costs the same among any number of them.
+        """
+        if prefix and not prefix.endswith("/"):
+            raise ValueError(f"bytes are counted by the part of a key up to its first '/', not by {prefix!r}")
+        return self._counted[prefix]
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an entry, 0 where there is none."""
+        return self._sizes.get(key, 0)
+
+    def _count(self, key: str, nbytes: int) -> None:
+        """Put down that there are so many bytes more."""
+        for prefix in {"", key[: key.find("/") + 1]}:
+            self._counted[prefix] += nbytes
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +119,7 @@ class Store:
             self._trees[key] = tree.map(lambda leaf: leaf.detach().to("cpu", copy=True), value)
             self._resident += nbytes
         self._sizes[key] = nbytes
+        self._count(key, nbytes)
         self._changed.add(key)
 
     def discard(self, key: str) -> None:
@@ -166,6 +182,9 @@ class Store:
         self.mark, self._version = contents.mark, contents.version
         self._files, self._kept = dict(contents.entries), dict(contents.entries)
         self._sizes = {key: entry.nbytes for key, entry in contents.entries.items()}
+        self._counted.clear()
+        for key, nbytes in self._sizes.items():
+            self._count(key, nbytes)
         self._changed, self._replaced = set(), list(contents.replaced)
 
     def _forget(self, key: str) -> None:
@@ -177,7 +196,7 @@ class Store:
         entry = self._files.pop(key, None)
         if entry is not None and entry != self._kept.get(key):
             self.disk.remove(entry)
-        del self._sizes[key]
+        self._count(key, -self._sizes.pop(key))
 
     def _evict(self, key: str) -> None:
         if key not in self._files:

@@ -47,6 +47,17 @@ def deal(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndar
     return holder
 
 
+def holdings(client: np.ndarray, clients: int) -> list[np.ndarray]:
+    """Return the rows of each client, int64, sorted, of the client of each row (N,); looked for once for all."""
+    order = np.argsort(client, kind="stable")
+    return np.split(order, np.searchsorted(client[order], np.arange(clients + 1)))[1 : clients + 1]
+
+
+HOPELESS = 12
+"""Clients below the smallest size in each of three draws, from which on no draw is waited for in which there are none:
+they come about as often as e^-12, one in 160,000."""
+
+
 def spread(
     labels: np.ndarray,
     clients: int,
@@ -62,21 +73,49 @@ def spread(
 
     For each class: shares p ~ Dir(alpha); with `cap`, clients that already hold N / clients rows get no more;
     p is normalised, and the class is cut at floor(cumsum(p) * rows), the last client taking the remainder.
-    Everything is drawn again while the smallest client has fewer than `min_size` rows, at most `tries` times;
-    then UserError is raised with the best minimum found. `what` names the rows in that message.
+    Everything is drawn again while the smallest client has fewer than `min_size` rows, at most `tries` times, and three
+    times where `HOPELESS` clients and more are left short; then UserError is raised with what would succeed. `what`
+    names the rows in that message.
     """
-    best = -1
-    for _ in range(tries):
+    best, fewest, number = -1, clients, 0
+    for number in range(1, tries + 1):
         holder = _spread_once(labels, clients, dirichlet_alpha, draw, cap)
-        smallest = int(np.bincount(holder, minlength=clients).min())
-        if smallest >= min_size:
+        sizes = np.bincount(holder, minlength=clients)
+        short = int((sizes < min_size).sum())
+        if not short:
             return holder
-        best = max(best, smallest)
-    advice = f"set min_size to {best} or less" if best > 0 else "ask for fewer clients"
+        best, fewest = max(best, int(sizes.min())), min(fewest, short)
+        if number >= 3 and fewest >= HOPELESS:
+            break
+    ways = _what_would(labels, clients, dirichlet_alpha, min_size, cap)
+    if best > 0:
+        ways.append(f"set min_size to {best} or less")
     raise UserError(
-        f"in {tries} draws no split with dirichlet_alpha {dirichlet_alpha:g} gave each of {clients} clients {min_size} "
-        f"{what}; the best minimum was {best}. Raise dirichlet_alpha, or {advice}."
+        f"in {number} draws no split with dirichlet_alpha {dirichlet_alpha:g} gave each of {clients} clients "
+        f"{min_size} {what}; the best minimum was {best}, and {fewest} or more had fewer. {_listed(ways)}."
     )
+
+
+def _what_would(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_size: int, cap: bool) -> list[str]:
+    """Return which larger alpha, and which smaller number of clients, gives everyone enough, tried in three draws."""
+
+    def enough(count: int, alpha: float) -> bool:
+        draw = stream(0, "what would")
+        made = (_spread_once(labels, count, alpha, draw, cap) for _ in range(3))
+        return any(int(np.bincount(holder, minlength=count).min()) >= min_size for holder in made)
+
+    alphas = (dirichlet_alpha * 2**k for k in range(1, 8))
+    counts = (clients >> k for k in range(1, clients.bit_length() - 1))
+    alpha = next((each for each in alphas if enough(clients, each)), None)
+    count = next((each for each in counts if enough(each, dirichlet_alpha)), None)
+    ways = [] if alpha is None else [f"raise dirichlet_alpha to {alpha:g}"]
+    return ways if count is None else [*ways, f"ask for {count} clients"]
+
+
+def _listed(ways: list[str]) -> str:
+    *most, last = ways or ["ask for fewer clients"]
+    text = f"{', '.join(most)}, or {last}" if most else last
+    return text[0].upper() + text[1:]
 
 
 def _spread_once(

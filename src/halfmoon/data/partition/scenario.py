@@ -20,7 +20,7 @@ from halfmoon.api.split_options import SplitOptions
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.partition import rules
-from halfmoon.data.partition.primitives import deal, spread, stream, take_labeled
+from halfmoon.data.partition.primitives import deal, holdings, spread, stream, take_labeled
 from halfmoon.data.partition.split import SERVER, Origin, Split, hash_labels
 
 DEFAULT_LABELS = 5
@@ -131,8 +131,8 @@ class Scenario(SplitOptions):
         labeled = np.zeros(len(labels), bool)
         draw = stream(self.seed, "split", "marks")
         some = set(_labeled_clients(self).tolist())
-        for k in range(self.clients):
-            rows = draw.permutation(np.flatnonzero(client == k))
+        for k, held in enumerate(holdings(client, self.clients)):
+            rows = draw.permutation(held)
             labeled[rows[: marked if k in some else 0]] = True
         return client, labeled
 
@@ -377,8 +377,8 @@ def _stage(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.nd
         return None
     draw = stream(scenario.seed, "split", "stages")
     stage = np.zeros(len(client), np.int64)
-    for k in range(scenario.clients):
-        rows = draw.permutation(np.flatnonzero((client == k) & ~labeled))
+    for k, held in enumerate(holdings(client, scenario.clients)):
+        rows = draw.permutation(held[~labeled[held]])
         if len(rows) < stages:
             raise UserError(
                 f"client {k} has {len(rows)} unlabeled images, fewer than {stages} stages; ask for fewer stages, fewer "

@@ -88,7 +88,7 @@ class Split:
         With a `stage`, unlabeled rows are those to be seen in it: in a split without stages, all of them.
         """
         order, starts = self._holders
-        mine = order[starts[k - SERVER] : starts[k - SERVER + 1]]
+        mine = order[starts[k - SERVER] : starts[k - SERVER + 1]].astype(np.int64)
         mine = mine[self.labeled[mine] == labeled]
         if stage is not None and self.stage is not None and not labeled:
             mine = mine[self.stage[mine] == stage]
@@ -97,8 +97,11 @@ class Split:
     @cached_property
     def _holders(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows by holder, and where each holder's begin: looking one up costs the same among any number."""
-        order = np.argsort(self.client, kind="stable")
-        return order, np.searchsorted(self.client[order], np.arange(SERVER, self.clients + 1))
+        small = len(self.client) < 2**31 and self.clients < 2**31
+        order = np.argsort(self.client.astype(np.int32) if small else self.client, kind="stable")
+        starts = np.zeros(self.clients - SERVER + 1, np.int64)
+        np.cumsum(np.bincount(self.client - SERVER, minlength=self.clients - SERVER), out=starts[1:])
+        return order.astype(np.int32) if small else order, starts
 
     def check(self, source: Source) -> None:
         """Raise UserError where this split was made for other training rows than those of `source`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from halfmoon.engine.client_update import ClientContext, ClientResult
 from halfmoon.engine.evaluation import Tally
 from halfmoon.engine.local_clients import LocalClients
 from halfmoon.engine.loop import Report, Row, TooFew
-from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime
+from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime, Visited
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.evaluation import Evaluations
 from halfmoon.federation.protocol.messages import Reply, Request
@@ -146,9 +146,7 @@ class RemoteRuntime(ServerRuntime):
         own = None if self.server is None else self.server.memories
         return [self._staged, own] if isinstance(own, StagedStore) else [self._staged]
 
-    def _visit(
-        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
-    ) -> Iterator[tuple[int, ClientResult]]:
+    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
             (outcome,) = self.server.visit(context, clients, None, down, each, self._quality)
