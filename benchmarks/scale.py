@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.partition.scenario import Scenario
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.client_update import ClientContext
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, Training
-from halfmoon.engine.runtime import RuntimeSettings, Visited
+from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
@@ -57,25 +56,28 @@ def peak() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-class Watched(Simulation):
-    """A simulation that counts the uploads that are alive when one more has come."""
+class Counting:
+    """Trains one client after the other, and counts the uploads that are alive when one has been made."""
 
-    most = 0
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most = 0
 
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
-        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        for client, outcome in super()._visit(context, clients, down, each):
-            leaf = max(tree.leaves(outcome.up.update), key=Tensor.numel)
-            alive.add(leaf)
-            del leaf
-            self.most = max(self.most, len(alive))
-            yield client, outcome
-            del outcome
+    def __call__(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Return what `map` does."""
+
+        def counted(item: Any) -> Any:
+            result = function(item)
+            self.alive.add(next(tree.leaves(result.up.update)))
+            self.most = max(self.most, len(self.alive))
+            return result
+
+        return map(counted, items)
 
 
 def federation(
     method: str, split: Split, network: Network, cohort: int = COHORT, steps: int = 5, side: int = 8
-) -> tuple[Watched, Tree, Callable[[int], Tree]]:
+) -> tuple[Counting, Tree, Callable[[int], Tree]]:
     """Return a simulation of random images, the server's first tree, and what plays a round on it."""
     g = torch.Generator().manual_seed(0)
     shape = (len(split), network.channels, side, side)
@@ -83,9 +85,10 @@ def federation(
     labels = torch.arange(len(split)) % 10
     task = Task(network, SGD(0.03), Normalize((0.5,), (0.5,)))
     chosen = registry.make(method)
-    training = Training(Batching(10, 10, steps=steps), Budget())
+    counting = Counting()
+    training = Training(Batching(10, 10, steps=steps), Budget(), spread=counting)
     held = FederatedDataset(Examples(images, labels), split)
-    simulation = Watched(chosen, task, held, Views(), training, RuntimeSettings(cohort))
+    simulation = Simulation(chosen, task, held, Views(), training, RuntimeSettings(cohort))
     server = chosen.start(task, network.init(rng.generator(0, "model")))
 
     def play(number: int) -> Tree:
@@ -96,7 +99,7 @@ def federation(
         simulation.close()
         return server
 
-    return simulation, server, play
+    return counting, server, play
 
 
 def registered(rounds: int) -> dict[str, Any]:
@@ -132,11 +135,11 @@ def uploads(method: str, cohort: int) -> dict[str, Any]:
     network = ResNet9(1, 10, 64)
     rows = np.arange(2 * cohort)
     split = Split(rows // 2, rows % 2 == 0, cohort)
-    simulation, server, play = federation(method, split, network, cohort, steps=1)
+    counting, server, play = federation(method, split, network, cohort, steps=1)
     size = tree.nbytes(server["params"]) / MIB
     before = peak()
     play(0)
-    return {"held": simulation.most + 1, "model_mib": size, "peak_mib": peak(), "before_mib": before}
+    return {"held": counting.most + 1, "model_mib": size, "peak_mib": peak(), "before_mib": before}
 
 
 def met(clients: int, rounds: int = 30) -> dict[str, Any]:

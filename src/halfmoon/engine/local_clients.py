@@ -151,8 +151,9 @@ class LocalClients:
         remembered is not yielded.
         """
         hidden: dict[int, Tensor] = {}
-        results = _without_gradients(self._visit(context, clients, stage, down, each, hidden))
-        for client, outcome in zip(clients, results, strict=True):
+        remaining = iter(clients)  # not zip, which holds what it has given last
+        for outcome in _without_gradients(self._visit(context, clients, stage, down, each, hidden)):
+            client = next(remaining)
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
             for seen in outcome.seen:

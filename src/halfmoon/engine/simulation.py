@@ -132,8 +132,9 @@ class Simulation(ServerRuntime):
 
     def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         first = integers(self.cohort)[: self._kept]
-        visited = self.local_clients.visit(context, clients, self._stage, down, each, self._quality)
-        for client, outcome in zip(clients, visited, strict=True):
+        remaining = iter(clients)
+        for outcome in self.local_clients.visit(context, clients, self._stage, down, each, self._quality):
+            client = next(remaining)
             if client in first and "params" in outcome.up.update:
                 self._sent[client] = {"stats": {}, **down, **outcome.up.update}
             yield client, outcome
