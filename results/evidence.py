@@ -304,7 +304,7 @@ def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:
         "blue: a method whose interval is above zero; orange: another; gray: for comparison",
         fontsize=9,
     )
-    figure.savefig(PICTURE, dpi=130)
+    figure.savefig(PICTURE, dpi=115)
 
 
 def main() -> None:
