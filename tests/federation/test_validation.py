@@ -65,11 +65,11 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     def spied(
         context: ClientContext, clients: Sequence[int], stage: int | None, down: Tree, each: Tree, quality: Quality
     ) -> list[ClientResult]:
-        outcomes = visit(context, clients, stage, down, each, quality)
+        outcomes = list(visit(context, clients, stage, down, each, quality))
         if list(clients) != [SERVER]:
             downlinks = [{**down, **tree.index(each, k)} for k in range(len(clients))]
             own = [(held.own(k), held.given(k)) for k in clients]
-            most = [Budget().amount(local_clients.batching, context.work, *holding) for holding in own]
+            most = [Budget().amount(local_clients.training.batching, context.work, *holding) for holding in own]
             images = [int((held.split.client == k).sum()) for k in clients]
             asked.append(Trip(context, clients, downlinks, outcomes, most, images))
         return outcomes
