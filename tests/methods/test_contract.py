@@ -140,11 +140,9 @@ def test_guesses_that_are_never_confident_do_no_harm(name, place):
 def test_the_clients_of_the_scene_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
     _, _, simulation = scene("fedavg-fixmatch", rule)
-    work = simulation.client_updates["train"]
+    work, training = simulation.client_updates["train"], simulation.local_clients.training
     owned = [simulation.dataset.own(k) for k in range(4)]
-    amounts = [
-        simulation.local_clients.budget.amount(simulation.local_clients.batching, work, own, own) for own in owned
-    ]
+    amounts = [training.budget.amount(training.batching, work, own, own) for own in owned]
     assert len({amount.steps for amount in amounts}) > 1
     assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")
 
