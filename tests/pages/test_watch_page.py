@@ -244,7 +244,7 @@ def test_the_sentences_of_the_federation_are_still_the_same():
         "{site} has no part in round",
         "}: the answer of {site}: {reason}",
         "{site} is set aside after",
-        "is right on {share:.2%} of the test images here",
+        "is right on {share:.2%} of the {kind} images here",
         "received {size(received)}; {trained}",
         "; sends {sent}",
         "finished: the model lies in {path}, it is right on {share:.2%} of your test images",
