@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+from collections import Counter
 
 import pytest
 
-from halfmoon.privacy.accounting import Sampled, epsilon, exact, planned
+from halfmoon.privacy import accounting
+from halfmoon.privacy.accounting import ORDERS, Sampled, _renyi, epsilon, exact, planned
 
 pytest.importorskip("dp_accounting")
 
@@ -59,3 +63,38 @@ def test_whole_cohorts_cost_less_than_by_renyi_and_sampled_ones_as_before():
     assert planned(10, 10, 20, 8.0, 1e-5) == pytest.approx(exact([8.0] * 20, 1e-5))
     assert planned(10, 10, 20, 8.0, 1e-5) < 0.95 * renyi.get_epsilon(1e-5)
     assert epsilon([(2.0, Sampled(10, 1000))] * 20, 1e-5) < 0.5 * exact([2.0] * 20, 1e-5)
+
+
+def test_the_pld_accountant_has_no_cohorts_of_a_fixed_size():
+    """Where this fails, the library has learned it: take it for sampled cohorts, in place of Renyi's bound."""
+    from dp_accounting import NeighboringRelation, UnsupportedEventError, dp_event
+    from dp_accounting.pld import PLDAccountant
+
+    drawn = dp_event.SampledWithoutReplacementDpEvent(100, 10, dp_event.GaussianDpEvent(2.0))
+    for relation in NeighboringRelation:
+        with pytest.raises(UnsupportedEventError):
+            PLDAccountant(relation).compose(drawn)
+
+
+@pytest.mark.parametrize("kind", [(4.0, Sampled(10, 100)), (100.0, Sampled(1, 10_000)), (8.0, None), (0.1, None)])
+def test_a_curve_is_read_from_what_the_accountant_says(kind: tuple[float, Sampled | None]):
+    """An event's divergence is its own, however often: epsilon of 1 and of 300 is what the library composes itself."""
+    from dp_accounting import NeighboringRelation, dp_event
+    from dp_accounting.rdp import RdpAccountant
+
+    noise, sampled = kind
+    event = plain = dp_event.GaussianDpEvent(noise / 2)
+    if sampled:
+        event = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, plain)
+    for count in (1, 300):
+        made = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_ONE).compose(event, count)
+        assert _renyi(Counter({kind: count}), 1e-5) == pytest.approx(made.get_epsilon(1e-5), rel=1e-9)
+
+
+def test_nothing_of_the_library_is_used_that_has_no_public_name():
+    """A name of the accountant that begins with "_" may change with any version, and epsilon with it, in silence."""
+    tree = ast.parse(inspect.getsource(accounting))
+    names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    taken = [each.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for each in node.names]
+    assert "compose" in names
+    assert not [name for name in (*names, *taken) if name.startswith("_") and not name.startswith("__")]
