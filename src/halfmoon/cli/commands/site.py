@@ -18,7 +18,11 @@ from halfmoon.core.errors import UserError, nearest
 if TYPE_CHECKING:
     from halfmoon.federation.site_data import Survey
 
-OPTIONS = ("data_dir", "cache", "data_share", "image_size", "shrink", *(name for name in SCENARIO if name != "clients"), "split")
+OPTIONS = (
+    *("data_dir", "cache", "data_share", "image_size", "shrink"),
+    *(name for name in SCENARIO if name != "clients"),
+    "split",
+)
 """What export takes of a run's options; how many clients there are is said by --sites."""
 
 SHOWN_SIZES = 8
