@@ -29,7 +29,6 @@ from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.consent import PINNED, Offered
-from halfmoon.federation.site.site_keys import listed
 from halfmoon.storage import atomic_io, toml
 
 LOG = "join.log"
@@ -150,6 +149,8 @@ class Joining:
         if self.key is not None and not self.key.is_file():
             raise UserError(f"--key {self.key}: there is no such file.")
         if self.site_keys is not None:
+            from halfmoon.federation.site.site_keys import listed  # slow to import: it brings torch
+
             listed(self.site_keys)
         if self.terms and not PINNED.fullmatch(self.terms):
             raise UserError(
