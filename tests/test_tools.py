@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -74,6 +76,57 @@ def test_the_notes_of_a_tag_are_its_section() -> None:
     for empty in ("## 0.2.0\n\n## 0.1.0\n- first\n", "# Changes\n"):
         with pytest.raises(ValueError, match=r"no changes below '## 0\.2\.0'"):
             notes("v0.2.0", "0.2.0", empty)
+
+
+# A release
+
+
+def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
+    """As docs/security.md verifies it; a changed byte or another key is found, and without a key nothing is signed."""
+    sums, other = tmp_path / "SHA256SUMS", tmp_path / "other"
+    sums.write_text("ab  halfmoon.whl\n")
+    for key in (tmp_path / "key", other):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+
+    def sign(**more: str) -> str:
+        done = subprocess.run(
+            [ROOT / ".ci" / "sign", sums], env={"PATH": os.environ["PATH"], **more}, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    def verified(key: Path) -> bool:
+        (tmp_path / "signers").write_text(f"maintainer {key.with_suffix('.pub').read_text()}")
+        (words,) = re.findall(r"^\$ (ssh-keygen -Y verify .*)$", (ROOT / "docs" / "security.md").read_text(), re.M)
+        return not subprocess.run(words, cwd=tmp_path, shell=True, capture_output=True, check=False).returncode
+
+    assert "signing skipped" in sign()
+    assert not (tmp_path / "SHA256SUMS.sig").exists()
+    sign(HALFMOON_SIGNING_KEY=str(other))
+    assert not verified(tmp_path / "key")
+    sign(HALFMOON_SIGNING_KEY=str(tmp_path / "key"))
+    assert verified(tmp_path / "key")
+    sums.write_text("ac  halfmoon.whl\n")
+    assert not verified(tmp_path / "key")
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words"),
+    [
+        ([{"name": "a", "skip_reason": "not on PyPI"}] * 3, 0, "skipped: .* knows none of 3 packages"),
+        ([{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "?"}], 0, "^1 packages .* 1 more"),
+        ([{"name": "a", "version": "1", "vulns": [{"id": "CVE-1"}]}], 1, "a 1: CVE-1"),
+    ],
+)
+def test_an_audit_counts_what_was_compared(tmp_path: Path, found: list[dict], code: int, words: str) -> None:
+    """An index that is a mirror knows no package: no vulnerability found there means nothing, and is not said."""
+    program = tmp_path / "pip-audit"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps({'dependencies': found})}\nEND\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run([ROOT / ".ci" / "audit"], env={"PATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert re.search(words, done.stdout)
 
 
 # The site
