@@ -288,7 +288,7 @@ def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "sweep.json is damaged; remove it and run the sweep again: finished runs are kept."),
+        ("{", "sweep.json is damaged (it is unreadable); remove it and run the sweep again: finished runs are kept."),
         ("[]", "is damaged"),
         ("", "is damaged"),
         ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {FORMAT}; remove it"),
