@@ -30,6 +30,7 @@ from halfmoon.federation.pki import Access, changes
 from halfmoon.federation.pki.key_folder import LISTEN, PORT, left
 from halfmoon.federation.pki.listing import listing
 from halfmoon.federation.pki.make import add, host, init, rekey, remove, renew
+from halfmoon.federation.server.plan import load
 
 LONG_AGO = datetime(2020, 3, 1, 12, tzinfo=UTC)
 needs = {
@@ -486,6 +487,12 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(
         ("init new --days 3651", "from 1 to 3650"),
         ("init new --days x", "--days is 'x'"),
         ("init new --port 9443", "--port and --listen are both 9443"),
+        ("init new --sites a b --images a=5", "has no count for b: declare those of every site, or of none"),
+        ("init new --sites a b --images a=5 c=5 b=1", "there is no site 'c' among --sites"),
+        ("init new --sites a --images a=5 a=6", "says twice how many images a has"),
+        ("init new --sites a --images a=0", "NAME=COUNT with a whole number from 1"),
+        ("init new --sites a --images a", "NAME=COUNT with a whole number from 1"),
+        ("init new --images a=5", "there is no site 'a' among --sites"),
         ("init new$ --sites a", "cannot stand in nginx's configuration"),
         ("show full", "is no folder of keys: make one with"),
         ("add-site nowhere a", "is no folder of keys"),
@@ -501,6 +508,19 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(
         assert shown.startswith("halfmoon: ")
         assert shown.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_declared_images_are_what_the_federations_file_reads(tmp_path: Path) -> None:
+    """The line that init says, pasted below [federation], gives the plan these counts, in the order of its sites."""
+    done = init(tmp_path / "fed", ["north", "south"], images=["south=800", "north=1200"])
+    assert done.facts["images"] == {"north": 1200, "south": 800}
+    (said,) = [each for each in done.advice if "[federation]" in each]
+    lines = said.split("write ")[1].split(" below")[0].replace(" and ", "\n")
+    file = tmp_path / "wards.toml"
+    file.write_text(f'network = "small"\n[federation]\n{lines}\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n')
+    plan = load(file)
+    assert (plan.terms.sites, plan.rules.images) == (("north", "south"), (1200, 800))
+    assert "images" not in init(tmp_path / "other", ["north"]).facts
 
 
 def test_sites_that_are_not_there_are_named(folder: Path) -> None:

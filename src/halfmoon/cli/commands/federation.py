@@ -35,6 +35,8 @@ def add(commands: Any) -> None:
     init = _action(actions, "init", "make a folder with all that server and sites need to know each other", FOLDER)
     init.add_argument("--sites", metavar="NAME", nargs="+", default=[], help="sites that get a key made here")
     init.add_argument("--host", metavar="HOST", nargs="+", default=[], help=_HOSTS)
+    about = "how many images each of --sites has, as known here: it counts for no more"
+    init.add_argument("--images", metavar="NAME=COUNT", nargs="+", default=[], help=about)
     about = f"how long the server's certificate is valid (default: {DAYS})"
     init.add_argument("--days", metavar="N", default=str(DAYS), help=about)
     about = f"the SuperLink's port, for this machine alone (default: {PORT})"
@@ -87,7 +89,7 @@ def _init(given: argparse.Namespace) -> None:
 
     days = whole("--days", given.days, 1, MOST_DAYS)
     port, listen = whole("--port", given.port, 1, 2**16 - 1), whole("--listen", given.listen, 1, 2**16 - 1)
-    done = init(given.folder, given.sites, given.host, days, port, listen)
+    done = init(given.folder, given.sites, given.host, days, port, listen, given.images)
     _tell(given, f"{done.facts['folder']} is made.", done)
 
 

@@ -29,7 +29,7 @@ from halfmoon.federation.pki.key_folder import (
     guarded,
     reading,
 )
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, toml
 
 LONGEST_KEY = 2**16
 """Bytes of a public key's file at most."""
@@ -53,14 +53,19 @@ def init(
     days: int = DAYS,
     port: int = PORT,
     listen: int = LISTEN,
+    images: Sequence[str] = (),
     now: datetime | None = None,
 ) -> Done:
     """Make a folder with an authority, a server's certificate, and a key for each site.
+
+    `images` says NAME=COUNT of every site or of none: how many images it has, as the server's people know it. That is
+    advice for the federation's file, which the folder knows nothing of.
 
     Raise UserError where a name, a host or a number cannot be used, or something is there already.
     """
     folder = folder.absolute()
     _free(sites, ())
+    declared = _declared(images, sites)
     _numbers(days, port, listen)
     called = tuple(dict.fromkeys(map(host, hosts)))
     now = now or datetime.now(UTC)
@@ -82,7 +87,12 @@ def init(
     advice = [_handing(folder, name, True) for name in sites]
     if not called:
         advice.append("No --host was given: sites on other machines will not accept the server's certificate.")
-    return Done(_facts(folder, record, *record.sites), (*advice, _safe(folder)))
+    facts = _facts(folder, record, *record.sites)
+    if declared:
+        table = f"sites = {toml.value(list(declared))} and images = {toml.value(list(declared.values()))}"
+        advice.append(f"In the federation's file, write {table} below [federation]: no site counts for more images.")
+        facts["images"] = declared
+    return Done(facts, (*advice, _safe(folder)))
 
 
 def add(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
@@ -191,6 +201,25 @@ def _free(names: Sequence[str], taken: Sequence[str]) -> None:
         if name.casefold() in seen:
             raise UserError(f"there are two sites {name!r}: a name is one site's alone, in capitals or not.")
         seen.add(name.casefold())
+
+
+def _declared(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
+    """Return how many images each site has, in the order of sites, from NAME=COUNT; raise UserError for a mistake."""
+    found: dict[str, int] = {}
+    for words in images:
+        name, _, count = words.partition("=")
+        if not re.fullmatch(r"[1-9][0-9]{0,11}", count):
+            raise UserError(f"--images {words}: it must be NAME=COUNT with a whole number from 1, such as north=1200.")
+        if name not in sites:
+            hint = nearest(name, sites) if sites else "name them there."
+            raise UserError(f"--images {words}: there is no site {name!r} among --sites; {hint}")
+        if name in found:
+            raise UserError(f"--images says twice how many images {name} has: say it once.")
+        found[name] = int(count)
+    missing = [name for name in sites if name not in found]
+    if found and missing:
+        raise UserError(f"--images has no count for {', '.join(missing)}: declare those of every site, or of none.")
+    return {name: found[name] for name in sites} if found else {}
 
 
 def _numbers(days: int, port: int, listen: int) -> None:
