@@ -14,6 +14,7 @@ pytest.importorskip("flwr")
 from rehearsals import Town, before_each_message, bits, eager, found, quick, recorded, stopping
 from safetensors.numpy import load_file
 
+from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app
 from halfmoon.federation.protocol.messages import Request
 
@@ -173,6 +174,29 @@ def test_a_damaged_checkpoint_is_done_without(
     assert "checkpoint-000004 is damaged" in told
     assert "going on after round 2" in told
     assert "going on after round 4" not in told
+
+
+def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(
+    stopped: Callable[[str, str], str], straight: Callable[[str], Straight]
+) -> None:
+    """With another number sites would take it for another run, and start without their memories."""
+    there, run = straight("fedloke"), stopped("fedloke", "fedloke-number")
+    path = there.town.runs / run / "number"
+    held = path.read_bytes()
+    flipped = bytes([held[0] ^ 1]) + held[1:]
+    for data, said in ((flipped, "is damaged"), (held[:7], "is damaged"), (b"", "is damaged"), (None, "is missing")):
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(UserError, match=rf"number {said}.*put it back from a backup"):
+            there.town.play(there.file, run)
+        path.write_bytes(held)
+    for downs in there.town.folder.rglob("downs.json"):
+        data = downs.read_bytes()
+        downs.write_bytes(data.replace(b"params", b"paramz", 1))
+        assert downs.read_bytes() != data
+    client_app._member.cache_clear()  # sites start anew
+    equal(there, there.town.play(there.file, run))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import secrets
@@ -109,21 +110,30 @@ class FederationServer:
 
     def _number(self) -> str:
         """Return what tells this run from others of the same federation; made with the first round."""
-        path = self.path / NUMBER
-        held = atomic_io.read(path)
-        if held is None:
-            held = secrets.token_hex(16).encode()
-            atomic_io.replace(path, held)
-        return held.decode()
+        return self._drawn(NUMBER, 16).hex()
 
     def _secret(self) -> bytes:
         """Return what noise is drawn from, which no site may know; made with the first round."""
-        path = self.path / SECRET
+        return self._drawn(SECRET, 32)
+
+    def _drawn(self, name: str, size: int) -> bytes:
+        """Return random bytes that a file of the run's folder keeps with their SHA-256; made with the first round.
+
+        Raise UserError where they are damaged, or missing after a round: with others the run would be another one.
+        """
+        path = self.path / name
         held = atomic_io.read(path)
+        again = "put it back from a backup, or serve in another folder, as another run."
         if held is None:
-            held = secrets.token_bytes(32)
-            atomic_io.replace(path, held, private=True)
-        return held
+            if any(self.path.glob("checkpoint-*")):
+                raise UserError(f"{path} is missing, but rounds were played with it: {again}")
+            drawn = secrets.token_bytes(size)
+            atomic_io.replace(path, drawn + hashlib.sha256(drawn).digest(), private=True)
+            return drawn
+        drawn = held[:size]
+        if held[size:] != hashlib.sha256(drawn).digest():
+            raise UserError(f"{path} is damaged: {again}")
+        return drawn
 
     def serve(self, post: Transport, patience: float = math.inf) -> Row:
         """Play all rounds that are left, and return the run's summary; one that is finished is only read.

@@ -37,8 +37,14 @@ def terms_in(place: Path, say: Callable[[str], None]) -> Terms | None:
 def with_downlinks(site: SiteRuntime, terms: Terms, place: Path) -> SiteRuntime:
     """Return the site with what its server may send, which is worked out once and kept in `place`."""
     try:
-        known = DownlinkSpec.parse(json.loads(atomic_io.read(place / DOWNS) or b""), len(terms.sites))
-    except (ValueError, LookupError, TypeError, AttributeError):
+        kept = json.loads(atomic_io.read(place / DOWNS) or b"")
+        facts = kept["downs"].encode()
+        if atomic_io.digest(facts) != kept["sha256"]:
+            raise ValueError
+        known = DownlinkSpec.parse(json.loads(facts), len(terms.sites))
+    except (ValueError, LookupError, TypeError, AttributeError):  # damaged, or not there yet
         known = agreed(terms.text)
-        atomic_io.replace(place / DOWNS, json.dumps(known.facts()).encode())
+        downs = json.dumps(known.facts())
+        kept = {"downs": downs, "sha256": atomic_io.digest(downs.encode())}
+        atomic_io.replace(place / DOWNS, json.dumps(kept).encode())
     return replace(site, downlinks=known)
