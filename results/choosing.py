@@ -157,10 +157,10 @@ def report() -> None:
     for data in SETS:
         for place in PLACES:
             rows = table(data, place)
-            if not rows:
+            begin, end = f"<!-- table: {data}, {place} -->\n", "<!-- /table -->"
+            if not rows or begin not in page:
                 continue
             sheets += rows
-            begin, end = f"<!-- table: {data}, {place} -->\n", "<!-- /table -->"
             before, after = page.split(begin, 1)
             page = f"{before}{begin}\n{_markdown(rows, place)}\n{end}{after.split(end, 1)[1]}"
     TABLE.write_text(page)
