@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network, affine, fresh_stats, linear
 from halfmoon.models.passes import Run
-from halfmoon.models.wide import kaiming
+from halfmoon.models.residual import ResidualNetwork
 
 _UNITS = {
     "conv1": ("a", "conv"),
@@ -26,70 +23,20 @@ _UNITS = {
 
 
 @dataclass(frozen=True)
-class ResNet18(Network):
+class ResNet18(ResidualNetwork):
     """A stem of `width` channels and four groups of two residual blocks of width, 2, 4 and 8 times width.
 
     The stem is a 3x3 convolution that keeps the sides, for images of 32x32: 11,173,962 parameters at width 64 with 3
-    channels and 10 classes. Convolutions have no bias. A block is relu(z + norm(conv(relu(norm(conv(z)))))); the first
-    of groups two to four halves the sides (rounded up), and a 1x1 convolution with its normalization stands in for z
-    there. The features are means over the image.
+    channels and 10 classes.
     """
 
-    width: int = 64
-
-    @property
-    def kernel(self) -> int:
-        """Return the side of the stem's kernel."""
-        return 3
+    groups: ClassVar[int] = 4
+    depth: ClassVar[int] = 2
 
     @property
     def least(self) -> int:
         """Return the least side of an image."""
         return 8
-
-    def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield name, inputs, outputs and stride of each block."""
-        inputs = self.width
-        for number in range(8):
-            outputs = self.width * 2 ** (number // 2)
-            yield f"block{number + 1}", inputs, outputs, 2 if inputs != outputs else 1
-            inputs = outputs
-
-    def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"}: convolutions `kaiming`, the head PyTorch's."""
-        params: Tree = {}
-        stats: Tree = {}
-
-        def unit(name: str, inputs: int, outputs: int, kernel: int = 3) -> None:
-            params[name] = {"conv": kaiming(generator, inputs, outputs, kernel)}
-            if self.norm != "none":
-                params[name]["norm"] = affine(outputs)
-            stats[name] = fresh_stats(outputs)
-
-        unit("stem", self.channels, self.width, self.kernel)
-        for name, inputs, outputs, _ in self._blocks():
-            unit(f"{name}a", inputs, outputs)
-            unit(f"{name}b", outputs, outputs)
-            if inputs != outputs:
-                unit(f"{name}shortcut", inputs, outputs, 1)
-        params["head"] = linear(generator, 8 * self.width, self.classes)
-        if self.norm == "none":
-            del params["head"]["bias"]
-        return {"params": params, "stats": stats if self.norm == "batch" else {}}
-
-    def stem(self, x: Tensor, run: Run) -> Tensor:
-        """Return what the first block is given, of images x (B, C, H, W)."""
-        return run.relu(run.norm("stem", run.conv("stem", x)))
-
-    def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return logits (B, classes) for x (B, C, H, W)."""
-        z = self.stem(x, run)
-        for name, _, _, stride in self._blocks():
-            inner = run.relu(run.norm(f"{name}a", run.conv(f"{name}a", z, stride)))
-            if f"{name}shortcut" in run.params:
-                z = run.norm(f"{name}shortcut", run.conv(f"{name}shortcut", z, stride))
-            z = run.relu(z + run.norm(f"{name}b", run.conv(f"{name}b", inner)))
-        return run.linear("head", z.mean((-2, -1)))
 
     def path_of(self, name: str) -> str | None:
         """Return where a tensor lies of a state dict of torchvision's or timm's ResNet-18, which name it alike."""
