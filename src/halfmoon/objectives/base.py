@@ -67,12 +67,12 @@ class Objective:
 
     @property
     def mixup(self) -> float | None:
-        """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`Work.mixup`)."""
+        """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`ClientUpdate.mixup`)."""
         return None
 
     @property
     def whole(self) -> bool:
-        """Return whether it looks at all rows of a client together, or remembers something of each (`Work.whole`)."""
+        """Return whether it looks at all of a client's rows together, or remembers each (`ClientUpdate.whole`)."""
         return bool(self.sweep)
 
     @property

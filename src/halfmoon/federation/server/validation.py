@@ -30,10 +30,10 @@ TWICE = 2
 most."""
 
 SWEEPS = 1024
-"""How often a client update may look at each image outside its steps. `Work.swept` is once the unlabeled rows in most
-methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers` times in
-SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense; what is swept is a cost that is
-reported, no more."""
+"""How often a client update may look at each image outside its steps. `ClientUpdate.swept` is once the unlabeled rows
+in most methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers`
+times in SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense; what is swept is a cost
+that is reported, no more."""
 
 LARGEST = 2**40
 """Bytes that a client update may be said to bring, or to leave at the site: 1 TiB, beyond any model of this library."""
