@@ -159,15 +159,15 @@ def test_ramps_by_hand():
     assert ramped(shared, 8.0, 0.0) == 8
 
 
-@pytest.mark.parametrize("make", [PiModel, PseudoLabel, MeanTeacher])
+@pytest.mark.parametrize("make", [PiModel, PseudoLabel, MeanTeacher, FixMatch])
 @pytest.mark.parametrize(("shape", "factor"), [("linear", 0.5), ("sigmoid", exp(-5 / 4))])
 def test_the_ramp_weighs_the_unlabeled_term(make, shape, factor):
     """Half way, the loss is that of the weight times the ramp's value, ramped no further."""
     shared = replace(task(NETWORK, rounds=10), round=2)
     model = begin(FedAvg(), shared)
     aside = {"teacher": begin(FedAvg(), shared, 1)["params"], "teacher_stats": model["stats"]}
-    given = drawn_batch(views=("weak", "weak2"))
-    options: dict[str, Any] = {"tau": 0.2} if make is PseudoLabel else {}
+    given = drawn_batch(views=("weak", "weak2", "strong"))
+    options: dict[str, Any] = {"tau": 0.2} if make in (PseudoLabel, FixMatch) else {}
     half = learned(make(unlabeled_weight=8.0, ramp=0.4, ramp_shape=shape, **options), given, model, shared, aside)
     same_weight = learned(make(unlabeled_weight=8 * factor, ramp=0.0, **options), given, model, shared, aside)
     assert half[0] == pytest.approx(same_weight[0], rel=1e-12)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.core.tree import Tree
-from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Seen, supervised
+from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Ramp, Seen, ramped, supervised
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class FixMatch(PseudoLabeling, Objective):
 
     With another `thresholding` the bracket is that rule's weight. `teacher` "global" is the FixMatch-GPL of SAGE's and
     ProxyFL's tables (CVPR 2025, 2026), "local" their FixMatch-LPL.
+    The weight grows from 0 over the first `ramp` of the rounds (0: it does not grow), as in Mean Teacher: where labels
+    are few, the first models guess badly, and the average of the clients takes long to forget what these learned.
     The mean runs over "all" unlabeled images of the batch, used or not (Sohn et al. 2020, Eq. 4), or over those that
     are "used", as in FedDB's and SemiFL's released code.
     """
@@ -26,6 +28,8 @@ class FixMatch(PseudoLabeling, Objective):
     tau: float = 0.95
     unlabeled_weight: float = 1.0
     mean: Literal["all", "used"] = "all"
+    ramp: float = 0.0
+    ramp_shape: Ramp = "linear"
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
@@ -35,5 +39,5 @@ class FixMatch(PseudoLabeling, Objective):
         pseudo, aside = self.judge(weak, batch, aside)
         loss = F.cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
         consistency = loss.mean() if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
-        total = supervised(labeled, batch.y) + self.unlabeled_weight * consistency
-        return total, Seen(moments, (pseudo,), aside)
+        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
+        return supervised(labeled, batch.y) + weight * consistency, Seen(moments, (pseudo,), aside)
