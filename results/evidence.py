@@ -132,7 +132,7 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
     from halfmoon.runs import factory
 
     config = configured(data, row, seed, folder)
-    with factory.computing(config):
+    with factory.computing(factory.threads(config)):
         problem = factory.problem(config)
         split, train, test = problem.split, problem.source.train, problem.source.test
         if row == "forest":
