@@ -43,7 +43,7 @@ class Line(Network):
     def check(self, shape: tuple[int, int, int]) -> None:
         """Take anything."""
 
-    def train(self, params: Tree, x: Tensor) -> tuple[Tensor, Tree]:
+    def train(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tree]:
         mean = x.mean()
         return self._logits(params, x - mean * self.centered), {"in": {"mean": mean}}
 

@@ -35,7 +35,7 @@ class Pixel(Network):
         z = run.params["pixel"]["norm"]["bias"] * x.mean((1, 2, 3))
         return torch.stack([z, torch.zeros_like(z)], -1)
 
-    def train(self, params: Tree, x: Tensor) -> tuple[Tensor, Tree]:
+    def train(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tree]:
         seen = x.mean((1, 2, 3))
         var = seen.var() if len(seen) > 1 else seen.sum() * 0
         return self.predict(params, {}, x), {"pixel": {"mean": seen.mean()[None], "var": var[None]}}

@@ -63,6 +63,12 @@ class Local(NamedTuple):
     labeled: Tensor  # () how many of L are the client's
     unlabeled: Tensor  # () how many of U are the client's
     views: dict[str, Tensor] = NOTHING  # view name -> (U, C, H, W), of every unlabeled row, where a work sweeps
+    real: dict[str, Tensor] = NOTHING  # "x" (L,), "u" (U,) bool, the client's own rows; {} where all are
+
+    @property
+    def u_real(self) -> Tensor | None:
+        """Return which unlabeled rows are the client's own, (U,) bool; None: all."""
+        return self.real.get("u")
 
 
 class Batch(NamedTuple):
@@ -76,6 +82,22 @@ class Batch(NamedTuple):
     others: dict[str, Tensor] = NOTHING  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
     drawn: dict[str, Tensor] = NOTHING  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
     x_views: dict[str, Tensor] = NOTHING  # view name -> (B, C, H, W), more views of the images in x
+    real: dict[str, Tensor] = NOTHING  # "x" (B,), "u" (b,) bool, False where an image is padding; {} where none is
+
+    @property
+    def x_real(self) -> Tensor | None:
+        """Return which labeled images are no padding, (B,) bool; None: all."""
+        return self.real.get("x")
+
+    @property
+    def u_real(self) -> Tensor | None:
+        """Return which unlabeled images are no padding, (b,) bool; None: all."""
+        return self.real.get("u")
+
+    def masks(self, views: int) -> tuple[Tensor, ...]:
+        """Return the masks of the labeled images and of so many views of the unlabeled ones; () where none is
+        padding."""
+        return (self.real["x"], *[self.real["u"]] * views) if self.real else ()
 
 
 class WeightedMetric(NamedTuple):
@@ -118,9 +140,12 @@ class Passes(NamedTuple):
     backward: int
 
 
-def sample(values: Tensor) -> WeightedMetric:
-    """Sum `values` (any shape) up to a `WeightedMetric`."""
+def sample(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
+    """Sum `values` (any shape) up to a `WeightedMetric`; of values (n,) with a mask `real` (n,), the real ones."""
     values = values.detach()
+    if real is not None:
+        counted = values * real
+        return WeightedMetric(counted.sum(), counted.square().sum(), real.to(values.dtype).sum())
     return WeightedMetric(values.sum(), values.square().sum(), torch.ones_like(values).sum())
 
 
@@ -151,6 +176,12 @@ class ClientUpdate:
     def whole(self) -> bool:
         """Return whether all rows are looked at together: such a client is batched only with clients of its size."""
         return bool(self.sweep)
+
+    @property
+    def masks(self) -> bool:
+        """Return whether it leaves out rows that are padding (`Batch.real`, `Local.real`): then clients with unequal
+        images a step, and of unequal sizes, are batched together."""
+        return False
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -133,11 +133,10 @@ def update_many(
     datas: Sequence[Local],
     amounts: Sequence[Amount],
 ) -> list[ClientResult]:
-    """Run K client updates with equal images a step as one program; `downlinks` is shared, `each` differs (leaves (K,
-    ...)).
+    """Run K client updates as one program; `downlinks` is shared, `each` differs (leaves (K, ...)).
 
-    Clients with fewer steps are frozen when theirs are over. The clients of a work that looks at `whole` clients have
-    to be of one size.
+    Clients with fewer steps are frozen when theirs are over. Those of a work that does not mask padding have to have
+    equal images a step and, if it looks at `whole` clients, to be of one size.
     """
     work = context.work
     datas = [_swept(context, client, data) for client, data in zip(clients, datas, strict=True)]
@@ -170,7 +169,7 @@ def update_many(
         new, notes = step(each, carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
-    told = [log.of(context, client, k, visits[k].amount.steps) for k, client in enumerate(clients)]
+    told = [log.of(context, client, k, visits[k].amount) for k, client in enumerate(clients)]
     up, memory = merged(work.finish)(each, carry, padded)
     results: list[ClientResult] = []
     for k, client in enumerate(clients):
@@ -216,15 +215,16 @@ class _Log:
         self.rows.append(rows)
 
     def of(
-        self, context: ClientContext, client: int, k: int | None = None, steps: int | None = None
+        self, context: ClientContext, client: int, k: int = 0, amount: Amount | None = None
     ) -> tuple[dict[str, WeightedMetric], tuple[Observed, ...]]:
-        """Return the sums over a client's first `steps`, and its pseudo-labels; `k` is its place in a program.
+        """Return the sums over a client's steps, and its pseudo-labels; in a program, of its place `k` and `amount`.
 
         Raise `Diverged` where a loss is not a number.
         """
-        many = slice(None) if k is None else (slice(0, steps), k)
-        if not self.steps or steps == 0:
+        many = slice(None) if amount is None else (slice(0, amount.steps), k)
+        if not self.steps or (amount is not None and amount.steps == 0):
             return {}, ()
+        own = slice(None if amount is None else amount.unlabeled)  # of a step's unlabeled images, the rest is padding
 
         def joined(leaves: Iterable[Tensor]) -> Tensor:
             return torch.stack(list(leaves))[many]
@@ -242,10 +242,10 @@ class _Log:
             return samples, ()
 
         def pseudo(each: Iterable[Pseudo]) -> Pseudo:
-            return Pseudo(*(joined(leaves).flatten() for leaves in zip(*each, strict=True)))
+            return Pseudo(*(joined(leaves)[:, own].flatten() for leaves in zip(*each, strict=True)))
 
         models = {name: pseudo(notes.models[name] for notes in self.steps) for name in first.models}
-        rows = joined(self.rows).flatten()
+        rows = joined(self.rows)[:, own].flatten()
         return samples, (Observed(rows, pseudo(notes.pseudo[0] for notes in self.steps), models),)
 
 
@@ -299,7 +299,8 @@ def _kept(work: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | No
 
 def _local(padded: Local, k: int) -> Local:
     """Return what the k-th of several clients holds, with the rows that fill it up."""
-    return Local(*(leaf[k] for leaf in padded[:5]), views=tree.index(padded.views, k))
+    views, real = tree.index(padded.views, k), tree.index(padded.real, k)
+    return Local(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
 
 
 def _judged(work: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
@@ -317,11 +318,17 @@ def _padded(datas: Sequence[Local]) -> Local:
         return images[torch.arange(length, device=images.device) % len(images)]
 
     longest_x, longest_u = max(len(d.x) for d in datas), max(len(d.u) for d in datas)
+    real: dict[str, Tensor] = {}
+    if any(len(d.x) < longest_x or len(d.u) < longest_u for d in datas):
+        device = datas[0].y.device
+        real["x"] = torch.stack([torch.arange(longest_x, device=device) < d.labeled for d in datas])
+        real["u"] = torch.stack([torch.arange(longest_u, device=device) < d.unlabeled for d in datas])
     return Local(
         torch.stack([wrap(d.x, longest_x) for d in datas]),
         torch.stack([wrap(d.y, longest_x) for d in datas]),
         torch.stack([wrap(d.u, longest_u) for d in datas]),
         torch.stack([d.labeled for d in datas]),
         torch.stack([d.unlabeled for d in datas]),
-        {name: torch.stack([d.views[name] for d in datas]) for name in datas[0].views},
+        {name: torch.stack([wrap(d.views[name], longest_u) for d in datas]) for name in datas[0].views},
+        real,
     )

@@ -208,11 +208,15 @@ class LocalClients:
     def _groups(
         self, work: ClientUpdate, clients: Sequence[int], stage: int | None, amounts: Sequence[Amount]
     ) -> list[list[int]]:
-        """Return the places in the cohort that run as one program: equal images a step and, where it matters, size."""
+        """Return the places in the cohort that run as one program: equal images a step and, where it matters, size.
+
+        A work that masks padding takes all that have a step to do.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for k, (client, amount) in enumerate(zip(clients, amounts, strict=True)):
             size = astuple(self.dataset.own(client, stage)) if work.whole else ()
-            groups.setdefault((amount.labeled, amount.unlabeled, *size), []).append(k)
+            alike = (amount.labeled, amount.unlabeled, *size)
+            groups.setdefault((min(amount.steps, 1),) if work.masks else alike, []).append(k)
         return list(groups.values())
 
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:

@@ -215,37 +215,32 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the batches of K clients' visits step by step, every leaf (K, ...).
 
-    Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. All visits
-    share the images a step; a client update that is over repeats its last step, and one without any shows the longest
-    one's images, which the caller discards.
+    Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. Where visits
+    differ in their images a step, those with fewer are filled up, which `Batch.real` says; a client update that is over
+    repeats its last step, and one without any shows the longest one's images, which the caller discards.
     """
     longest = max(range(len(visits)), key=lambda k: visits[k].amount.steps)
     seats = [k if visit.amount.steps else longest for k, visit in enumerate(visits)]
     locals_, visits = [locals_[k] for k in seats], [visits[k] for k in seats]
-    labeled, unlabeled = visits[0].amount.labeled, visits[0].amount.unlabeled
+    sizes = [visit.amount.labeled for visit in visits], [visit.amount.unlabeled for visit in visits]
+    labeled, unlabeled = (max(each) for each in sizes)
+    device = locals_[0].y.device
+    real = _real(sizes, device)
     last = max(visit.amount.steps for visit in visits)
     together = max(1, rows // max(1, len(visits) * max(labeled, unlabeled)))
     for first in range(0, last, together):
         steps = range(first, min(first + together, last))
-        span = [_positions(visit, steps, labeled) for visit in visits]
-        x_rows = [visit.x_rows[at] for visit, at in zip(visits, span, strict=True)]
-        x = _view(views.labeled, [v.x_drawn for v in visits], span, [c.x for c in locals_], x_rows, normalize)
-        more = _named(views, [v.more_drawn for v in visits], span, [c.x for c in locals_], x_rows, normalize)
-        y = torch.stack([c.y[r.to(c.y.device)] for c, r in zip(locals_, x_rows, strict=True)])
-        span = [_positions(visit, steps, unlabeled) for visit in visits]
-        u_rows = [
-            visit.u_rows[at] if len(visit.u_rows) else visit.u_rows for visit, at in zip(visits, span, strict=True)
-        ]
-        images = [c.u for c in locals_]
-        u = _named(views, [v.u_drawn for v in visits], span, images, u_rows, normalize)
-        o_rows = [
-            visit.o_rows[at] if len(visit.o_rows) else visit.o_rows for visit, at in zip(visits, span, strict=True)
-        ]
-        others = _named(views, [v.o_drawn for v in visits], span, images, o_rows, normalize)
-        x_index, u_index = torch.stack(x_rows).to(y.device), torch.stack(u_rows).to(y.device)
-        o_index = torch.stack(o_rows).to(y.device)
+        mine = _chosen(visits, steps, sizes[0], [v.x_rows for v in visits], [c.x for c in locals_])
+        x = mine.view(views.labeled, [v.x_drawn for v in visits], normalize)
+        more = mine.named(views, [v.more_drawn for v in visits], normalize)
+        y = mine.stacked([c.y[r.to(device)] for c, r in zip(locals_, mine.rows, strict=True)])
+        x_index = mine.stacked(mine.rows).to(device)
+        mine = _chosen(visits, steps, sizes[1], [v.u_rows for v in visits], [c.u for c in locals_])
+        u, u_index = mine.named(views, [v.u_drawn for v in visits], normalize), mine.stacked(mine.rows).to(device)
+        mine = _chosen(visits, steps, sizes[1], [v.o_rows for v in visits], [c.u for c in locals_])
+        others, o_index = mine.named(views, [v.o_drawn for v in visits], normalize), mine.stacked(mine.rows).to(device)
         mixed = [_at(visit, steps) for visit in visits]
-        mixed = {name: torch.stack([each[name] for each in mixed]).to(y.device) for name in mixed[0]}
+        mixed = {name: torch.stack([each[name] for each in mixed]).to(device) for name in mixed[0]}
         for step in range(len(steps)):
             a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
             extra = {name: leaf[:, step] for name, leaf in mixed.items()}
@@ -260,7 +255,72 @@ def batches(
                 {name: view[:, b] for name, view in others.items()},
                 extra,
                 {name: view[:, a] for name, view in more.items()},
+                real,
             )
+
+
+def _real(sizes: tuple[list[int], list[int]], device: torch.device) -> dict[str, Tensor]:
+    """Return which of the K clients' labeled and unlabeled images of a step are no padding, (K, images); {} if all."""
+    if all(len(set(each)) == 1 for each in sizes):
+        return {}
+    counts = {name: torch.tensor(each, device=device) for name, each in zip("xu", sizes, strict=True)}
+    return {
+        name: torch.arange(max(each), device=device) < counts[name][:, None]
+        for name, each in zip("xu", sizes, strict=True)
+    }
+
+
+class _Chosen(NamedTuple):
+    """The images of K clients that several steps look at."""
+
+    images: list[Tensor]  # K of (rows of the client, C, H, W)
+    rows: list[Tensor]  # K of (n_k,), which of them
+    span: list[Tensor]  # K of (n_k,), where their draws stand
+    fill: Tensor | None  # (K, n), where what is stacked stands in all n_k after each other; None: as it is
+
+    def stacked(self, leaves: list[Tensor]) -> Tensor:
+        """Return leaves (n_k, ...) as one (K, n, ...): the images of a step that a client does not have repeat its
+        last."""
+        return torch.stack(leaves) if self.fill is None else torch.cat(leaves)[self.fill.to(leaves[0].device)]
+
+    def named(self, views: Views, drawn: Sequence[dict[str, Drawn]], normalize: Normalize) -> dict[str, Tensor]:
+        """Return the views that are drawn, by name, each as `view` makes it."""
+        return {name: self.view(recipe(views, name), [each[name] for each in drawn], normalize) for name in drawn[0]}
+
+    def view(self, view: View, drawn: Sequence[Drawn], normalize: Normalize) -> Tensor:
+        """Return one view of every client's rows, (K, n, C, H, W), made in one call."""
+        picked = torch.cat([each[r.to(each.device)] for each, r in zip(self.images, self.rows, strict=True)])
+        joined = {name: torch.cat([d[name][at] for d, at in zip(drawn, self.span, strict=True)]) for name in drawn[0]}
+        made = view.apply(picked, joined, normalize)
+        if self.fill is None:
+            return torch.unflatten(made, 0, (len(self.rows), -1))
+        return made[self.fill.to(made.device)]
+
+
+def _chosen(
+    visits: Sequence[DrawnUpdate], steps: range, sizes: list[int], rows: list[Tensor], images: list[Tensor]
+) -> _Chosen:
+    """Return what `steps` look at, of the `rows` (steps * size,) that each client update takes; empty: of none."""
+    span = [_positions(visit, steps, size) for visit, size in zip(visits, sizes, strict=True)]
+    chosen = [each[at] if len(each) else each for each, at in zip(rows, span, strict=True)]
+    fill = None
+    if len(set(sizes)) > 1 and any(len(each) for each in chosen):
+        fill = _fill(sizes, len(steps))
+    return _Chosen(images, chosen, span, fill)
+
+
+def _fill(sizes: list[int], steps: int) -> Tensor:
+    """Return where the images of K clients, as many a step as the largest has, stand in their rows after each other.
+
+    A client that has none at all is filled up with another's.
+    """
+    most, start = max(sizes), 0
+    places: list[Tensor] = []
+    for size in sizes:
+        each = torch.arange(steps)[:, None] * size + torch.arange(most).clamp_max(size - 1)
+        places.append(start + each.flatten() if size else torch.zeros(steps * most, dtype=torch.int64))
+        start += size * steps
+    return torch.stack(places)
 
 
 def _at(visit: DrawnUpdate, steps: range) -> dict[str, Tensor]:
@@ -273,33 +333,3 @@ def _positions(visit: DrawnUpdate, steps: range, size: int) -> Tensor:
     """Return where the images of `steps` stand in the client update; steps beyond its end repeat the last."""
     at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
     return (at[:, None] * size + torch.arange(size)).flatten()
-
-
-def _named(
-    views: Views,
-    drawn: Sequence[dict[str, Drawn]],
-    span: Sequence[Tensor],
-    images: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    normalize: Normalize,
-) -> dict[str, Tensor]:
-    """Return the views that are drawn, by name, each as `_view` makes it."""
-    return {
-        name: _view(recipe(views, name), [each[name] for each in drawn], span, images, rows, normalize)
-        for name in drawn[0]
-    }
-
-
-def _view(
-    view: View,
-    drawn: Sequence[Drawn],
-    span: Sequence[Tensor],
-    images: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    normalize: Normalize,
-) -> Tensor:
-    """Return one view of every client's rows, (K, n, C, H, W), made in one call."""
-    picked = torch.cat([each[r.to(each.device)] for each, r in zip(images, rows, strict=True)])
-    joined = {name: torch.cat([d[name][at] for d, at in zip(drawn, span, strict=True)]) for name in drawn[0]}
-    made = view.apply(picked, joined, normalize)
-    return torch.unflatten(made, 0, (len(rows), -1))

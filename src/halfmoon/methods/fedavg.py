@@ -61,6 +61,11 @@ class LocalTraining(ClientUpdate):
         return self.objective.whole or self.counts
 
     @property
+    def masks(self) -> bool:
+        """Return whether rows that are padding are left out: where the objective does, and nothing is counted."""
+        return self.objective.masks and not self.counts
+
+    @property
     def labeled_views(self) -> tuple[str, ...]:
         """Return the objective's."""
         return self.objective.labeled_views

@@ -38,6 +38,7 @@ from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Optimizer, descend
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
 from halfmoon.methods.regulators import (
@@ -202,6 +203,11 @@ class Regulated(ClientUpdate):
         return self.options.guessing.whole
 
     @property
+    def masks(self) -> bool:
+        """Return whether rows that are padding are left out."""
+        return self.options.guessing.masks
+
+    @property
     def own_memory(self) -> bool:
         """Return whether F-reg is drawn for each client."""
         return self.options.regulator_start == "client"
@@ -272,7 +278,8 @@ class Regulated(ClientUpdate):
         trust = (judged.weights + judged.reward) * gate
 
         def loss(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
-            return F.cross_entropy(z["labeled"], batch.y) + (trust * per_image(z["strong"], label)).mean(), ()
+            taught = mean(trust * per_image(z["strong"], label), batch.u_real)
+            return _cross_entropy(z["labeled"], batch) + taught, ()
 
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
@@ -280,7 +287,8 @@ class Regulated(ClientUpdate):
         stats = carry["stats"]
         for each in moments:
             stats = track(stats, each)
-        samples = {"m": sample(judged.weights), "d": sample(judged.d), "mean_logit": sample(strong.mean(-1))}
+        samples = {"m": sample(judged.weights, batch.u_real), "d": sample(judged.d)}
+        samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
         samples |= {name: sample(norm) for name, norm in judged.norms.items()}
         notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
         return {**carry, **own, "params": params, "stats": stats, "optimizer": optimizer, **regulators}, notes
@@ -317,7 +325,8 @@ class Regulated(ClientUpdate):
         new: Tree = {}
         norms: dict[str, Tensor] = {}
         regulator: Tree = {}
-        weighted = WeightedLoss.of(student.z, label, self.options.regulator_input, self.options.through_weights)
+        seen, through = self.options.regulator_input, self.options.through_weights
+        weighted = WeightedLoss.of(student.z, label, seen, through, batch.u_real)
         if self.options.fine:
             new["regulator"], norms["regulator_gradient"] = self._teach_fine(carry, batch, student, weighted)
             regulator = new["regulator"]["params"]
@@ -325,7 +334,7 @@ class Regulated(ClientUpdate):
         else:
             weights = counted
         if self.options.normalize_weights:
-            weights = weights / weights.mean().clamp_min(1e-12)
+            weights = weights / mean(weights, batch.u_real).clamp_min(1e-12)
         d = reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
             gradient = student.pull(weighted.blame(regulator), False)  # Eq. 2
@@ -363,8 +372,15 @@ class Regulated(ClientUpdate):
         if self.options.judging == "running":
             logits = self.task.network.predict(params, carry["stats"], batch.x)
         else:
-            logits = self.task.network.train(params, batch.x)[0]
-        return F.cross_entropy(logits + carry["judge"] if self.options.judge_prior else logits, batch.y)
+            logits = self.task.network.train(params, batch.x, real=batch.x_real)[0]
+        return _cross_entropy(logits + carry["judge"] if self.options.judge_prior else logits, batch)
+
+
+def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the mean over the labeled images of a minibatch."""
+    if batch.x_real is None:
+        return F.cross_entropy(logits, batch.y)
+    return mean(per_image(logits, batch.y), batch.x_real)
 
 
 def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regulator"]) -> float:

@@ -53,31 +53,35 @@ class WeightedLoss:
     error: Tensor  # (n, classes) e
     seen: Input
     through: Through
+    count: Tensor | int  # n
 
     @classmethod
-    def of(cls, z: Tensor, label: Tensor, seen: Input, through: Through) -> WeightedLoss:
-        """Return the loss of logits z (n, classes) and labels (n,) int64."""
+    def of(cls, z: Tensor, label: Tensor, seen: Input, through: Through, real: Tensor | None = None) -> WeightedLoss:
+        """Return the loss of logits z (n, classes) and labels (n,) int64; with a mask `real` (n,), of the real rows."""
         log_p = z.log_softmax(-1)
-        loss = F.nll_loss(log_p, label, reduction="none")
-        return cls(_shown(z, seen), loss, log_p.exp() - F.one_hot(label, z.shape[-1]), seen, through)
+        loss, error = F.nll_loss(log_p, label, reduction="none"), log_p.exp() - F.one_hot(label, z.shape[-1])
+        if real is None:
+            return cls(_shown(z, seen), loss, error, seen, through, len(loss))
+        # All derivatives are linear in these two.
+        return cls(_shown(z, seen), loss * real, error * real[:, None], seen, through, real.sum())
 
     def blame(self, regulator: Tree) -> Tensor:
         """Return dL/dz (n, classes); without F-reg ({}) all weights are 1."""
         if not regulator:
-            return self.error / len(self.loss)
+            return self.error / self.count
         hidden, weights = _answers(regulator, self.shown)
         blame = weights[:, None] * self.error
         if self.through == "product":
             slope = self.loss * weights * (1 - weights)
             pulled = _unrectified(slope, regulator, hidden) @ regulator["hidden"]["weight"]
             blame = blame + self._back(pulled)
-        return blame / len(self.loss)
+        return blame / self.count
 
     def lesson(self, regulator: Tree, tangent: Tensor) -> Tree:
         """Return d(D L)/dw, a tree like `regulator`, along the `tangent` (n, classes) of the logits."""
         hidden, weights = _answers(regulator, self.shown)
         weight, out = regulator["hidden"]["weight"], regulator["out"]["weight"][0]
-        slope = weights * (1 - weights) / len(self.loss)
+        slope = weights * (1 - weights) / self.count
         value = slope * (self.error * tangent).sum(-1)  # d(D L)/da
         if self.through == "detached":
             back = _unrectified(value, regulator, hidden)

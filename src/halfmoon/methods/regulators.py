@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Task
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import vjp
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
@@ -26,11 +26,11 @@ class Student(NamedTuple):
 
 def coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
     """Return C-reg on the strong views alone."""
-    network, strong = task.network, batch.u["strong"]
-    z, pull, tape = vjp(lambda params: network.linearize(params, strong), params)
+    network, strong, real = task.network, batch.u["strong"], batch.u_real
+    z, pull, tape = vjp(lambda params: network.linearize(params, strong, real), params)
 
     def tangent(direction: Tree) -> Tensor:
-        return network.tangent(params, strong, tape, direction)
+        return network.tangent(params, strong, tape, direction, real)
 
     return Student(params, z, pull, tangent)
 
@@ -43,15 +43,18 @@ def local_student(
     `logits` are those of labeled and strong images; `apart` says that the weak views had no part in the pass.
     """
     network, views, before = task.network, (batch.u["strong"],), 0
+    real = batch.u_real
     labeled, strong = logits
     if task.statistics == "joint":  # the images of the pass that it has made, in its order
         before = len(batch.x)
         alone = apart or task.labeling == "running"
         views = (batch.x, *views) if alone else (batch.x, *views, batch.u["weak"])
+        real = padding.joined(batch.masks(len(views) - 1))
     images = torch.cat(views)
 
     def tangent(direction: Tree) -> Tensor:
-        moved = network.tangent(params, images, network.linearize(params, images)[1], direction)
+        tape = network.linearize(params, images, real)[1]
+        moved = network.tangent(params, images, tape, direction, real)
         return moved[before : before + len(strong)]
 
     def pulled(cotangent: Tensor, again: bool) -> Tree:

@@ -96,30 +96,36 @@ class FineTuned(Network):
         """Raise `UserError` if images of `shape` (C, H, W) do not fit."""
         self.inner.check(shape)
 
-    def train(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tree]:
+    def train(
+        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tree]:
         """Return logits (B, classes) under batch statistics, of frozen layers under their own, and the moments."""
         whole, stats = self._joined(params)
-        return self.inner.train(whole, x, tree.merged(stats, settled or {}))
+        return self.inner.train(whole, x, tree.merged(stats, settled or {}), real)
 
-    def embed(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tensor, Tree]:
+    def embed(
+        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tree]:
         """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given."""
         whole, stats = self._joined(params)
-        return self.inner.embed(whole, x, tree.merged(stats, settled or {}))
+        return self.inner.embed(whole, x, tree.merged(stats, settled or {}), real)
 
-    def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
         if self.patterns:
-            return self.train(params, x)[0], []
-        return self.inner.linearize(params, x)
+            return self.train(params, x, real=real)[0], []
+        return self.inner.linearize(params, x, real)
 
-    def tangent(self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree) -> Tensor:
+    def tangent(
+        self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
+    ) -> Tensor:
         """Return the derivative (B, classes) of the training logits along `direction`: in the trained part alone."""
         if not self.patterns:
-            return self.inner.tangent(params, x, tape, direction)
+            return self.inner.tangent(params, x, tape, direction, real)
         # PyTorch's forward-mode of a group normalization refuses other layouts.
         params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
         try:
-            return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
+            return jvp(lambda p: self.train(p, x, real=real)[0], (params,), (direction,))[1]
         except NotImplementedError as error:
             raise UserError(
                 "the trained part of the network has a layer that PyTorch cannot differentiate forward, which this "

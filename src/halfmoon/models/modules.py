@@ -29,7 +29,7 @@ from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
 from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network
-from halfmoon.models.passes import MOMENTUM
+from halfmoon.models.passes import MOMENTUM, masked_batch_norm
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -89,31 +89,37 @@ class ModuleNetwork(Network):
             )
         _tried(self)
 
-    def train(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tree]:
+    def train(
+        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tree]:
         """Return logits (B, classes) under batch statistics, and the moments of each batch normalization."""
-        logits, seen = self._pass(params, x, settled or {}, train=True)
+        logits, seen = self._pass(params, x, settled or {}, True, real)
         return logits, seen.moments
 
-    def embed(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tensor, Tree]:
+    def embed(
+        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tree]:
         """Return (logits, features, moments), with the features (B, F) that the last linear layer was given."""
         if self.head is None:
             raise UserError(
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
-        logits, seen = self._pass(params, x, settled or {}, train=True)
+        logits, seen = self._pass(params, x, settled or {}, True, real)
         return logits, seen.inputs[self.head], seen.moments
 
-    def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and an empty tape: `tangent` passes once more."""
-        return self.train(params, x)[0], []
+        return self.train(params, x, real=real)[0], []
 
-    def tangent(self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree) -> Tensor:
+    def tangent(
+        self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
+    ) -> Tensor:
         """Return the derivative (B, classes) of the training logits along `direction`, by forward-mode."""
         # PyTorch's forward-mode of a group normalization refuses other layouts.
         params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
         try:
-            return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
+            return jvp(lambda p: self.train(p, x, real=real)[0], (params,), (direction,))[1]
         except NotImplementedError as error:
             raise UserError(
                 f"network {self.factory} has a layer that PyTorch cannot differentiate forward, which this method "
@@ -129,10 +135,12 @@ class ModuleNetwork(Network):
         logits, seen = self._pass(params, x, stats, train=False)
         return logits, seen.inputs.get(self.head or "", logits)
 
-    def _pass(self, params: Tree, x: Tensor, stats: Tree, train: bool) -> tuple[Tensor, _Pass]:
+    def _pass(
+        self, params: Tree, x: Tensor, stats: Tree, train: bool, real: Tensor | None = None
+    ) -> tuple[Tensor, _Pass]:
         """Call the module; batch normalizations that `stats` has do not look at the batch."""
         template = _template(self)
-        seen = _Pass(_flat(stats), {}, {})
+        seen = _Pass(_flat(stats), {}, {}, real)
         held = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(held.values())).dtype)
         with template.passing(seen, train):
@@ -163,6 +171,7 @@ class _Pass:
     settled: Mapping[str, Tensor]  # path/mean and path/var of the normalizations that do not look at the batch
     moments: dict[str, Any]
     inputs: dict[str, Tensor]  # what the linear layers were given
+    real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
 
 
 class _Batch(nn.Module):
@@ -183,6 +192,10 @@ class _Batch(nn.Module):
             return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
         if self.name in seen.moments:
             raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
+        if seen.real is not None:
+            out, mean, _, var = masked_batch_norm(z, seen.real, self.weight, self.bias, self.eps)
+            seen.moments[self.name] = {"mean": mean.detach(), "var": var}
+            return out
         out, mean, inverse = torch.native_batch_norm(z, self.weight, self.bias, None, None, True, MOMENTUM, self.eps)
         count = z.numel() // z.shape[1]
         var = (inverse.detach().pow(-2) - self.eps) * (count / max(count - 1, 1))

@@ -9,10 +9,13 @@ from typing import cast, get_args
 import torch
 from torch import Tensor
 
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.core.tree import Tree
 from halfmoon.models.passes import MOMENTUM, Batched, Norm, Recorded, Run, Settled, Tangent
+
+SEEN = "any real row"
+"""Beside the moments of a pass over padded rows: whether any was real, a name that no layer has; else none counts."""
 
 CUT_NORMAL_STD = 0.87962566103423978
 """The standard deviation of a standard normal variable cut at -2 and 2."""
@@ -82,34 +85,41 @@ class Network(ABC):
         biases = {name: part["norm"]["bias"] for name, part in params.items() if "norm" in part}
         return {name: {"mean": torch.zeros_like(b), "var": torch.zeros_like(b)} for name, b in biases.items()}
 
-    def train(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tree]:
+    def train(
+        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tree]:
         """Return logits (B, classes) under batch statistics, and the moments {layer: {"mean", "var"}}.
 
         "var" is the unbiased variance, which is what running statistics track (as in PyTorch). Layers of which
-        `settled` has statistics are normalized by these and have no moments.
+        `settled` has statistics are normalized by these and have no moments. With a mask `real` (B,), statistics are
+        those of the real images, and logits of the others mean nothing.
         """
-        run = Batched(params, self.norm, settled=settled or {})
+        run = Batched(params, self.norm, settled=settled or {}, real=real)
         return self.layers(x, run), run.moments
 
-    def embed(self, params: Tree, x: Tensor, settled: Tree | None = None) -> tuple[Tensor, Tensor, Tree]:
+    def embed(
+        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tree]:
         """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given.
 
         A second head can stand on the same pass, such as ReMixMatch's for rotations.
         """
-        run = Batched(params, self.norm, settled=settled or {})
+        run = Batched(params, self.norm, settled=settled or {}, real=real)
         return self.layers(x, run), run.inputs["head"], run.moments
 
-    def linearize(self, params: Tree, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
-        run = Recorded(params, self.norm)
+        run = Recorded(params, self.norm, real=real)
         return self.layers(x, run), run.tape
 
-    def tangent(self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree) -> Tensor:
-        """Return the derivative (B, classes) of the logits that `linearize` gave for (params, x), along `direction`.
+    def tangent(
+        self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
+    ) -> Tensor:
+        """Return the derivative (B, classes) of the logits that `linearize` gave for these images, along `direction`.
 
         What `torch.func.jvp` gives; but the activations come from the tape, where that computes them a second time.
         """
-        return self.layers(x, Tangent(params, self.norm, direction, x, iter(tape)))
+        return self.layers(x, Tangent(params, self.norm, direction, x, iter(tape), real))
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
@@ -127,38 +137,45 @@ class Network(ABC):
 
 def track(stats: Tree, moments: Tree) -> Tree:
     """Return the running statistics after one more forward pass, with PyTorch's momentum of 0.1."""
-    return tree.map(lambda old, new: torch.lerp(old, new, MOMENTUM), stats, moments)
+    new = tree.map(lambda old, new: torch.lerp(old, new, MOMENTUM), stats, moments)
+    return new if SEEN not in moments else tree.select(moments[SEEN], new, stats)
 
 
 def forward(
-    network: Network, params: Tree, joint: bool, taught: tuple[Tensor, ...], frozen: tuple[Tensor, ...] = ()
+    network: Network,
+    params: Tree,
+    joint: bool,
+    taught: tuple[Tensor, ...],
+    frozen: tuple[Tensor, ...] = (),
+    real: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
     """Pass several groups of images under batch statistics, together or each alone.
 
     `taught` groups are differentiated; `frozen` ones only yield detached logits (pseudo-labels), and when each group
     passes alone they cost no backward pass. Return (logits of taught, logits of frozen, moments of every pass in
-    the order frozen, taught).
+    the order frozen, taught). `real` has a mask of each group, `taught` first, where rows are padding.
     """
     groups = (*taught, *frozen)
     if joint:
-        logits, moments = network.train(params, torch.cat(groups))
+        logits, moments = network.train(params, torch.cat(groups), real=padding.joined(real))
         parts = list(logits.split([len(group) for group in groups]))
         return parts[: len(taught)], [part.detach() for part in parts[len(taught) :]], [moments]
+    masks = real or (None,) * len(groups)
     passes: list[Tree] = []
     quiet: list[Tensor] = []
     with torch.no_grad():
-        for group in frozen:
-            logits, moments = network.train(params, group)
+        for group, mask in zip(frozen, masks[len(taught) :], strict=True):
+            logits, moments = network.train(params, group, real=mask)
             quiet.append(logits.detach())
             passes.append(moments)
     loud: list[Tensor] = []
-    for group in taught:
+    for group, mask in zip(taught, masks[: len(taught)], strict=True):
         if not len(group):  # a client without labels
             loud.append(group.new_zeros(0, network.classes))
             continue
-        logits, moments = network.train(params, group)
+        logits, moments = network.train(params, group, real=mask)
         loud.append(logits)
-        passes.append(moments)
+        passes.append(moments if mask is None else {**moments, SEEN: mask.any()})
     return loud, quiet, passes
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.core import padding
 from halfmoon.core.autodiff import vjp
 from halfmoon.core.tree import Tree
 
@@ -100,6 +101,7 @@ class Batched(Run):
     moments: Tree = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     settled: Tree = field(default_factory=dict)  # statistics of the layers that do not look at the batch
+    real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize with the batch's own mean and variance, or with the settled ones where there are some."""
@@ -111,6 +113,10 @@ class Batched(Run):
     def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the normalized activations, the batch's mean and its inverse standard deviation (C,)."""
         p = self.params[name]["norm"]
+        if self.real is not None:
+            out, mean, inverse, var = masked_batch_norm(z, self.real, p["weight"], p["bias"])
+            self.moments[name] = {"mean": mean.detach(), "var": var}
+            return out, mean, inverse
         out, mean, inverse = torch.native_batch_norm(z, p["weight"], p["bias"], None, None, True, MOMENTUM, EPS)
         count = z.numel() // z.shape[-3]
         var = (inverse.detach().pow(-2) - EPS) * (count / max(count - 1, 1))
@@ -173,6 +179,7 @@ class Tangent(Run):
     direction: Tree
     images: Tensor
     tape: Iterator[Tensor]
+    real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
         """d(w * x) = dw * x + w * dx."""
@@ -185,6 +192,8 @@ class Tangent(Run):
         """In weight and bias normalization is affine; in its input its derivative is symmetric: its own backward."""
         w, d = self.params[name]["norm"]["weight"], self.direction[name]["norm"]
         x, mean, inverse = next(self.tape), next(self.tape), next(self.tape)
+        if self.real is not None:
+            return _masked_tangent(z, (x, mean, inverse), self.real, (w, d["weight"], d["bias"]))
         moved = torch.native_batch_norm(x, d["weight"], d["bias"], None, None, True, MOMENTUM, EPS)[0]
         only_input = [True, False, False]
         backward = torch.ops.aten.native_batch_norm_backward
@@ -211,3 +220,48 @@ class Tangent(Run):
         """d(w x) = dw x + w dx."""
         d = self.direction[name]
         return F.linear(next(self.tape), d["weight"], d.get("bias")) + F.linear(z, self.params[name]["weight"])
+
+
+def masked_batch_norm(
+    z: Tensor, real: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return z (B, C, ...) normalized by its real rows alone, and their mean, inverse deviation and unbiased variance
+    (C,).
+
+    What stands in the other rows changes nothing; what becomes of it means nothing.
+    """
+    share = padding.share(real, z)
+    mean = share @ _spatial_mean(z)
+    apart = z - _broad(mean, z)
+    var = share @ _spatial_mean(apart.square())
+    inverse = (var + eps).rsqrt()
+    scale = _broad(inverse if weight is None else inverse * weight, z)
+    out = apart * scale if bias is None else torch.addcmul(_broad(bias, z), apart, scale)
+    count = real.sum().to(var.dtype) * z[0, 0].numel()
+    return out, mean, inverse, var.detach() * (count / (count - 1).clamp_min(1))
+
+
+def _masked_tangent(
+    z: Tensor, seen: tuple[Tensor, Tensor, Tensor], real: Tensor, moving: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Return the tangent of w n + b, n = (x - mean) inverse, as x moves along z, w along dw and b along db.
+
+    dn = inverse (dx - mean(dx) - n mean(n dx)), the means over the real rows.
+    """
+    (x, mean, inverse), (w, dw, db) = seen, moving
+    share = padding.share(real, z)
+    n = (x - _broad(mean, z)) * _broad(inverse, z)
+    along = share @ _spatial_mean(n * z)
+    still = z - _broad(share @ _spatial_mean(z), z)
+    moved = torch.addcmul(_broad(db, z), n, _broad(dw - along * inverse * w, z))
+    return torch.addcmul(moved, still, _broad(inverse * w, z))
+
+
+def _spatial_mean(z: Tensor) -> Tensor:
+    """Return the mean (B, C) over what stands behind the channels of z (B, C, ...)."""
+    return z.mean(tuple(range(2, z.dim()))) if z.dim() > 2 else z
+
+
+def _broad(leaf: Tensor, z: Tensor) -> Tensor:
+    """Return a leaf (C,) so that it goes with z (B, C, ...)."""
+    return leaf.reshape(-1, *[1] * (z.dim() - 2))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.models import forward
@@ -74,6 +74,11 @@ class Objective:
     def whole(self) -> bool:
         """Return whether it looks at all of a client's rows together, or remembers each (`ClientUpdate.whole`)."""
         return bool(self.sweep)
+
+    @property
+    def masks(self) -> bool:
+        """Return whether it leaves out rows that are padding (`ClientUpdate.masks`)."""
+        return False
 
     @property
     def travels(self) -> tuple[str, ...]:
@@ -172,9 +177,16 @@ class PseudoLabeling:
         """Return whether it looks at all rows of a client together, or remembers something of each."""
         return bool(self.sweep) or self.threshold.of_rows
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out, but where something is remembered of each row."""
+        return not self.threshold.of_rows
+
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
-        guess = sweep_logits(task, down["params"], down["stats"], data.views["weak"]) if self.sweep else None
+        guess = None
+        if self.sweep:
+            guess = sweep_logits(task, down["params"], down["stats"], data.views["weak"], data.u_real)
         return self.prepared(down, data, guess)
 
     def prepared(self, down: Tree, data: Local, guess: Tensor | None) -> Tree:
@@ -187,7 +199,7 @@ class PseudoLabeling:
             ready["received"] = {"params": down["params"], "stats": down.get("stats", {})}
         if guess is None:
             return ready
-        ready["prior"] = prior(guess)
+        ready["prior"] = prior(guess, data.u_real)
         if self.labels == "round":
             ready["guess"] = guess
         if self.threshold.sweeps:
@@ -208,7 +220,8 @@ class PseudoLabeling:
 
     def judge(self, guess: Tensor, batch: Batch, aside: Tree) -> tuple[Pseudo, Tree]:
         """Return the pseudo-labels of logits (b, classes) on the images of a step, and the thresholds' new state."""
-        pseudo, state = self.threshold.judge(guess.softmax(-1), batch.u_rows, aside.get("thresholds", {}))
+        kept = aside.get("thresholds", {})
+        pseudo, state = self.threshold.judge(guess.softmax(-1), batch.u_rows, kept, batch.u_real)
         return pseudo, {"thresholds": state} if state else {}
 
     def look(
@@ -216,8 +229,8 @@ class PseudoLabeling:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
         """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""
         if self.labels == "round" or self.teacher == "global":
-            groups = (batch.x, batch.u["strong"])
-            (labeled, strong), _, moments = forward(task.network, params, task.statistics == "joint", groups)
+            groups, joint = (batch.x, batch.u["strong"]), task.statistics == "joint"
+            (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
             weak = ready["guess"][batch.u_rows] if self.labels == "round" else received(task, ready, batch.u["weak"])
         else:
             labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
@@ -247,8 +260,11 @@ def surer(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(more[:, None], other, one)
 
 
-def supervised(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy of logits (B, classes), zero where there is no labeled image."""
+def supervised(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return the cross-entropy of logits (B, classes), zero where there is no labeled image; of those that are `real`
+    (B,)."""
+    if real is not None:
+        return padding.share(real, logits) @ per_image(logits, y)
     return F.cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
 
 
@@ -289,19 +305,34 @@ def debiased(logits: Tensor, prior: Tensor) -> Tensor:
     return logits - prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
 
 
-def prior(logits: Tensor) -> Tensor:
-    """Return the mean prediction (classes,) over rows (n, classes): FedDB's APP-U (Eq. 8); uniform over no row."""
+def prior(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return the mean prediction (classes,) over rows (n, classes): FedDB's APP-U (Eq. 8); uniform over no row.
+
+    With a mask `real` (n,), the mean is over the real rows.
+    """
+    if real is not None and len(logits):
+        return torch.where(real.any(), padding.row_mean(logits.softmax(-1), real), 1 / logits.shape[-1])
     return logits.softmax(-1).mean(0) if len(logits) else torch.full_like(logits.sum(0), 1 / logits.shape[-1])
 
 
 @torch.no_grad()
-def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
-    """Return detached logits (n, classes) of all images (n, C, H, W), under the task's `labeling` statistics."""
+def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return detached logits (n, classes) of all images (n, C, H, W), under the task's `labeling` statistics.
+
+    With a mask `real` (n,), the real images come first, and share their passes as they would without the others.
+    """
     if not len(images):
         return next(leaves(params)).new_zeros(0, task.network.classes)
     if task.labeling == "running":
         return torch.cat([task.network.predict(params, stats, part).detach() for part in chunks(images)])
-    return torch.cat([task.network.train(params, part)[0].detach() for part in chunks(images)])
+    if real is None:
+        return torch.cat([task.network.train(params, part)[0].detach() for part in chunks(images)])
+    rows, there, places = masked_chunks(real)
+    passes = [
+        task.network.train(params, images[part], real=mask)[0].detach()
+        for part, mask in zip(rows.unbind(), there.unbind(), strict=True)
+    ]
+    return torch.cat(passes)[places]
 
 
 def chunks(images: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
@@ -309,19 +340,48 @@ def chunks(images: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
     yield from images.tensor_split(max(1, -(-len(images) // size)))
 
 
+def masked_chunks(real: Tensor, size: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts that `chunks` makes of the real images, which come first of (n,), whatever their number is.
+
+    The rows (parts, images) of each part and which of them are there, and the place (n,) of each row in the parts, one
+    after the other. How many parts there are, and of how many images, depends on n alone.
+    """
+    n = len(real)
+    most, widest = -(-n // size), min(n, size)
+    count = real.sum()
+    parts = ((count + size - 1) // size).clamp_min(1)
+    least, longer = count // parts, count % parts  # the first ones are longer by one
+    each = torch.arange(most, device=real.device)
+    length = torch.where(each < parts, least + (each < longer), 0)
+    at = torch.arange(widest, device=real.device)
+    rows = each[:, None] * least + torch.minimum(each, longer)[:, None] + at
+    row = torch.arange(n, device=real.device)
+    early, rest = least + 1, row - longer * (least + 1)
+    part = torch.where(rest < 0, row // early, longer + rest // least.clamp_min(1))
+    inner = torch.where(rest < 0, row % early, rest % least.clamp_min(1))
+    places = (part * widest + inner).clamp_max(most * widest - 1)
+    return rows.clamp_max(n - 1), at < length[:, None], places
+
+
 def taught_and_guessed(
-    task: Task, params: Tree, stats: Tree, taught: tuple[Tensor, ...], guessed: tuple[Tensor, ...]
+    task: Task,
+    params: Tree,
+    stats: Tree,
+    taught: tuple[Tensor, ...],
+    guessed: tuple[Tensor, ...],
+    real: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
     """Return the logits of the `taught` groups, the detached ones of the `guessed`, and the moments of the passes.
 
     Under the task's rules: which groups share a pass, and which statistics normalize those that are given labels.
+    `real` has a mask of each group, `taught` first, where rows are padding.
     """
     joint = task.statistics == "joint"
     if task.labeling == "batch":
-        return forward(task.network, params, joint, taught, guessed)
+        return forward(task.network, params, joint, taught, guessed, real)
     with torch.no_grad():
         guesses = [task.network.predict(params, stats, group).detach() for group in guessed]
-    logits, _, moments = forward(task.network, params, joint, taught)
+    logits, _, moments = forward(task.network, params, joint, taught, real=real[: len(taught)])
     return logits, guesses, moments
 
 
@@ -334,7 +394,8 @@ def guessing_passes(task: Task, taught: int, guessed: int) -> Passes:
 def weak_and_strong(task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
     """Return the logits of labeled (B, classes), strong (b, classes) and, detached, weak images, and the moments."""
     groups = (batch.x, batch.u["strong"])
-    (labeled, strong), (weak,), moments = taught_and_guessed(task, params, stats, groups, (batch.u["weak"],))
+    guessed, real = (batch.u["weak"],), batch.masks(2)
+    (labeled, strong), (weak,), moments = taught_and_guessed(task, params, stats, groups, guessed, real)
     return labeled, strong, weak, moments
 
 

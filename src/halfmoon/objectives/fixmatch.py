@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Task
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Ramp, Seen, ramped, supervised
 
@@ -38,6 +39,7 @@ class FixMatch(PseudoLabeling, Objective):
         labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
         pseudo, aside = self.judge(weak, batch, aside)
         loss = F.cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
-        consistency = loss.mean() if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
+        consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y) + weight * consistency, Seen(moments, (pseudo,), aside)
+        total = supervised(labeled, batch.y, batch.x_real) + weight * consistency
+        return total, Seen(moments, (pseudo,), aside)

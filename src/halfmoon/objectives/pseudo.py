@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.models import forward
 from halfmoon.objectives.base import (
@@ -50,9 +51,12 @@ class PseudoLabel(PseudoLabeling, Objective):
         """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"])
         if self._again(task):
-            (labeled, logits), (guess,), moments = taught_and_guessed(task, params, stats, groups, groups[1:])
+            (labeled, logits), (guess,), moments = taught_and_guessed(
+                task, params, stats, groups, groups[1:], batch.masks(2)
+            )
         else:
-            (labeled, logits), _, moments = forward(task.network, params, task.statistics == "joint", groups)
+            joint = task.statistics == "joint"
+            (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
             guess = ready["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
         if self.teacher != "local":
             other = received(task, ready, batch.u["weak"])
@@ -60,9 +64,9 @@ class PseudoLabel(PseudoLabeling, Objective):
         if self.debias:
             guess = debiased(guess, ready["prior"])
         pseudo, aside = self.judge(guess, batch, aside)
-        taught = (F.cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight).mean()
+        taught = mean(F.cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y) + weight * taught, Seen(moments, (pseudo,), aside)
+        return supervised(labeled, batch.y, batch.x_real) + weight * taught, Seen(moments, (pseudo,), aside)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one pass of all images, and one more of the guessed where running statistics normalize these."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import (
     NOTHING,
@@ -48,6 +49,11 @@ class SAGE(Objective):
         """Return the views of a step."""
         return ("weak", "strong")
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return the received model."""
         return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
@@ -64,8 +70,8 @@ class SAGE(Objective):
         classes = weak.shape[-1]
         target = share * one_hot(own, classes, weak) + (1 - share) * one_hot(other, classes, weak)
         used = ((local >= self.tau) | (wide >= self.tau)).to(strong.dtype)
-        consistency = (F.cross_entropy(strong, target, reduction="none") * used).mean()
-        loss = supervised(labeled, batch.y) + self.unlabeled_weight * consistency
+        consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
+        loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
         return loss, Seen(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

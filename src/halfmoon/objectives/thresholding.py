@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Local, Pseudo
+from halfmoon.core.padding import mean, row_mean, share
 from halfmoon.core.tree import Tree
 
 Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
@@ -80,7 +81,7 @@ class Threshold:
         """
         if self.rule == "fl2":
             assert p is not None
-            return self._profile(p)
+            return self._profile(p, data.u_real)
         if self.rule != "flexmatch":
             return kept
         label, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), data.u.sum().double()
@@ -88,20 +89,24 @@ class Threshold:
             label = torch.where(kept["mark"] == mark, kept["label"], label)
         return {"label": label, "mark": mark}
 
-    def judge(self, p: Tensor, rows: Tensor, state: Tree) -> tuple[Pseudo, Tree]:
+    def judge(self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None) -> tuple[Pseudo, Tree]:
         """Return the pseudo-labels of a minibatch with predictions p (b, C) on `rows` (b,), and the new state.
+
+        With a mask `real` (b,), means are over the real rows, and the others weigh nothing.
 
         As in the authors' code, running means take in the minibatch before it is judged, FlexMatch's labels after.
         """
         p = p.detach()
         if self.rule == "freematch":
-            state = self._running(state, confidence=p.max(-1).values.mean(), classes=p.mean(0))
+            state = self._running(state, confidence=mean(p.max(-1).values, real), classes=row_mean(p, real))
         elif self.rule == "softmatch":
-            p, state = self._aligned(p, state)
+            p, state = self._aligned(p, state, real)
             highest = p.max(-1).values
-            variance = highest.var() if len(highest) > 1 else state["variance"]
-            state = {**state, **self._running(state, confidence=highest.mean(), variance=variance)}
+            variance = _variance(highest, real, state["variance"])
+            state = {**state, **self._running(state, confidence=mean(highest, real), variance=variance)}
         pseudo = self._weighed(p, state)
+        if real is not None:
+            pseudo = pseudo._replace(weight=pseudo.weight * real)
         if self.rule == "flexmatch":
             state = {**state, "label": self._stored(pseudo, rows, state["label"])}
         return pseudo, state
@@ -118,7 +123,7 @@ class Threshold:
             classes = p.mean(0)
             p = self._divided(p, classes)
             highest = p.max(-1).values
-            variance = highest.var() if len(p) > 1 else torch.ones_like(classes[0])
+            variance = _variance(highest, None, torch.ones_like(classes[0]))
             state = {"confidence": highest.mean(), "variance": variance, "classes": classes}
         elif self.rule == "flexmatch":
             confidence, label = p.max(-1)
@@ -139,21 +144,21 @@ class Threshold:
             least = self.tau * learned / (2 - learned)
         return Pseudo(label, confidence, (confidence >= least).to(p.dtype))
 
-    def _profile(self, p: Tensor) -> Tree:
-        """Return the means of max p and of p (U, C) over all rows; uniform over no row."""
+    def _profile(self, p: Tensor, real: Tensor | None = None) -> Tree:
+        """Return the means of max p and of p (U, C) over all (real) rows; uniform over no row."""
         if not len(p):
             return {
                 "confidence": p.new_full((), 1 / p.shape[-1]),
                 "classes": torch.full_like(p.sum(0), 1 / p.shape[-1]),
             }
-        return {"confidence": p.max(-1).values.mean(), "classes": p.mean(0)}
+        return {"confidence": mean(p.max(-1).values, real), "classes": row_mean(p, real)}
 
     def _running(self, state: Tree, **new: Tensor) -> Tree:
         return {name: torch.lerp(state[name], value.to(state[name]), 1 - self.decay) for name, value in new.items()}
 
-    def _aligned(self, p: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+    def _aligned(self, p: Tensor, state: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
         """Return p divided by its running mean, which starts as the first minibatch's, and the state with that."""
-        now = p.mean(0).to(state["classes"])
+        now = row_mean(p, real).to(state["classes"])
         seen = state["classes"].sum() > 0
         classes = torch.where(seen, torch.lerp(state["classes"], now, 1 - self.decay), now)
         return self._divided(p, classes), {**state, "classes": classes}
@@ -176,3 +181,12 @@ class Threshold:
         here = rows[:, None] == torch.arange(len(stored), device=rows.device)
         new = torch.where(here, sure[:, None], NONE).amax(0)
         return torch.where(new == NONE, stored, new)
+
+
+def _variance(values: Tensor, real: Tensor | None, alone: Tensor) -> Tensor:
+    """Return the unbiased variance () of values (n,), of the real ones; `alone` where they are less than two."""
+    if real is None:
+        return values.var() if len(values) > 1 else alone
+    count = real.sum().to(values.dtype)
+    around = (values - mean(values, real)).square()
+    return torch.where(count > 1, share(real, values) @ around * count / (count - 1).clamp_min(1), alone)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Task
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Seen, supervised
 
@@ -32,6 +33,6 @@ class UDA(PseudoLabeling, Objective):
         labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
         pseudo, aside = self.judge(weak, batch, aside)
         target = (weak / self.temperature).softmax(-1)
-        consistency = (F.cross_entropy(strong, target, reduction="none") * pseudo.weight).mean()
-        loss = supervised(labeled, batch.y) + self.unlabeled_weight * consistency
+        consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
+        loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
         return loss, Seen(moments, (pseudo,), aside)

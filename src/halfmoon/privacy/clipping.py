@@ -70,6 +70,11 @@ class ClippedWork(ClientUpdate):
         return self.work.whole
 
     @property
+    def masks(self) -> bool:
+        """Return whether rows that are padding are left out."""
+        return self.work.masks
+
+    @property
     def others(self) -> tuple[str, ...]:
         """Return the views of the second minibatch."""
         return self.work.others

@@ -1,0 +1,272 @@
+"""Clients of unequal sizes as one batch: padded, masked, and equal to the loop whatever the padding holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from scenes import CLASSES, NETWORK, Played, begin, dataset, furthest, play, simulate, task
+from torch import Tensor
+from torch.func import vmap
+
+from halfmoon.api.types import Batch, Local, Method
+from halfmoon.contract.checks import executors_agree
+from halfmoon.core import tree
+from halfmoon.engine import client_update, local_clients
+from halfmoon.engine.local_clients import Executor
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.feddure import FedDure
+from halfmoon.models import ResNet9
+from halfmoon.models.modules import from_factory
+from halfmoon.objectives import FixMatch, Supervised
+from halfmoon.objectives.base import chunks, masked_chunks
+from halfmoon.privacy.clipping import Clipped
+
+UNEQUAL = ((5, 11), (1, 1), (2, 14), (4, 3))
+"""(labeled, unlabeled) rows of each client; under `REST` their images a step, steps and sizes all differ."""
+BARE = ((5, 11), (0, 1), (1, 14), (0, 6))
+"""The same with two clients that have no label."""
+REST = Batching("all", "rest", epochs=2)
+CLOSE = 1e-12
+TAU = 0.3
+
+
+def masking() -> list[str]:
+    """Return the methods of the catalog whose first work masks padding, and which have clients."""
+    shared, names = task(), []
+    for name in registry.names():
+        entry = registry.entry(name)
+        if not entry.pooled and all(work.masks for work in entry.method.client_updates(shared).values()):
+            names.append(name)
+    return names
+
+
+def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: Batching = REST, **shared: Any):
+    """Return two rounds of all clients, in both of which they train."""
+    made = task(rounds=2, **shared)
+    simulation = simulate(method, made, dataset(sizes), batching=batching, executor=executor, cohort=len(sizes))
+    return play(method, simulation, begin(method, made), range(2))
+
+
+@pytest.fixture
+def programs(monkeypatch) -> list[int]:
+    """Return how many clients each program of the test had."""
+    seen: list[int] = []
+
+    def many(context: Any, clients: Any, *rest: Any) -> Any:
+        seen.append(len(clients))
+        return client_update.update_many(context, clients, *rest)
+
+    monkeypatch.setattr(local_clients, "update_many", many)
+    return seen
+
+
+def agree(loop: list[Played], many: list[Played]) -> None:
+    """Compare servers, memories, metrics and costs."""
+    assert executors_agree(loop, many) < CLOSE
+
+
+def of(name: str) -> Method:
+    """Return a method that uses some of its pseudo-labels on random images."""
+    options = {key: TAU for key in ("tau", "threshold") if key in registry.options(name)}
+    return registry.make(name, options)
+
+
+@pytest.mark.parametrize("name", masking())
+def test_unequal_clients_are_one_program_that_equals_the_loop(name, programs):
+    """Images a step, steps and sizes differ; one client has one image of each kind. All take two rounds together.
+
+    With joint statistics; the contract's "rest" has separate ones.
+    """
+    agree(rounds(of(name), "loop"), rounds(of(name), "vmap"))
+    assert programs == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "statistics", "labeling"),
+    [
+        ("fedavg-fixmatch", "joint", "batch"),
+        ("fedavg-fixmatch", "joint", "running"),
+        ("fedavg-fixmatch", "separate", "batch"),
+        ("fedavg-fixmatch", "separate", "running"),
+        ("sage", "separate", "batch"),
+    ],
+)
+def test_a_client_without_labels_is_one_of_the_program(name, statistics, labeling, programs):
+    """Its labeled images are padding alone: they teach nothing, and no running statistic sees them."""
+    shared = {"statistics": statistics, "labeling": labeling}
+    agree(rounds(of(name), "loop", BARE, **shared), rounds(of(name), "vmap", BARE, **shared))
+    assert programs == [4, 4]
+
+
+def test_clients_without_a_step_are_left_out(programs):
+    """On labels alone, who has none has no step to be padded."""
+    agree(rounds(FedAvg(), "loop", BARE), rounds(FedAvg(), "vmap", BARE))
+    assert programs == [2, 2, 2, 2]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"labels": "round"},
+    {"labels": "round", "debias": True, "mean": "used"},
+    {"debias": True},
+    {"teacher": "global"},
+    {"teacher": "both"},
+    {"thresholding": "freematch"},
+    {"thresholding": "softmatch"},
+    {"thresholding": "fl2"},
+    {"labels": "round", "thresholding": "softmatch"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
+def test_every_option_of_pseudo_labels_leaves_padding_out(options, shared, programs):
+    """Labels of the round, debiasing, teachers, and thresholds that run or look at all rows."""
+    method = FedAvg(FixMatch(**{"tau": TAU, **options}))
+    agree(rounds(method, "loop", BARE, **shared), rounds(method, "vmap", BARE, **shared))
+    assert programs == [4, 4]
+
+
+REGULATED: list[dict[str, Any]] = [
+    {"labels": "round", "regulator_bias": 0.0},
+    {"through_weights": "product", "regulator_input": "softmax", "normalize_weights": True},
+    {"coarse": False},
+    {"coarse": False, "labels": "round"},
+    {"fine": False, "thresholding": "freematch", "threshold": TAU},
+    {"judge_prior": True, "judging": "running", "labeled_first": 1, "reward_baseline": 0.9},
+]
+
+
+@pytest.mark.parametrize("options", REGULATED, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("statistics", ["joint", "separate"])
+def test_feddure_leaves_padding_out(options, statistics, programs):
+    """Both regulators, each alone, and what they look at: labeled losses, weights, tangents and virtual steps."""
+    method = FedDure(**options)
+    agree(rounds(method, "loop", statistics=statistics), rounds(method, "vmap", statistics=statistics))
+    assert programs == [4, 4]
+
+
+def test_rows_that_are_remembered_keep_clients_apart(programs):
+    """FlexMatch's memory has an entry for each row: only clients of one size are batched, as without masks."""
+    method = FedAvg(FixMatch(thresholding="flexmatch", tau=TAU))
+    agree(rounds(method, "loop"), rounds(method, "vmap"))
+    assert not programs
+
+
+def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(monkeypatch):
+    """Sweeps under batch statistics cut each client's rows into the passes that it has alone."""
+    monkeypatch.setattr("halfmoon.objectives.base.CHUNK", 4)
+    monkeypatch.setattr(chunks, "__defaults__", (4,))
+    monkeypatch.setattr(masked_chunks, "__defaults__", (4,))
+    method = FedAvg(FixMatch(tau=TAU, labels="round"))
+    agree(rounds(method, "loop"), rounds(method, "vmap"))
+
+
+LOOKING = FedAvg(FixMatch(tau=TAU, labels="round", debias=True))
+
+
+@pytest.mark.parametrize("method", [LOOKING, FedDure()], ids=["fixmatch", "feddure"])
+def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
+    """Noise in place of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
+    before = rounds(method, "vmap", UNEQUAL)
+    batches, padded = client_update.batches, client_update._padded
+    g, filled = torch.Generator().manual_seed(0), []
+
+    def noise(leaf: Tensor, real: Tensor) -> Tensor:
+        filled.append(int((~real).sum()))
+        wide = real.reshape(*real.shape, *[1] * (leaf.dim() - 2))
+        if leaf.is_floating_point():
+            return torch.where(wide, leaf, 5 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype))
+        highest = CLASSES if leaf.dim() == 2 else 256
+        return torch.where(wide, leaf, torch.randint(highest, leaf.shape, generator=g).to(leaf.dtype))
+
+    def noisy(*given: Any) -> Iterator[Batch]:
+        for batch in batches(*given):
+            x, u = batch.real["x"], batch.real["u"]
+            views = {name: noise(view, u) for name, view in batch.u.items()}
+            yield batch._replace(x=noise(batch.x, x), y=noise(batch.y, x), u=views)
+
+    def spoiled(datas: Any) -> Local:
+        local = padded(datas)
+        x, u = local.real["x"], local.real["u"]
+        views = {name: noise(view, u) for name, view in local.views.items()}
+        return local._replace(x=noise(local.x, x), y=noise(local.y, x), u=noise(local.u, u), views=views)
+
+    monkeypatch.setattr(client_update, "batches", noisy)
+    monkeypatch.setattr(client_update, "_padded", spoiled)
+    after = rounds(method, "vmap", UNEQUAL)
+    assert sum(filled) > 100
+    for one, other in zip(before, after, strict=True):
+        assert furthest(one.server, other.server) == 0
+        assert furthest(one.state, other.state) == 0
+        assert one.report.samples == other.report.samples
+
+
+def test_a_loop_has_no_masks(monkeypatch):
+    """A client alone, and clients of one size, see no mask: nothing is computed for them that was not before."""
+    seen: list[bool] = []
+    batches = client_update.batches
+
+    def watched(*given: Any) -> Iterator[Batch]:
+        for batch in batches(*given):
+            seen.append(bool(batch.real))
+            yield batch
+
+    monkeypatch.setattr(client_update, "batches", watched)
+    rounds(FedAvg(FixMatch()), "loop")
+    rounds(FedAvg(FixMatch()), "vmap", ((4, 6),) * 3)
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+def test_masked_chunks_are_the_chunks_of_the_real_rows(size):
+    """For every number of real rows of 15: the same parts in the same order, as `tensor_split` cuts them."""
+    for count in range(16):
+        real = torch.arange(15) < count
+        rows, there, places = masked_chunks(real, size)
+        ours = [part[mask].tolist() for part, mask in zip(rows, there, strict=True)]
+        theirs = [part.tolist() for part in chunks(torch.arange(count), size)] if count else []
+        assert [part for part in ours if part] == theirs
+        assert torch.equal(rows.flatten()[places][:count], torch.arange(count))
+
+
+OUTSIDE = from_factory("outside_parts:small", 1, CLASSES, (8, 8))
+
+
+@pytest.mark.parametrize("network", [NETWORK, ResNet9(1, CLASSES, 2), OUTSIDE], ids=["small", "resnet9", "module"])
+def test_a_masked_pass_and_its_tangent_are_those_of_the_real_rows(network):
+    """Logits, moments and tangents of 3 real images among 5 equal those of the 3 alone, lifted or not."""
+    side = 16 if isinstance(network, ResNet9) else 8
+    g = torch.Generator().manual_seed(0)
+    params = tree.to(network.init(g)["params"], dtype=torch.float64)
+    along = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), params)
+    x = torch.randn((5, 1, side, side), generator=g, dtype=torch.float64)
+    real = torch.tensor([True, False, True, True, False])
+
+    def passed(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        logits, moments = network.train(params, x, real=mask)
+        tape = network.linearize(params, x, mask)[1]
+        tangent = network.tangent(params, x, tape, along, mask)
+        return {"moments": moments, "logits": logits, "tangent": tangent}
+
+    alone, many = passed(x[real], None), passed(x, real)
+    lifted = tree.index(vmap(passed)(x[None], real[None]), 0)
+    for each in (many, lifted):
+        each = {**each, "logits": each["logits"][real], "tangent": each["tangent"][real]}
+        assert furthest(each, alone) < CLOSE
+
+
+def test_a_work_says_that_it_masks():
+    """What declares nothing is batched as before; a clipped work and an averaged teacher say what their insides do."""
+    shared = task()
+    assert FedAvg(Supervised()).client_updates(shared)["train"].masks
+    assert not FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].masks
+    assert not registry.make("semifl").client_updates(shared)["train"].masks
+    clipped = Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"]
+    assert clipped.masks
+    assert {"fedavg", "fedavg-fixmatch", "fedavg-uda", "sage", "feddure"} <= set(masking())
