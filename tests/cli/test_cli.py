@@ -111,6 +111,8 @@ def test_the_main_job_is_a_recipe_that_flags_override(fake: Fake) -> None:
     chosen = fake.config
     assert (chosen.rounds, chosen.steps, chosen.epochs, chosen.lr) == (2, None, 2, cli.MAIN_JOB["lr"])
     assert chosen.options == {**cli.MAIN_JOB["options"], "labels": "step"}
+    assert cli.main(["run", "--split", "saved.npz"]) == 0
+    assert (fake.config.split, fake.config.setting) == (Path("saved.npz").absolute(), "dir-dir")
     assert cli.main(["run", "--method", "fedavg"]) == 0
     assert (fake.config.rounds, fake.config.baselines, fake.config.options) == (config.Config.rounds, (), {})
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 MAIN_JOB: dict[str, Any] = {
     "baselines": ("fedavg", "fedavg-fixmatch", "fedavg-sl"),
-    "rounds": 80, "lr": 6e-3, "steps": 6, "unlabeled_batch": 30, "labeling": "running",
+    "setting": "iid-dir", "rounds": 80, "lr": 6e-3, "steps": 6, "unlabeled_batch": 30, "labeling": "running",
     "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "tau": 0.7}},
 }  # fmt: skip
 """What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
@@ -258,6 +258,8 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
     said = dict(MAIN_JOB)
     if {"epochs", "epoch"} & flags.keys():
         del said["steps"]
+    if "split" in flags:  # which says who holds what
+        del said["setting"]
     return {**said, **flags, "options": settings.joined(said["options"], flags.get("options", {}), "--option")}
 
 
