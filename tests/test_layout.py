@@ -43,6 +43,7 @@ PACKAGES = [
     "contract",
     "pages",
     "cli",
+    "__main__",
 ]
 """The packages in the order of their imports: each imports from itself and from those above it in this list only."""
 

@@ -547,3 +547,9 @@ def test_methods_break_between_words_on_a_terminal(width: int) -> None:
             assert re.search(rf"(^|\s){re.escape(word)}(\s|$)", words), word
     tables = [line for line in file.getvalue().splitlines() if not re.match(r"[a-z-]+: ", line)]
     assert max(map(len, tables)) <= width
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    """`python -m halfmoon` says what `halfmoon` says, and calls itself so."""
+    done = subprocess.run([sys.executable, "-m", "halfmoon", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("halfmoon ")
