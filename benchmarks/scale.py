@@ -3,22 +3,27 @@
 Four questions, each in a process of its own. A round of ten clients out of 100 and out of a million that are
 registered, the two taking their rounds in turn in one process, with the seconds of the split and that process' peak
 memory. How many uploads are alive at once, and the peak memory of a round, as the cohort grows, for a method that
-averages and for one that needs each upload. The steps of a round that deal with memories, where 1,000 and where 100,000
-clients have been met. What the Dirichlet split says of thousands of clients.
+averages and for one that needs each upload. The steps of a round that deal with memories on the disk, where 100 and
+where 100,000 clients have been met, and how many calls of functions they take. What the Dirichlet split says of
+thousands of clients.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -43,11 +48,15 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Network
+from halfmoon.storage import serialization
 from halfmoon.storage.manifest import START, Commit, Contents, ManifestEntry
 from halfmoon.storage.state_store import StateView, Store
 
 MIB, COHORT = 2**20, 10
 FEW, MANY = 100, 1_000_000
+MET = 100, 100_000
+LINKS = 30_000
+"""Names of one file at most: ext4 allows 65,000."""
 
 
 def peak() -> float:
@@ -142,27 +151,83 @@ def uploads(method: str, cohort: int) -> dict[str, Any]:
     return {"held": counting.most + 1, "model_mib": size, "peak_mib": peak(), "before_mib": before}
 
 
-def met(clients: int, rounds: int = 30) -> dict[str, Any]:
-    """Return the milliseconds of a round's steps that deal with what clients remember, where so many have been met."""
+def memories(folder: Path, clients: int) -> Store:
+    """Return a store, with nothing in memory, in which so many clients have been met: a file each, of 20 kB."""
     model = {"w": torch.zeros(5000)}
-    entries = {f"client/{k}": ManifestEntry(f"{k}.safetensors", "0" * 64, 20_000, 20_000) for k in range(clients)}
-    spent: list[float] = []
+    data = serialization.pack_file(model)
+    folder.mkdir()
+    entries = {}
+    for k in range(clients):
+        name = f"{k}-000000.safetensors"
+        if k % LINKS == 0:
+            first = folder / name
+            first.write_bytes(data)
+        else:
+            os.link(first, folder / name)  # a directory of as many names, on the disk of a few
+        entries[f"client/{k}"] = ManifestEntry(name, "0" * 64, len(data), tree.nbytes(model))
+    store = Store(folder, cap=0)
+    store.restore(Contents(folder, START, 0, entries, []))
+    return store
+
+
+def remembered(store: Store, clients: Iterable[int], round: int) -> Counter[str]:
+    """Do what a round does with memories: read each, put what it has become, commit, remove what that replaced.
+
+    Return how often each function of Python was called.
+    """
+    called: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called[frame.f_code.co_qualname] += 1
+
+    view = StateView(store, "client/", torch.device("cpu"))
+    if round % 10 == 0:
+        sys.setprofile(count)
+    try:
+        for client in clients:
+            found = view.get(str(client))
+            view.put(str(client), {"w": torch.zeros(5000)} if found is None else found)
+        mark: Commit = store.commit(round)
+        store.prune(round - 1)
+        store.held("client/")
+        store.size("client/-2")
+    finally:
+        sys.setprofile(None)
+    assert mark != START
+    return called
+
+
+def met(rounds: int) -> dict[str, Any]:
+    """Return the processor milliseconds of a round's steps that deal with memories, where few and many have been met.
+
+    The two take their rounds in turn. Half of a cohort are met again, the others for the first time.
+    """
+    few, many = MET
+    spent: dict[int, list[float]] = {clients: [] for clients in MET}
+    calls: dict[int, Counter[str]] = {clients: Counter() for clients in MET}
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "clients")
-        store.restore(Contents(Path(folder) / "clients", START, -1, entries, []))
-        view = StateView(store, "client/", torch.device("cpu"))
-        for round in range(rounds):
-            began = time.process_time()
-            for client in range(clients + COHORT * round, clients + COHORT * (round + 1)):
-                view.get(str(client))
-                view.put(str(client), model)
-            mark: Commit = store.commit(round)
-            store.prune(round - 1)
-            kept = store.held("client/") + store.size("client/-2")
-            spent.append(time.process_time() - began)
-            assert mark != START
-            assert kept == 20_000 * (clients + COHORT * (round + 1))
-    return {"steps_ms": 1000 * statistics.median(spent[2:])}
+        stores = {clients: memories(Path(folder) / str(clients), clients) for clients in MET}
+        gc.collect()
+        for round in range(1, 10 * rounds + 1):
+            for clients, store in stores.items():
+                again = [(round * COHORT // 2 + k) % few * (clients // few) for k in range(COHORT // 2)]
+                new = range(clients + COHORT * round, clients + COHORT * round + COHORT // 2)
+                began = time.process_time()
+                called = remembered(store, [*again, *new], round)
+                if called:
+                    calls[clients] += called
+                else:
+                    spent[clients].append(time.process_time() - began)
+    medians = {clients: 1000 * statistics.median(times[5:]) for clients, times in spent.items()}
+    return {
+        "steps_ms": medians,
+        "ratio": medians[many] / medians[few],
+        "calls": {clients: sum(each.values()) / rounds for clients, each in calls.items()},
+        "more_calls": {
+            name: count - calls[few][name] for name, count in calls[many].items() if count > calls[few][name]
+        },
+    }
 
 
 def dirichlet(clients: int, rows: int) -> dict[str, Any]:
@@ -201,15 +266,16 @@ def main() -> None:
         return
     found = alone("registered", given.rounds)
     cohorts = {(m, k): alone("uploads", m, k) for m in ("fedavg", "fedrgd") for k in (5, 20)}
-    steps = {clients: alone("met", clients) for clients in (1_000, 100_000)}
+    steps = alone("met", given.rounds)
     splits = {
         (clients, rows): alone("dirichlet", clients, rows) for clients, rows in ((1_000, 60_000), (5_000, 50_000))
     }
     found["upload_models_held"] = max(each["held"] for (m, _), each in cohorts.items() if m == "fedavg")
-    found["met_1e5_over_1e3"] = steps[100_000]["steps_ms"] / steps[1_000]["steps_ms"]
+    found["met_1e5_over_1e2"] = steps["ratio"]
     if given.json:
-        parts = {"uploads": cohorts, "met": steps, "dirichlet": splits}
+        parts = {"uploads": cohorts, "dirichlet": splits}
         found |= {name: {str(key): value for key, value in part.items()} for name, part in parts.items()}
+        found["met"] = steps
         print(json.dumps(found))
         return
     print("| what | measured |\n|---|---|")
@@ -219,8 +285,9 @@ def main() -> None:
         grown = (each["peak_mib"] - each["before_mib"]) / each["model_mib"]
         words = f"{each['held']} models of {each['model_mib']:.1f} MiB; the process grows by {grown:.1f} models"
         print(f"| {method}, cohort of {cohort}: held at once, with the mean | {words} |")
-    for clients, each in steps.items():
-        print(f"| {clients:,} clients met: memories of a round, put, committed, counted | {each['steps_ms']:.1f} ms |")
+    for clients, spent in steps["steps_ms"].items():
+        words = f"{spent:.2f} ms, {steps['calls'][clients]:,.0f} calls of functions"
+        print(f"| {int(clients):,} clients met: memories of a round, read, put, committed, counted | {words} |")
     for (clients, rows), each in splits.items():
         print(f"| Dirichlet 0.5, {clients:,} clients, {rows:,} images | {each['seconds']:.2f} s: {each['said']} |")
 
