@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import halfmoon
 from halfmoon import Config, UserError, load_model
+from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
 from halfmoon.storage import atomic_io
 
@@ -131,3 +134,33 @@ def test_a_folder_of_transformers_is_a_network_with_its_weights(
     assert other == settings.identity(run, "fedavg")
     with pytest.raises(UserError, match=r"image_size of the folder|the network's is \(1, \d+, 8\)"):
         halfmoon.run(replace(run, resize=16, run_dir=tmp_path / "large"))
+
+
+def test_a_run_with_a_frozen_backbone_predicts_and_is_exported(first: Path, tmp_path: Path) -> None:
+    """By the command line, with the given weights gone: the ONNX file says of pictures what `predict` and the model
+    say."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    own, folder, onnx = tmp_path / "mine.safetensors", tmp_path / "run", tmp_path / "m.onnx"
+    own.write_bytes(first.read_bytes())
+    options = {"method": "fedavg", "rounds": 1, "data-share": 0.2, "clients": 3, "cohort": 2, "steps": 2}
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["run", *flags, "--weights", str(own), "--freeze", "backbone", "--run-dir", str(folder)]) == 0
+    own.unlink()
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), np.uint8)
+    (tmp_path / "pictures").mkdir()
+    for number, image in enumerate(images):
+        Image.fromarray(image[..., 0], "L").save(tmp_path / "pictures" / f"{number}.png")
+    table = tmp_path / "found.csv"
+    assert main(["predict", "--model", str(folder), str(tmp_path / "pictures"), "--out", str(table)]) == 0
+    assert main(["export", "--model", str(folder), "--onnx", str(onnx)]) == 0
+    session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
+    (said,) = session.run(["probabilities"], {"images": images})
+    model = load_model(folder)
+    np.testing.assert_allclose(said, model.probabilities(images), rtol=0, atol=1e-5)
+    rows = list(csv.DictReader(table.open()))
+    assert [row["path"] for row in rows] == [f"{number}.png" for number in range(5)]
+    assert [row["label"] for row in rows] == [model.card.classes[k] for k in said.argmax(1)]
+    before, after = load_file(first), load_file(folder / "model.safetensors")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "params/head/weight", "params/head/bias"
+    }  # fmt: skip
