@@ -151,9 +151,12 @@ def draw(
     seed: int,
     *path: int | str,
 ) -> DrawnUpdate:
-    """Draw a client update from (seed, *path); a client whose `keep` (U,) allows no row takes no step."""
+    """Draw a client update from (seed, *path); a client whose `keep` (U,) allows no row takes no step.
+
+    All rows of `local` are the client's own: their counts, which lie on the device, are not waited for.
+    """
     shape = _shape(local)
-    count = int(local.unlabeled)
+    count = len(local.u)
     allowed = torch.arange(count)
     if keep is not None:
         allowed = allowed[keep.cpu()[:count]]
@@ -163,7 +166,7 @@ def draw(
         amount = amount._replace(steps=0)
     g = rng.generator(seed, *path, "labeled")
     total = amount.steps * amount.labeled
-    x_rows = cycle(torch.arange(int(local.labeled)), total, g) if total else NO_ROWS
+    x_rows = cycle(torch.arange(len(local.x)), total, g) if total else NO_ROWS
     x_drawn = views.labeled.draw(total, shape, g)
     more_drawn = _drawn(on_labels(views, amount.labeled), wanted.labeled, total, shape, seed, *path, "labeled")
     total = amount.steps * amount.unlabeled
