@@ -25,7 +25,7 @@ from evidence import deviation, half_interval
 HERE = Path(__file__).parent
 LINES, TABLE, SHEET = (HERE / f"choosing.{suffix}" for suffix in ("jsonl", "md", "csv"))
 
-SHARED: dict[str, Any] = {"setting": "dir-dir", "dirichlet_alpha": 0.5, "clients": 20, "cohort": 5, "rounds": 60,
+SHARED: dict[str, Any] = {"setting": "iid-dir", "dirichlet_alpha": 0.5, "clients": 20, "cohort": 5, "rounds": 80,
                           "steps": 8, "labeled_batch": 10, "unlabeled_batch": 30, "network": "small", "device": "cpu",
                           "threads": 1, "evaluate_every": 10, "checkpoint_every": 20, "server_epochs": 1}  # fmt: skip
 SETS: dict[str, dict[str, Any]] = {
@@ -39,9 +39,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "clients": {"reference": "fedavg"},
     "some": {"labels_at": "some", "labeled_clients": 5, "reference": "fedavg"},
     "server": {"labels_at": "server", "reference": "semifl"},
+    "clients, DIR": {"setting": "dir-dir", "rounds": 60, "reference": "fedavg"},
 }
-FLOORS = {"clients": "fedavg", "some": "fedavg", "server": "partially-supervised"}
-FIXMATCH = {"clients": "fedavg-fixmatch", "some": "fedavg-fixmatch", "server": "semifl"}
+FLOORS = {"clients": "fedavg", "some": "fedavg", "server": "partially-supervised", "clients, DIR": "fedavg"}
+FIXMATCH = {"clients": "fedavg-fixmatch", "some": "fedavg-fixmatch", "server": "semifl",
+            "clients, DIR": "fedavg-fixmatch"}  # fmt: skip
 """What each method is compared with beside labels alone; with labels at the server FixMatch's like is SemiFL."""
 
 RECEIVED: dict[str, Any] = {"labels": "round"}
@@ -79,6 +81,8 @@ PLAYED: dict[str, tuple[str, ...]] = {
     "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "cbafed", "twin-sight",
              "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
     "server": ("partially-supervised", "semifl", "fl2", "semifl-feddpl", "fedmatch", "fedrgd", "fedavg-sl"),
+    "clients, DIR": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global",
+                     "fixmatch-proxy-tuning", "sage", "proxyfl", "fedavg-sl"),
 }  # fmt: skip
 
 
