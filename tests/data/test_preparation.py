@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from halfmoon import Config, UserError
 from halfmoon.data import load
-from halfmoon.data.images import statistics
+from halfmoon.data.images import Images, statistics
 from halfmoon.data.preparation import Preparation, checked_window, eight_bits, middle
 from halfmoon.data.readers.decode import fitted, prepared
 from halfmoon.runs import factory
@@ -171,3 +172,17 @@ def test_dicom_that_is_no_single_gray_image_says_so(tmp_path: Path) -> None:
         fitted(dicom(tmp_path / "a.dcm", frames[0], PhotometricInterpretation="RGB"), "a", 1, 1, 1)
     with pytest.raises(UserError, match="a"):
         fitted(dicom(tmp_path / "a.dcm", frames[0])[:200], "a", 1, 1, 1)
+
+
+def test_images_in_the_bytes_of_a_file_give_no_warning(
+    recwarn: pytest.WarningsRecorder, request: pytest.FixtureRequest
+) -> None:
+    """PyTorch warns, once a process, of arrays that nobody may write to, as an idx file's are."""
+    request.addfinalizer(lambda: torch.set_warn_always(False))
+    torch.set_warn_always(True)
+    pixels = np.frombuffer(bytes(range(2 * 3 * 3)), np.uint8).reshape(2, 3, 3, 1)
+    made = factory.examples(Images(pixels, np.array([0, 1])), torch.device("cpu"))
+    assert made.images.shape == (2, 1, 3, 3)
+    assert made.images.is_contiguous()
+    assert np.array_equal(made.images.numpy(), pixels.transpose(0, 3, 1, 2))
+    assert not recwarn.list

@@ -267,9 +267,10 @@ def split_of(config: Config, data: Source) -> Split:
 
 def examples(images: Images, device: torch.device) -> Examples:
     """Return images as tensors (N, C, H, W) on a device; those that are mapped into memory stay where they are."""
-    pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
-    if not isinstance(images.images, np.memmap):
-        pixels = pixels.contiguous()
+    if isinstance(images.images, np.memmap):
+        pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
+    else:  # a copy: arrays that lie in the bytes of a file cannot be written to, and PyTorch warns of them
+        pixels = torch.from_numpy(np.array(images.images.transpose(0, 3, 1, 2), order="C"))
     return Examples(pixels.to(device), torch.from_numpy(images.labels).to(device))
 
 
