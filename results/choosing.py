@@ -29,7 +29,7 @@ SHARED: dict[str, Any] = {"setting": "iid-dir", "dirichlet_alpha": 0.5, "clients
                           "steps": 8, "labeled_batch": 10, "unlabeled_batch": 30, "network": "small", "device": "cpu",
                           "threads": 1, "evaluate_every": 10, "checkpoint_every": 20, "server_epochs": 1}  # fmt: skip
 SETS: dict[str, dict[str, Any]] = {
-    "fashion_mnist": {"data_share": 0.2, "shrink": 2, "width": 16, "lr": 5e-3, "labels": 200},
+    "fashion_mnist": {"data_share": 0.2, "shrink": 2, "width": 16, "lr": 5e-3, "labels": 100},
     "pneumonia_mnist": {"width": 8, "lr": 8e-3, "labels": 200, "flip": False, "server_ema": 0.9},
 }
 TAU = {"fashion_mnist": 0.7, "pneumonia_mnist": 0.9}
@@ -39,7 +39,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "clients": {"reference": "fedavg"},
     "some": {"labels_at": "some", "labeled_clients": 5, "reference": "fedavg"},
     "server": {"labels_at": "server", "reference": "semifl"},
-    "clients, DIR": {"setting": "dir-dir", "rounds": 60, "reference": "fedavg"},
+    "clients, DIR": {"setting": "dir-dir", "rounds": 60, "labels": 200, "reference": "fedavg"},
 }
 FLOORS = {"clients": "fedavg", "some": "fedavg", "server": "partially-supervised", "clients, DIR": "fedavg"}
 FIXMATCH = {"clients": "fedavg-fixmatch", "some": "fedavg-fixmatch", "server": "semifl",
