@@ -89,7 +89,7 @@ def clocked_server() -> None:
 def clocked_site() -> None:
     """Time what a site does of its own in this process: a line an answer."""
     clock = Clock()
-    local_clients.update_alone = clock.timed("method", local_clients.update_alone)  # type: ignore[method-assign]
+    local_clients.update_together = clock.timed("method", local_clients.update_together)  # type: ignore[method-assign]
     client.SiteClient._opened = clock.timed("open images", client.SiteClient._opened)  # type: ignore[method-assign]
     client.read, client.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
     client.SiteClient._say = clock.timed("log", client.SiteClient._say)  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from torch.func import vmap
 from halfmoon.api.types import Batch, Local, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
-from halfmoon.engine import client_update, local_clients
+from halfmoon.engine import client_update
 from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -55,13 +55,13 @@ def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: B
 @pytest.fixture
 def programs(monkeypatch) -> list[int]:
     """Return how many clients each program of the test had."""
-    seen: list[int] = []
+    seen, update_many = list[int](), client_update.update_many
 
     def many(context: Any, clients: Any, *rest: Any) -> Any:
         seen.append(len(clients))
-        return client_update.update_many(context, clients, *rest)
+        return update_many(context, clients, *rest)
 
-    monkeypatch.setattr(local_clients, "update_many", many)
+    monkeypatch.setattr(client_update, "update_many", many)
     return seen
 
 

@@ -19,9 +19,10 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Cosine
 from halfmoon.data.partition.heterogeneity import jensen_shannon
 from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine import local_clients
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.client_update import Diverged, update_together
 from halfmoon.engine.evaluation import Examples, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.sampling import Batching
@@ -468,6 +469,28 @@ def test_rounds_do_not_depend_on_the_size_of_a_group():
         alone.open(0)
         alone.cohort = torch.tensor([k])
         assert furthest(alone.ask("train", server).at(0).tree, together.at(k).tree) < 1e-12
+
+
+def test_programs_hold_so_many_clients_and_no_more(monkeypatch):
+    """Four alike in programs of three: three lifted, the last alone; uploads come as from one program."""
+    shared, method = task(), FedAvg(FixMatch(tau=0.3))
+    sizes: list[int] = []
+
+    def counted(context, down, tasks):
+        sizes.append(len(tasks))
+        return update_together(context, down, tasks)
+
+    monkeypatch.setattr(local_clients, "update_together", counted)
+
+    def asked(together: int | None):
+        simulation = simulate(method, shared, executor="vmap", cohort=4)
+        training = replace(simulation.local_clients.training, together=together)
+        simulation.local_clients.training = training
+        simulation.open(0)
+        return simulation.ask("train", begin(method, shared)).tree
+
+    assert furthest(asked(3), asked(None)) < 1e-12
+    assert sizes == [3, 1, 4]
 
 
 @BOTH

@@ -52,12 +52,20 @@ def same_run(one: Path, other: Path) -> None:
     assert all(torch.equal(leaf, found[name]) for name, leaf in mine.items())
 
 
-def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path: Path) -> None:
-    """FedDure's clients remember F-reg, and are judged by labels that they do not see; stopped and resumed as well."""
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    """FedDure's clients remember F-reg, and are judged by labels that they do not see; stopped and resumed as well.
+
+    Under vmap programs of two are spread: the third of the cohort is alone.
+    """
+    monkeypatch.setattr(factory, "CHUNK", 2)
+    options = {**TINY, "executor": executor}
     straight, spread = tmp_path / "straight", tmp_path / "spread"
-    halfmoon.run(Config(**TINY, workers=1, run_dir=straight))
+    halfmoon.run(Config(**options, workers=1, run_dir=straight))
     with pytest.raises(KeyboardInterrupt):
-        halfmoon.run(Config(**TINY, workers=2, run_dir=spread), Stop())
+        halfmoon.run(Config(**options, workers=2, run_dir=spread), Stop())
     assert not (spread / "model.safetensors").exists()
     halfmoon.resume(spread)
     same_run(straight, spread)
@@ -110,6 +118,7 @@ def test_a_killed_process_ends_the_run_with_a_sentence() -> None:
         ({"data": "cifar10", "executor": "vmap"}, 1),
         ({"workers": 2}, 2),
         ({"workers": 20, "cohort": 4}, 4),
+        ({"workers": 2, "executor": "vmap"}, 2),
     ],
 )
 def test_how_many_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wanted: int) -> None:
@@ -118,9 +127,10 @@ def test_how_many_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, An
     assert workers.count(Config(device="cpu", **options)) == wanted
 
 
-def test_workers_are_refused_where_clients_are_one_program() -> None:
-    with pytest.raises(UserError, match="workers is 2, but clients that are batched"):
-        workers.count(Config(device="cpu", executor="vmap", workers=2))
+def test_workers_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "device", lambda config: torch.device("cuda"))
+    with pytest.raises(UserError, match="workers is 2, but clients on a GPU"):
+        workers.count(Config(workers=2))
 
 
 def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:

@@ -185,13 +185,15 @@ def ranges() -> Mapping[str, Range]:
 def load(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file without its table [federation]; its relative paths start at the file's folder.
 
-    A simulation of a federation caps weights as its server does, where that sees single weights.
+    A simulation of a federation caps weights as its server does, where that sees single weights, and trains clients one
+    by one, as its sites do, where neither the file nor the command line says otherwise: so it has the same bits.
 
     Raise UserError where the file cannot be read or is no TOML. Names and types are checked by `resolve`.
     """
     values = read(path)
     if isinstance(values.get(TABLE), Mapping):
         table = values.pop(TABLE)
+        values.setdefault("executor", "loop")
         if not values.get("secure_aggregation") and values.get("dp_clip") is None:
             values.setdefault("weight_cap", table.get("weight_cap", WEIGHT_CAP))
     return anchored(values, path.parent)

@@ -237,7 +237,10 @@ class MachineOptions:
     """Where and how a run is computed; nothing here changes its numbers."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
-    executor: Annotated[Literal["auto", "loop", "vmap"], "clients one by one, or batched; auto: vmap on a GPU"] = "auto"
+    executor: Annotated[
+        Literal["auto", "loop", "vmap"],
+        "clients one by one, or batched; auto: vmap on a GPU, or for a tiny network; loop with a table [federation]",
+    ] = "auto"
     threads: Annotated[
         int | None,
         "processor threads of each process; none: 1, or all for a method that has all rows in one place",

@@ -88,10 +88,18 @@ class ClientTask(NamedTuple):
     amount: Amount
 
 
-def update_alone(context: ClientContext, down: Tree, task: ClientTask) -> ClientResult:
-    """Run one client's update in a plain loop: what a `halfmoon.engine.spread.Spread` applies, in whichever process."""
+def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
+    """Return what comes of the clients that train as one program, by client; of one alone, in a plain loop.
+
+    Lifting one client only costs. It is what a `halfmoon.engine.spread.Spread` applies, in whichever process.
+    """
     with torch.no_grad():
-        return update_one(context, task.client, {**down, **task.private}, task.memory, task.data, task.amount)
+        if len(tasks) == 1:
+            client, private, memory, data, amount = tasks[0]
+            return {client: update_one(context, client, {**down, **private}, memory, data, amount)}
+        clients, privates, memories, datas, amounts = (list(each) for each in zip(*tasks, strict=True))
+        made = update_many(context, clients, down, tree.stack(privates), memories, datas, amounts)
+    return dict(zip(clients, made, strict=True))
 
 
 def update_one(

@@ -7,7 +7,7 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Literal
@@ -27,8 +27,7 @@ from halfmoon.engine.client_update import (
     ClientResult,
     ClientTask,
     first_memory,
-    update_alone,
-    update_many,
+    update_together,
 )
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.sampling import Amount, Batching, Views
@@ -112,7 +111,8 @@ class FederatedDataset:
 class Training:
     """How clients train: batch rule, budget and executor, and the batch rule of the server's own training.
 
-    Without `serving` the server trains by the clients' rule. `spread` says where the clients of a loop train.
+    Without `serving` the server trains by the clients' rule. `together` is how many clients vmap lifts at most as one
+    program (None: all of a cohort that are alike); `spread` says where programs, and the clients of a loop, train.
     """
 
     batching: Batching
@@ -120,6 +120,7 @@ class Training:
     serving: Batching | None = None
     executor: Executor = "loop"
     spread: Spread = map
+    together: int | None = None
 
 
 @dataclass
@@ -181,23 +182,40 @@ class LocalClients:
             data, hidden[clients[k]] = self.dataset.local(clients[k], stage)
             return ClientTask(clients[k], private, memory, data, amounts[k])
 
-        if self.training.executor == "loop":
-            yield from self.training.spread(partial(update_alone, context, down), map(task, range(len(clients))))
-            return
-        outcomes: dict[int, ClientResult] = {}
-        for group in self._groups(context.work, clients, stage, amounts):
-            for part in _alike([task(k) for k in group]):
-                outcomes |= self._together(context, down, part)
-        for client in clients:
-            yield outcomes.pop(client)
+        tasks = map(task, range(len(clients)))
+        done: dict[int, ClientResult] = {}
+        turns = iter(clients)
+        turn = next(turns)
+        for made in self.training.spread(
+            partial(update_together, context, down), self._programs(context, tasks, stage)
+        ):
+            done |= made
+            made.clear()  # or what is yielded would be held while the next clients train
+            while turn in done:
+                yield done.pop(turn)
+                turn = next(turns, None)
 
-    def _together(self, context: ClientContext, down: Tree, part: Sequence[ClientTask]) -> dict[int, ClientResult]:
-        """Return what comes of clients that train as one program; of one alone, in a loop: lifting it only costs."""
-        if len(part) == 1:
-            return {part[0].client: update_alone(context, down, part[0])}
-        clients, privates, memories, datas, amounts = (list(each) for each in zip(*part, strict=True))
-        made = update_many(context, clients, down, tree.stack(privates), memories, datas, amounts)
-        return dict(zip(clients, made, strict=True))
+    def _programs(
+        self, context: ClientContext, tasks: Iterable[ClientTask], stage: int | None
+    ) -> Iterator[list[ClientTask]]:
+        """Yield the clients that train as one program, as soon as they are as many as may be.
+
+        They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
+        padding takes all that have a step to do.
+        """
+        most = 1 if self.training.executor == "loop" else self.training.together
+        waiting: dict[tuple[object, ...], list[ClientTask]] = {}
+        for each in tasks:
+            size = astuple(self.dataset.own(each.client, stage)) if context.work.whole else ()
+            alike = (each.amount.labeled, each.amount.unlabeled, *size)
+            shapes = tuple(leaf.shape for leaf in tree.leaves(each.memory))
+            kind = (min(each.amount.steps, 1),) if context.work.masks else alike, shapes
+            waiting.setdefault(kind, []).append(each)
+            del each  # or it would be held while the next clients train
+            if len(waiting[kind]) == most:
+                yield waiting.pop(kind)
+        while waiting:
+            yield waiting.pop(next(iter(waiting)))
 
     def _amount(self, work: ClientUpdate, client: int, stage: int | None) -> Amount:
         if client == SERVER:
@@ -205,31 +223,9 @@ class LocalClients:
         own, given = self.dataset.own(client, stage), self.dataset.given(client, stage)
         return self.training.budget.amount(self.training.batching, work, own, given)
 
-    def _groups(
-        self, work: ClientUpdate, clients: Sequence[int], stage: int | None, amounts: Sequence[Amount]
-    ) -> list[list[int]]:
-        """Return the places in the cohort that run as one program: equal images a step and, where it matters, size.
-
-        A work that masks padding takes all that have a step to do.
-        """
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for k, (client, amount) in enumerate(zip(clients, amounts, strict=True)):
-            size = astuple(self.dataset.own(client, stage)) if work.whole else ()
-            alike = (amount.labeled, amount.unlabeled, *size)
-            groups.setdefault((min(amount.steps, 1),) if work.masks else alike, []).append(k)
-        return list(groups.values())
-
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
         """Return what the client remembers, for a work that remembers."""
         return self.memories.get(str(client)) or first_memory(context.work, down, self.seed, client)
-
-
-def _alike(tasks: Sequence[ClientTask]) -> Iterator[list[ClientTask]]:
-    """Yield clients with equally shaped memories together: a memory may hold something for each row of a client."""
-    groups: dict[tuple[torch.Size, ...], list[ClientTask]] = {}
-    for each in tasks:
-        groups.setdefault(tuple(leaf.shape for leaf in tree.leaves(each.memory)), []).append(each)
-    yield from groups.values()
 
 
 def _without_gradients(results: Iterator[ClientResult]) -> Iterator[ClientResult]:

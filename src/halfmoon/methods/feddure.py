@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
@@ -37,6 +36,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.optim import SGD, Optimizer, descend
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
@@ -379,7 +379,7 @@ class Regulated(ClientUpdate):
 def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """Return the mean over the labeled images of a minibatch."""
     if batch.x_real is None:
-        return F.cross_entropy(logits, batch.y)
+        return cross_entropy(logits, batch.y)
     return mean(per_image(logits, batch.y), batch.x_real)
 
 

@@ -59,7 +59,7 @@ class WeightedLoss:
     def of(cls, z: Tensor, label: Tensor, seen: Input, through: Through, real: Tensor | None = None) -> WeightedLoss:
         """Return the loss of logits z (n, classes) and labels (n,) int64; with a mask `real` (n,), of the real rows."""
         log_p = z.log_softmax(-1)
-        loss, error = F.nll_loss(log_p, label, reduction="none"), log_p.exp() - F.one_hot(label, z.shape[-1])
+        loss, error = -log_p.gather(-1, label[:, None])[:, 0], log_p.exp() - F.one_hot(label, z.shape[-1])
         if real is None:
             return cls(_shown(z, seen), loss, error, seen, through, len(loss))
         # All derivatives are linear in these two.

@@ -36,6 +36,7 @@ from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import momentum_step
@@ -160,7 +161,7 @@ class Narrow(ClientUpdate):
         logits, _ = self.task.network.train(scaled(params, self.rate), batch.x)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)
-        return F.cross_entropy(logits, batch.y), ()
+        return cross_entropy(logits, batch.y), ()
 
 
 def name(rate: float) -> str:

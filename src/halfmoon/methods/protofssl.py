@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
@@ -36,6 +35,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, P
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import track
@@ -168,7 +168,7 @@ class Episodes(ClientUpdate):
         prototypes = torch.where(here[:, None], member.T @ labeled, received)
         far = torch.where(here | ((known > 0) & (there.sum() > 0)), 0.0, FAR)
         query = 1 - support
-        asked = F.cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
+        asked = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
         loss = (asked.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
         each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - known)).softmax(-1) for p in down["helpers"]])
         mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)

@@ -38,6 +38,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
@@ -227,7 +228,7 @@ class Growing(ClientUpdate):
         stored = carry["labels"][batch.u_rows]
         has = (stored != NONE).to(plain.dtype)
         own = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
-        accepted = F.cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
+        accepted = cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
         taught = (own + accepted.sum()) / (len(batch.x) + has.sum()).clamp_min(1)
         apart = F.kl_div(loud.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True).sum(-1)
         consistent = (apart * (1 - has)).sum() / (1 - has).sum().clamp_min(1)

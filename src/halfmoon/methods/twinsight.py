@@ -32,6 +32,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, S
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
 from halfmoon.models import track
 from halfmoon.models.network import linear
@@ -155,7 +156,7 @@ def info_nce(z: Tensor, temperature: float) -> Tensor:
     same = torch.eye(len(z), dtype=torch.bool, device=z.device)
     alike = torch.where(same, -torch.inf, z @ z.T / temperature)
     partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
-    return F.cross_entropy(alike, partner)
+    return cross_entropy(alike, partner)
 
 
 def gram_distance(one: Tensor, other: Tensor) -> Tensor:

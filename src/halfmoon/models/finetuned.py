@@ -92,6 +92,10 @@ class FineTuned(Network):
         """Not used: the network inside has the layers."""
         raise NotImplementedError
 
+    def products(self, shape: tuple[int, int, int]) -> int | None:
+        """Return those of the network inside."""
+        return self.inner.products(shape)
+
     def check(self, shape: tuple[int, int, int]) -> None:
         """Raise `UserError` if images of `shape` (C, H, W) do not fit."""
         self.inner.check(shape)

@@ -80,6 +80,10 @@ class ModuleNetwork(Network):
         """Not used: a module knows its layers itself."""
         raise NotImplementedError
 
+    def products(self, shape: tuple[int, int, int]) -> int | None:
+        """Return None: what a module computes is its own."""
+        return None
+
     def check(self, shape: tuple[int, int, int]) -> None:
         """Raise `UserError` where the module cannot be carried, or does not take images of `shape` (C, H, W)."""
         if shape[0] != self.channels or shape[1:] != self.size:

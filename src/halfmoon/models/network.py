@@ -12,7 +12,7 @@ from torch import Tensor
 from halfmoon.core import padding, tree
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.core.tree import Tree
-from halfmoon.models.passes import MOMENTUM, Batched, Norm, Recorded, Run, Settled, Tangent
+from halfmoon.models.passes import MOMENTUM, Batched, Counted, Norm, Recorded, Run, Settled, Tangent
 
 SEEN = "any real row"
 """Beside the moments of a pass over padded rows: whether any was real, a name that no layer has; else none counts."""
@@ -84,6 +84,14 @@ class Network(ABC):
         """Return zeros in the shape of the moments: what a client without images has seen."""
         biases = {name: part["norm"]["bias"] for name, part in params.items() if "norm" in part}
         return {name: {"mean": torch.zeros_like(b), "var": torch.zeros_like(b)} for name, b in biases.items()}
+
+    def products(self, shape: tuple[int, int, int]) -> int | None:
+        """Return how many products one image of `shape` (C, H, W) costs forward, None where that cannot be counted."""
+        with torch.device("meta"):
+            params = self.init(torch.Generator())["params"]
+        run = Counted(params, self.norm)
+        self.layers(torch.zeros(1, *shape), run)
+        return run.products
 
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None

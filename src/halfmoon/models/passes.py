@@ -95,6 +95,34 @@ class Settled(Run):
 
 
 @dataclass
+class Counted(Run):
+    """A pass that counts products in convolutions and linear layers, and computes none: parameters may be "meta"."""
+
+    products: int = 0
+
+    def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
+        """Count one product for each weight of a channel and place."""
+        weight = self.params[name]["conv"]["weight"]
+        out = z.new_zeros(len(z), len(weight), *(-(-side // stride) for side in z.shape[2:]))
+        self.products += out.numel() * weight[0].numel()
+        return out
+
+    def norm(self, name: str, z: Tensor) -> Tensor:
+        """Leave z as it is."""
+        return z
+
+    def batch_norm(self, name: str, z: Tensor) -> Tensor:
+        """Leave z as it is."""
+        return z
+
+    def linear(self, name: str, z: Tensor) -> Tensor:
+        """Count one product for each weight."""
+        weight = self.params[name]["weight"]
+        self.products += len(z) * weight.numel()
+        return z.new_zeros(len(z), len(weight))
+
+
+@dataclass
 class Batched(Run):
     """A pass under batch statistics, which it leaves in `moments`; `inputs` holds what the linear layers were given."""
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.models import forward
 from halfmoon.objectives.thresholding import Rule, Threshold
@@ -265,12 +265,12 @@ def supervised(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
     (B,)."""
     if real is not None:
         return padding.share(real, logits) @ per_image(logits, y)
-    return F.cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
+    return cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
 
 
 def per_image(logits: Tensor, label: Tensor) -> Tensor:
     """Return the cross-entropy (b,) of each image."""
-    return F.cross_entropy(logits, label, reduction="none")
+    return cross_entropy(logits, label, reduction="none")
 
 
 def guess_of(p: Tensor) -> Pseudo:

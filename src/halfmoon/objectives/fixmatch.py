@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Task
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Ramp, Seen, ramped, supervised
@@ -38,7 +38,7 @@ class FixMatch(PseudoLabeling, Objective):
         """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
         pseudo, aside = self.judge(weak, batch, aside)
-        loss = F.cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
+        loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
         consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         total = supervised(labeled, batch.y, batch.x_real) + weight * consistency

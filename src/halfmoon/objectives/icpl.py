@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
 from halfmoon.core import rng, tree
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
 from halfmoon.models.network import linear
 from halfmoon.objectives.base import NOTHING, Objective, Seen, received, supervised
@@ -105,7 +106,7 @@ class ICPL(Objective):
             sure = sure | (local >= self.tau)
         used = sure[len(x) :].to(guess.dtype)
         pseudo = Pseudo(label[len(x) :], wide[len(x) :], used)
-        taught = (F.cross_entropy(logits[1], pseudo.label, reduction="none") * used).mean()
+        taught = (cross_entropy(logits[1], pseudo.label, reduction="none") * used).mean()
         kinds = self._kinds(g, label, sure, aside["prior"], batch.y)
         contrast = self._contrast(params, features, kinds, len(x))
         seen = one_hot(batch.y, g.shape[-1], g).sum(0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.models import forward
@@ -64,7 +64,7 @@ class PseudoLabel(PseudoLabeling, Objective):
         if self.debias:
             guess = debiased(guess, ready["prior"])
         pseudo, aside = self.judge(guess, batch, aside)
-        taught = mean(F.cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
+        taught = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         return supervised(labeled, batch.y, batch.x_real) + weight * taught, Seen(moments, (pseudo,), aside)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Task
 from halfmoon.core.errors import UserError
+from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, taught_and_guessed
 from halfmoon.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
@@ -114,7 +115,7 @@ class ReMixMatch(Objective):
         loss = loss + grown * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :])
         loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q)
         if turned is not None:
-            loss = loss + self.rotation_weight * F.cross_entropy(rotations, batch.drawn["turn"])
+            loss = loss + self.rotation_weight * cross_entropy(rotations, batch.drawn["turn"])
         return loss, Seen(moments, (guess_of(guess),), news)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

@@ -40,6 +40,12 @@ from halfmoon.privacy.dp import Private, Promise
 from halfmoon.privacy.ledger import LEDGER, Ledger
 from halfmoon.secure.fixed_point import Sums
 
+TINY = 500_000
+"""Products an image up to which clients in one program take less of a processor's time than one by one."""
+
+CHUNK = 20
+"""Clients in one program on a processor: more save no more, and other programs can be computed beside it."""
+
 
 @dataclass(frozen=True)
 class ImageSpec:
@@ -347,10 +353,27 @@ def device(config: MachineOptions) -> torch.device:
 
 
 def executor(config: Config) -> Executor:
-    """Return how the clients of a cohort are run."""
+    """Return how the clients of a cohort are run; what `settled` leaves open is vmap on a GPU, the loop elsewhere."""
     if config.executor != "auto":
         return config.executor
     return "vmap" if device(config).type == "cuda" else "loop"
+
+
+def settled(config: Config, network: Network, image: tuple[int, int, int]) -> Config:
+    """Return the configuration of a new run: on a processor tiny networks take vmap, where nobody has said what to do.
+
+    `image` is (C, H, W). How tiny is measured (`results/peers.md`) and fixed, so that a run does not depend on how busy
+    a machine is.
+    """
+    if config.executor != "auto" or device(config).type != "cpu":
+        return config
+    products = network.products(image)
+    return config if products is None or products > TINY else replace(config, executor="vmap")
+
+
+def together(config: Config) -> int | None:
+    """Return how many clients vmap lifts at most as one program; None: as many as there are."""
+    return CHUNK if device(config).type == "cpu" else None
 
 
 def threads(config: Config) -> int:

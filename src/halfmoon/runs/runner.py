@@ -43,9 +43,11 @@ from halfmoon.runs.factory import (
     executor,
     largest_of,
     problem,
+    settled,
     source,
     split_of,
     threads,
+    together,
 )
 from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
@@ -88,7 +90,8 @@ def start(
     root = config.run_dir or free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
     jobs = _jobs(config)
-    return _play_all(root, jobs, _shared(jobs, None, watch), watch)
+    shared = _shared(jobs, None, watch)
+    return _play_all(root, _settled(jobs, shared), shared, watch)
 
 
 def compare(
@@ -116,6 +119,7 @@ def compare(
     shared = _shared(jobs, None, NULL_CALLBACK if begun else watch)
     if config.reference is None:
         jobs = planned(largest_of([job.config for job in jobs], shared))
+    jobs = _settled(jobs, shared)
     plan = render(jobs)
     _refuse_taken(root, "", plan)
     try:
@@ -175,6 +179,8 @@ def cell(config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: boo
         integrity.check(path, SPLIT)
         shared = _shared([job], Split.load(kept) if kept.exists() else None, watch)
         shared = shared if tests else replace(shared, test=None)
+        if not RunFolder.made(path):
+            (job,) = _settled([job], shared)
         if device(config).type == "cpu":
             keep_memory()
     return _play(path, job, shared, watch)
@@ -213,6 +219,16 @@ def _jobs(config: Config) -> list[Job]:
         alone = _alone(config, name, config.reference or config.method, options=own_options(config, name))
         jobs.append(Job(f"baselines/{name}", alone))
     return jobs
+
+
+def _settled(jobs: Sequence[Job], shared: Problem) -> list[Job]:
+    """Return the jobs of a new run with their executor chosen, where it was left open.
+
+    A run's file says what was chosen, so that it goes on as it began: "auto" in one means what it does for large
+    networks, and did for all before there was a choice.
+    """
+    network, image = shared.task.network, ImageSpec.of(shared.source).image
+    return [replace(job, config=settled(job.config, network, image)) for job in jobs]
 
 
 def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
@@ -283,6 +299,8 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
         if done is not None:
             return ended(done, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
+        if config.executor == "auto":
+            config = replace(config, executor=parsed(folder.config, path).executor)
         loaded = folder.load()
         for warning in [*(loaded.warnings if loaded else []), *([folder.remark] if folder.remark else [])]:
             watch.say(warning)
@@ -407,7 +425,9 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread) -> 
             len(shared.source.classes),
         ),
         shared.views,
-        Training(shared.batching, budget(config, shared.task), shared.serving, executor(config), spread),
+        Training(
+            shared.batching, budget(config, shared.task), shared.serving, executor(config), spread, together(config)
+        ),
         RuntimeSettings(
             config.cohort,
             config.seed,

@@ -49,22 +49,23 @@ def count(config: Config) -> int:
     """Return in how many processes the clients of a cohort train.
 
     "auto" is one for each processor that PyTorch would use (OMP_NUM_THREADS), where nobody has said with how many
-    threads, and the network is large enough for a client to be worth sending.
+    threads, clients train one by one, and the network is large enough for a client to be worth sending.
     """
-    free = factory.device(config).type == "cpu" and factory.executor(config) == "loop"
+    here = factory.device(config).type == "cpu"
     if config.workers != "auto":
-        if config.workers != 1 and not free:
+        if config.workers != 1 and not here:
             raise UserError(
-                f"workers is {config.workers!r}, but clients that are batched (vmap) or on a GPU train in one process: "
-                "leave workers out, or choose executor 'loop' and device 'cpu'."
+                f"workers is {config.workers!r}, but clients on a GPU train in one process: leave workers out, or "
+                "choose device 'cpu'."
             )
         return config.cohort if config.workers == "ray" else min(config.workers, config.cohort)
     small = factory.network_name(config) == "small" or registry.entry(config.method).pooled
     given = ":" in config.method  # as an object, perhaps: known to this process alone
-    if not free or small or given or config.threads is not None:
+    alone = here and factory.executor(config) == "loop"
+    if not alone or small or given or config.threads is not None:
         return 1
-    here = min(len(processors()), torch.get_num_threads()) // _SHARE["runs"]
-    return max(1, min(here, config.cohort))
+    free = min(len(processors()), torch.get_num_threads()) // _SHARE["runs"]
+    return max(1, min(free, config.cohort))
 
 
 @contextmanager
