@@ -31,7 +31,7 @@ QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306
 
 SHARED: dict[str, Any] = {"setting": "dir-dir", "dirichlet_alpha": 0.5, "schedule": "cosine", "labeled_view": "weak",
                           "network": "small", "budget": "labeled-steps", "reference": "feddure", "device": "cpu",
-                          "threads": 1, "checkpoint_every": 20}  # fmt: skip
+                          "executor": "loop", "threads": 1, "checkpoint_every": 20}  # fmt: skip
 SETS: dict[str, dict[str, Any]] = {
     "digits": {"lr": 6e-3, "rounds": 80, "steps": 6, "labeled_batch": 10, "unlabeled_batch": 30, "clients": 20,
                "cohort": 5, "labels_per_class": 0.5, "evaluate_every": 5},
