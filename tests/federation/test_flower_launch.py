@@ -386,30 +386,41 @@ from halfmoon.federation.flower import child_main, prefork
 def run():
     Path("seen").mkdir(exist_ok=True)
     Path("seen", str(os.getpid())).write_text(" ".join(sys.argv))
-    sys.stdout.write(f"hello from {os.getpid()} of {os.getppid()}")
+    there = "knows" if "colorsys" in sys.modules else "imports"
+    sys.stdout.write(f"hello from {os.getpid()} of {os.getppid()}, which {there} it")
+    import colorsys
     if sys.argv[1] == "sleep":
         time.sleep(60)
     sys.exit(int(sys.argv[1]))
 
 os.chdir(sys.argv[1])
 child_main._die_with_parent()
+child_main._hold(child_main.lock_of(Path(sys.argv[1]), child_main.WARM))
+prefork.SLOW = "colorsys"
+time.sleep(0.3)
 prefork.attend(Path(sys.argv[1]), "textwrap:app", lambda: run, child_main._die_with_parent)
 """
 
 
 def test_a_warm_process_forks_for_each_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The exit code and the output come back; whoever asks and is killed takes its fork along; nobody there is None."""
+    """The exit code and the output come back; whoever asks and is killed takes its fork along; nobody there is None.
+
+    One that is still importing is waited for; what a fork had to import later ones find there.
+    """
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     assert prefork.relay(folder, ["3"]) is None
+    assert child_main._forked(folder, ["3"]) is None
     process = subprocess.Popen([sys.executable, "-c", WARM, str(folder)])
     seen = folder / "seen"
     try:
-        wait(lambda: (folder / prefork.SOCKET).exists())
-        wait(lambda: prefork.relay(folder, ["3", "four"]) == 3)
+        wait(lambda: child_main.held(child_main.lock_of(folder, child_main.WARM)))
+        assert not (folder / prefork.SOCKET).exists()
+        assert child_main._forked(folder, ["3", "four"]) == 3
         assert prefork.relay(folder, ["0"]) == 0
         words = capfd.readouterr().out
-        assert words.count(f"of {process.pid}") == 2
+        assert words.count(f"of {process.pid}, which imports it") == 1
+        assert words.count(f"of {process.pid}, which knows it") == 1
         first = {path.name for path in seen.iterdir()}
         assert sorted((seen / name).read_text() for name in first) == ["flwr-clientapp 0", "flwr-clientapp 3 four"]
         code = "import sys; from pathlib import Path; from halfmoon.federation.flower import prefork; "

@@ -42,6 +42,8 @@ EVIL, MALLORY = "site-02", "mallory"
 """A site of the federation that attacks where an attack says so, and a site with a key that is none of it."""
 PATIENCE = 900.0
 """Seconds until something counts as not happening."""
+LOOKS = 0.2
+"""Seconds between two looks at the logs, which take time from the processes that are watched."""
 
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
 FILE = "attacked.toml"
@@ -57,12 +59,12 @@ class Stuck(AssertionError):
     """Something that has to happen does not."""
 
 
-def write(exported: Path) -> Path:
+def write(exported: Path, rounds: int = OPTIONS["rounds"]) -> Path:
     """Write the federation's file beside exported sites, and return it."""
     kept = [
         line for line in (exported / "federation.toml").read_text().splitlines() if line.split(" = ")[0] not in OPTIONS
     ]
-    given = [f"{name} = {json.dumps(value)}" for name, value in OPTIONS.items()]
+    given = [f"{name} = {json.dumps(value)}" for name, value in {**OPTIONS, "rounds": rounds}.items()]
     rules = [f"{name} = {value}" for name, value in RULES.items()]
     path = exported / FILE
     path.write_text("\n".join([*given, *kept, *rules]) + "\n")
@@ -79,6 +81,7 @@ class Besieged:
     folder: Path
     sites: Path
     evil: str = ""
+    rounds: int = OPTIONS["rounds"]
     run: Path = field(init=False)
     port: int = field(default_factory=free_port)
     listen: int = field(default_factory=free_port)
@@ -118,7 +121,7 @@ class Besieged:
 
     def hold(self, last: bool) -> None:
         """Have the last round wait for its last answer, or wait no more: no attack comes too late."""
-        held = f" hold:{OPTIONS['rounds'] - 1}" if last else ""
+        held = f" hold:{self.rounds - 1}" if last else ""
         atomic_io.replace(self.folder / "evil", (self.evil + held).encode())
 
     def begin(self) -> None:
@@ -180,7 +183,7 @@ class Besieged:
             code = self.running["serve"].poll() if "serve" in self.running else None
             if time.monotonic() > end or code not in (None, 0):
                 raise Stuck(f"waited in vain for {what}; the server's log ends: {self.log('serve.log')[-1500:]}")
-            time.sleep(0.05)
+            time.sleep(LOOKS)
 
     def says(self, where: str, pattern: str) -> str:
         """Wait until a log has a line with a pattern, and return that line without the time of day."""

@@ -28,7 +28,8 @@ FOLDER = "HALFMOON_FLOWER"
 CLIENT_APP, SUPERNODE, WARM = "flwr-clientapp", "flower-supernode", "warm"
 
 PATIENCE = 60.0
-"""Seconds until a process gives up whose predecessor does not end."""
+"""Seconds until a process gives up whose predecessor does not end, or a message goes the long way whose warm process
+does not get ready."""
 
 SPARE, LAST = 3.0, 10.0
 """Seconds until a program of a site asks its predecessor to end, and until it kills it.
@@ -50,7 +51,7 @@ def main(words: Sequence[str]) -> None:
     script, *arguments = words
     folder = Path(os.environ[FOLDER])
     _die_with_parent()
-    if script == CLIENT_APP and (code := prefork.relay(folder, arguments)) is not None:
+    if script == CLIENT_APP and (code := _forked(folder, arguments)) is not None:
         sys.exit(code)
     _hold(lock_of(folder, script), sole=script == CLIENT_APP)
     if script == WARM:
@@ -62,6 +63,16 @@ def main(words: Sequence[str]) -> None:
         internals.sleep_by(loop, polling.Pace())
     sys.argv = [script, *arguments]
     sys.exit(run())
+
+
+def _forked(folder: Path, arguments: Sequence[str]) -> int | None:
+    """Return the exit code of a fork of the warm process, which is waited for while it imports; None without one."""
+    end = time.monotonic() + PATIENCE
+    while (code := prefork.relay(folder, arguments)) is None:
+        if time.monotonic() > end or not held(lock_of(folder, WARM)):
+            return None
+        time.sleep(0.05)
+    return code
 
 
 def _script(name: str) -> Callable[[], int | None]:
@@ -87,6 +98,21 @@ def _die_with_parent() -> None:
     """Ask the system for a kill where the parent dies, however it dies; only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def held(path: Path) -> bool:
+    """Say whether a living process holds the lock of a file."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        atomic_io.flock(handle)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def _hold(path: Path, sole: bool = False) -> None:

@@ -15,8 +15,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# The first gradient of torch.func needs it, 800 modules in a second: a warm process has them before it forks.
-import torch._dynamo  # noqa: F401
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 

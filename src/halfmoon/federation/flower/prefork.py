@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import random
 import selectors
@@ -25,6 +26,8 @@ EVERY = 0.02
 """Seconds between two looks at the forks."""
 LONGEST = 2**16
 """Bytes of a request at most."""
+SLOW = "torch._dynamo"
+"""What few methods need at a site: 800 modules in a second or two, for each message anew where a fork imports them."""
 
 
 def relay(folder: Path, arguments: Sequence[str]) -> int | None:
@@ -45,7 +48,7 @@ def relay(folder: Path, arguments: Sequence[str]) -> int | None:
 def attend(folder: Path, app: str, load: Callable[[], Callable[[], object]], begin: Callable[[], None]) -> None:
     """Import what `load` does and the module of `app`, then fork for whoever asks; each fork calls `begin` first.
 
-    Ends with its parent alone.
+    Once a fork has imported the `SLOW` one, later ones have it from here. Ends with its parent alone.
     """
     run = load()
     importlib.import_module(app.partition(":")[0])
@@ -57,12 +60,16 @@ def attend(folder: Path, app: str, load: Callable[[], Callable[[], object]], beg
     os.chmod(folder / SOCKET, 0o600)
     listener.listen()
     waiting: list[_Fork] = []
+    wanted = mmap.mmap(-1, 1)  # shared with the forks
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while True:
             if selector.select(EVERY if waiting else None):
-                waiting.append(_fork(listener, run, begin))
+                waiting.append(_fork(listener, run, begin, wanted))
             waiting = [each for each in waiting if not each.over()]
+            if wanted[0] and not waiting:
+                importlib.import_module(SLOW)
+                wanted[0] = 0
 
 
 @dataclass
@@ -94,9 +101,10 @@ class _Fork:
             return True
 
 
-def _fork(listener: socket.socket, run: Callable[[], object], begin: Callable[[], None]) -> _Fork:
+def _fork(listener: socket.socket, run: Callable[[], object], begin: Callable[[], None], wanted: mmap.mmap) -> _Fork:
     link, _ = listener.accept()
     request, handles, _, _ = socket.recv_fds(link, LONGEST, 2)
+    known = SLOW in sys.modules
     number = os.fork()
     if number == 0:
         code = 1
@@ -109,6 +117,7 @@ def _fork(listener: socket.socket, run: Callable[[], object], begin: Callable[[]
             begin()
             sys.argv = ["flwr-clientapp", *json.loads(request)]
             code = _code(run)
+            wanted[0] = SLOW in sys.modules and not known
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

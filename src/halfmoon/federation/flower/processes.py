@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, lock_of
+from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, held, lock_of
 from halfmoon.storage import atomic_io, locks
 
 SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
@@ -109,17 +109,7 @@ class Home:
 
     def running(self, script: str) -> bool:
         """Say whether a process of this script lives."""
-        try:
-            handle = os.open(lock_of(self.folder, script), os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            atomic_io.flock(handle)
-        except OSError:
-            return True
-        finally:
-            os.close(handle)
-        return False
+        return held(lock_of(self.folder, script))
 
     def kill(self) -> None:
         """End every process of this folder, whoever started it; raise UserError for one that does not end."""
