@@ -30,6 +30,7 @@ from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.pki.make import init
 from halfmoon.federation.protocol.messages import FAILED, Final, Offer, Refusal, Request, read, write
 from halfmoon.federation.server.server import FederationServer
+from halfmoon.federation.server.spool import SPOOL
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
@@ -258,11 +259,14 @@ class Seen:
         for name, leaf in forms.items():
             self.needles[f"{name} of site {site}"] = leaf[at].contiguous().numpy().tobytes()
 
-    def found(self, pid: int) -> set[str]:
-        """Return which of it lies in the memory of a process."""
+    def found(self, pid: int, spool: Path) -> set[str]:
+        """Return which of it lies in the memory of a process, or in the files where it lets answers wait."""
         there = set[str]()
         if not self.needles:
             return there
+        for path in spool.glob("*"):
+            data = path.read_bytes()
+            there |= {name for name, needle in self.needles.items() if holds(data, needle)}
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 span, mode, _, _, inode, *_ = line.split()
@@ -288,7 +292,7 @@ def holds(data: bytes, needle: bytes) -> bool:
 
 
 def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
-    """Play a federation whose server is another process; yield what lies in its memory, stage by stage.
+    """Play a federation whose server is another process; yield what lies in its memory and its spool, stage by stage.
 
     That is looked for when the last answer of a stage is still missing.
     """
@@ -322,7 +326,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
                 counts[at] = counts.get(at, 0) + 1
                 if at[2] != "offer" and counts[at] == SITES:
                     time.sleep(0.3)  # it has read the other answers by now
-                    yield at[2], seen.found(server.pid)
+                    yield at[2], seen.found(server.pid, folder / "run" / SPOOL)
                 put(server.stdin, node, message_id, answer)
         assert server.wait(60) == 0
     finally:
@@ -337,7 +341,9 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 
 @linux
 def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Path) -> None:
-    """Neither as it is, nor as a change, weighted, or in fixed point; at no stage, and not after the round."""
+    """Nor in a file where answers wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
+    round.
+    """
     looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 5))
     assert looked == [(stage, set()) for stage in (*STAGES, KEYS)]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext
-from halfmoon.api.uploads import Upload
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -49,16 +49,18 @@ class WeightCap:
 
     def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with their weights capped; others stay as they are, bit by bit."""
-        said = up.weight.double().tolist()
-        limits = caps(said, self.factor, [self.declared.get(client) for client in context.clients])
-        scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(said, limits, strict=True)]
-        capped = [client for client, each in zip(context.clients, scale, strict=True) if each < 1]
-        if capped:
-            self._row["capped"] = sorted({*self._row.get("capped", ()), *capped})
-            sums = {name: scaled(up.aux[name], scale) for name in context.uplink.names(reduce="sum")}
-            up = Upload(up.update, scaled(up.weight, scale), {**up.aux, **sums})
-        self._tell(context.clients, up.weight.double().tolist())
-        return range(len(context.clients)), up
+        scale = self.scale(context.clients, up.weight.double().tolist())
+        return range(len(context.clients)), capped(up, context.uplink, scale)
+
+    def scale(self, clients: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """Return what the weight of each of these clients is multiplied by: 1 where it is not too large."""
+        limits = caps(weights, self.factor, [self.declared.get(client) for client in clients])
+        scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(weights, limits, strict=True)]
+        over = [client for client, each in zip(clients, scale, strict=True) if each < 1]
+        if over:
+            self._row["capped"] = sorted({*self._row.get("capped", ()), *over})
+        self._tell(clients, [weight * each for weight, each in zip(weights, scale, strict=True)])
+        return scale
 
     def _tell(self, clients: Sequence[int], weights: Sequence[float]) -> None:
         total = sum(weights)
@@ -80,6 +82,14 @@ class WeightCap:
     def ended(self, round: int) -> str | None:
         """Return None: every round may be played."""
         return None
+
+
+def capped(up: Upload, uplink: Uplink, scale: Sequence[float]) -> Upload:
+    """Return uploads (k, ...) with their weights, and what was multiplied by them, scaled; 1 changes no bit."""
+    if all(each == 1 for each in scale):
+        return up
+    sums = {name: scaled(up.aux[name], scale) for name in uplink.names(reduce="sum")}
+    return Upload(up.update, scaled(up.weight, scale), {**up.aux, **sums})
 
 
 def caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:

@@ -51,8 +51,13 @@ def map_file(path: Path) -> Tree:
     """
     with safe_open(path, "pt") as file:
         shape = json.loads(file.metadata()["shape"])
-        flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return _filled(flat, shape)
+    return map_tree(path, shape)
+
+
+def map_tree(path: Path, shape: dict[str, Any]) -> Tree:
+    """Return what has this shape of a file of safetensors, as `map_file` does."""
+    with safe_open(path, "pt") as file:
+        return _filled({name: file.get_tensor(name) for name in _paths(shape)}, shape)
 
 
 def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
@@ -118,6 +123,15 @@ def _order(leaf: Tensor) -> list[int] | None:
         return None
     order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
     return order if leaf.permute(order).is_contiguous() else None
+
+
+def _paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the paths of the leaves of a shape."""
+    found: list[str] = []
+    for key, value in shape.items():
+        path = f"{prefix}{key}"
+        found += _paths(value, f"{path}/") if isinstance(value, dict) else [path]
+    return found
 
 
 def _filled(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str = "") -> Tree:

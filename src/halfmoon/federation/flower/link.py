@@ -89,13 +89,14 @@ class GridPost:
         # Where the whole post is refused, Flower returns no ticket at all.
         return {node: message_id for node, message_id in zip(mail, message_ids, strict=False) if message_id}
 
-    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
-        """Return what has come for these tickets; raises ConnectionError."""
+    def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
+        """Yield what has come for these tickets, each fetched when it is its turn; raises ConnectionError."""
         with _connecting():
             if self._list is None or self._list.client is not internals.client_of(self.grid):
                 self._list = internals.MessageList(self.grid, self.most)
             ready = self._list.look(message_ids)
-        return [reply for message_id in ready for reply in self._collect(message_id)]
+        for message_id in ready:
+            yield from self._collect(message_id)
 
     def _collect(self, message_id: str) -> list[TransportReply]:
         """Return what has come for a ticket, and that it cannot be read where Flower fails over it.

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
+from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.types import ClientUpdate
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
+from halfmoon.core.tree import Tree, flatten
 from halfmoon.engine.client_update import ClientContext
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.evaluation import Evaluations, FederatedEvaluation
-from halfmoon.federation.protocol.messages import LARGEST, Malformed, Refusal, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import (
+    LARGEST,
+    Malformed,
+    Refusal,
+    Reply,
+    Request,
+    look,
+    write,
+)
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.secure_sum import layout, summed
 from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.spool import Spooled, held, part
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, norms
 from halfmoon.models import Network
 
@@ -47,6 +57,7 @@ class Inspection:
     most: how much a client update at a site may look at, and of how many images the site told.
     tests, validations: of how many test and validation images of its own a site told; 0 where nobody asks.
     keys: what sites showed when they joined, if uploads come under masks: then their sum is all that can be read.
+    cap: what weights are capped by, where single ones are seen.
     """
 
     patterns: UplinkSpec
@@ -54,6 +65,26 @@ class Inspection:
     tests: Callable[[str], int]
     validations: Callable[[str], int] = lambda _: 0
     keys: Callable[[], Mapping[str, bytes]] | None = None
+    cap: WeightCap | None = None
+
+
+@dataclass(frozen=True)
+class JudgedReply:
+    """A reply that may touch the model; its upload lies where the answer does, and is read when it is its turn."""
+
+    reply: Reply  # without its upload
+    data: bytes | Spooled
+    shape: dict[str, Any]  # of the trees in there
+    weight: float
+    norm: float
+
+    def upload(self) -> Tree:
+        """Return the tree of the upload."""
+        return part(self.data, self.shape, "up")
+
+    def whole(self) -> Reply:
+        """Return the reply with its upload."""
+        return replace(self.reply, up=self.upload())
 
 
 @dataclass
@@ -82,9 +113,14 @@ class SiteCalls:
         """Return the keys of sites whose uploads come under masks, None where uploads are sent plainly."""
         return None if self.inspection is None else self.inspection.keys
 
+    @property
+    def cap(self) -> WeightCap | None:
+        """Return what weights are capped by, None where they are taken as they are."""
+        return None if self.inspection is None else self.inspection.cap
+
     def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, Answer]:
         """Send each named site its request, and return what each answered."""
-        return self.link.exchange({site: write(request) for site, request in requests.items()}, what)
+        return self.link.exchange(_written(requests), what)
 
     def tests(self, site: str) -> int:
         """Return how many test images of its own a site told of."""
@@ -152,13 +188,18 @@ class SiteCalls:
 
     def read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
         """Return the reply to a request, None where there is none that could be used; no more than `most` is read."""
+        found = self._read(site, answer, request, most)
+        return None if found is None else found[0]
+
+    def _read(self, site: str, answer: Answer, request: Request, most: int) -> tuple[Reply, dict[str, Any]] | None:
         if answer.data is None:
             self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
             return None
         if answer.reason:
             return self.refuse(site, answer.reason, request.round)
         try:
-            said = read(answer.data, Reply, Refusal, limit=most)
+            message = look(held(answer.data), Reply, Refusal, limit=most)
+            said = message.open()
         except Malformed as error:
             return self.refuse(site, str(error), request.round)
         if isinstance(said, Refusal):
@@ -171,34 +212,61 @@ class SiteCalls:
         if asked != told:
             what = f"it answers round {said.round + 1}, query {said.query + 1} ({said.work[:40]})"
             return self.refuse(site, what, request.round)
-        return said
+        return said, message.shape
 
     def judged(
-        self, replies: Mapping[str, Reply], context: ClientContext, downlinks: Mapping[str, Tree]
-    ) -> dict[str, Reply]:
-        """Return the replies that may touch the model."""
-        if self.inspection is None:
-            return dict(replies)
-        good: dict[str, Reply] = {}
-        for site, reply in replies.items():
-            pattern = self.inspection.patterns.of(context, downlinks[site])
-            if self.keys is not None:
-                pattern = summed(layout(self.plain(context, downlinks[site])))
-            hidden = self.keys is not None
-            uplink = None if hidden else context.work.uplink
-            fault = check_schema(reply.up, reply.samples, pattern, uplink)
-            fault = fault or check_counts(reply, *self.inspection.most(context.work, site), uplink)
-            if fault is None:
+        self,
+        answers: Mapping[str, Answer],
+        requests: Mapping[str, Request],
+        context: ClientContext,
+        downlinks: Mapping[str, Tree],
+        network: Network,
+    ) -> dict[str, JudgedReply]:
+        """Return the replies that may touch the model: one after the other is read, judged, and let go again."""
+        good: dict[str, JudgedReply] = {}
+        for site, answer in answers.items():
+            reply = self._judged(site, answer, requests[site], context, downlinks[site], network)
+            if reply is not None:
                 good[site] = reply
-            else:
-                self.refuse(site, fault, context.round)
-        if self.keys is not None:
-            return good  # what is masked has no norm that means anything
-        uploads = {site: Upload.of(reply.up) for site, reply in good.items()}
-        large = check_norm(norms(uploads, downlinks, context.work.uplink), self.rules.norm_bound)
+        # Where sums are masked no single norm means anything: all are 0.
+        large = check_norm({site: each.norm for site, each in good.items()}, self.rules.norm_bound)
         for site, fault in large.items():
             self.refuse(site, fault, context.round)
         return {site: reply for site, reply in good.items() if site not in large}
+
+    def _judged(
+        self, site: str, answer: Answer, request: Request, context: ClientContext, down: Tree, network: Network
+    ) -> JudgedReply | None:
+        hidden = self.keys is not None
+        found = self._read(site, answer, request, self.most(None if hidden else context, request, down, network))
+        if found is None or answer.data is None:
+            return None
+        reply, shape = found
+        fault = None if self.inspection is None else self._fault(self.inspection, reply, site, context, down)
+        if fault is not None:
+            return self.refuse(site, fault, context.round)
+        weight, norm = 0.0, 0.0
+        if self.inspection is not None and not hidden:
+            upload = Upload.of(reply.up)
+            weight = float(upload.weight)
+            norm = norms({site: upload}, {site: down}, context.work.uplink)[site]
+        return JudgedReply(replace(reply, up={}), answer.data, shape, weight, norm)
+
+    def _fault(self, inspection: Inspection, reply: Reply, site: str, context: ClientContext, down: Tree) -> str | None:
+        """Return why a reply, looked at alone, may not touch the model."""
+        hidden = self.keys is not None
+        pattern = summed(layout(self.plain(context, down))) if hidden else inspection.patterns.of(context, down)
+        uplink = None if hidden else context.work.uplink
+        fault = check_schema(reply.up, reply.samples, pattern, uplink)
+        return fault or check_counts(reply, *inspection.most(context.work, site), uplink)
+
+    def capped(self, replies: Mapping[int, JudgedReply]) -> dict[int, float]:
+        """Return what the weight of each client, by number, is multiplied by, so that none is too large."""
+        clients = list(replies)
+        if self.cap is None:
+            return dict.fromkeys(clients, 1.0)
+        scale = self.cap.scale(clients, [replies[client].weight for client in clients])
+        return dict(zip(clients, scale, strict=True))
 
     def refuse(self, site: str, reason: str, round: int) -> None:
         """Count an answer that cannot be used, with its reason."""
@@ -208,3 +276,15 @@ class SiteCalls:
             self.say(
                 f"{site} is set aside after {self.quarantine.limit} unusable answers; --readmit {site} lets it back"
             )
+
+
+def _written(requests: Mapping[str, Request]) -> dict[str, bytes]:
+    """Return requests as bytes; those that say the same, as most of a cohort do, are one object in memory."""
+    made: dict[tuple[object, ...], bytes] = {}
+    found: dict[str, bytes] = {}
+    for site, request in requests.items():
+        trees = {"down": request.down, "evaluation": request.evaluation, "masks": request.masks}
+        alike = repr(replace(request, down={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
+        key = (*alike, *((path, id(leaf)) for path, leaf in flatten(trees).items()))
+        found[site] = made[key] if key in made else made.setdefault(key, write(request))
+    return found

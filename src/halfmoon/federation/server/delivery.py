@@ -8,6 +8,7 @@ from pathlib import Path
 
 from halfmoon.federation.protocol.messages import Delivered, Malformed, Refusal, read
 from halfmoon.federation.server.sessions import ClientManager
+from halfmoon.federation.server.spool import held
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL
 
@@ -61,7 +62,7 @@ def deliver(
         try:
             if answer.data is None:
                 raise Malformed(answer.reason)
-            reply = read(answer.data, Delivered, Refusal)
+            reply = read(held(answer.data), Delivered, Refusal)
             if isinstance(reply, Refusal):
                 raise Malformed(reply.reason)
             got.append(name)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
+from halfmoon.aggregation.weights import capped
 from halfmoon.api.types import Method, StateStore, Task, WeightedMetric
-from halfmoon.api.uploads import Upload
+from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
@@ -130,6 +131,8 @@ class RemoteRuntime(ServerRuntime):
         self._attempt = 0
         self.cohorts.over()
         report = super().close()
+        if self.calls.cap is not None and (said := self.calls.cap.row()):
+            report = report._replace(aggregator={**said, **(report.aggregator or {})})
         if self._evaluations is None:
             return report
         tests, validations = (each.row(self._round) for each in self._evaluations)
@@ -172,37 +175,30 @@ class RemoteRuntime(ServerRuntime):
             places = {self.names[k]: k for k in clients}
             masked = MaskedSum(requests, places, self.calls.keys(), self._asked, what)
             requests = masked.begin()
-        replies = self._replies(requests, None if masked else context, downlinks, what)
-        good = self.calls.judged(replies, context, downlinks)
+        answers = self.calls.exchange(requests, what)
+        good = self.calls.judged(answers, requests, context, downlinks, self.base.network)
+        del answers  # what is not good need not wait
         if examining:
-            for site, reply in good.items():
-                self.calls.add(said, site, reply, self.base.network)
+            for site, each_reply in good.items():
+                self.calls.add(said, site, each_reply.reply, self.base.network)
             self._evaluations = said
         self.cohorts.lose(k for k in clients if self.names[k] not in good)
         # Those of its cohort count, in all its queries: a method may ask others as well, of whom some are always away.
         wanted, left, drawn = self.calls.rules.quorum(self.cohorts.drawn), len(self.cohorts.left), self.cohorts.drawn
         if left < wanted:
             raise TooFew(f"{what} has {left} usable replies of {drawn}, and {wanted} are needed.")
-        if masked is not None:
-            good = self._unmasked(masked.total(good), good, context, clients, down, each)
-        for site, reply in good.items():
-            if reply.kept:
+        whole = {} if masked is None else {site: judged.whole() for site, judged in good.items()}
+        total = None if masked is None else masked.total(whole)
+        for site, judged in good.items():
+            if judged.reply.kept:
                 self._versions.add(site, (context.round, self._attempt, context.query))
-        for k in clients:
-            if self.names[k] in good:
-                yield k, _placed(good.pop(self.names[k]).outcome(), self.device)
-
-    def _replies(
-        self, requests: Mapping[str, Request], context: ClientContext | None, downlinks: Mapping[str, Tree], what: str
-    ) -> dict[str, Reply]:
-        """Return the replies that could be read; `context` is None where none says what they look like."""
-        found: dict[str, Reply] = {}
-        for site, answer in self.calls.exchange(requests, what).items():
-            most = self.calls.most(context, requests[site], downlinks[site], self.base.network)
-            reply = self.calls.read(site, answer, requests[site], most)
-            if reply is not None:
-                found[site] = reply
-        return found
+        if total is not None:
+            yield from self._unmasked(total, whole, context, clients, down, each)
+            return
+        there = {k: good.pop(self.names[k]) for k in clients if self.names[k] in good}
+        scale = self.calls.capped(there)
+        for k in list(there):
+            yield k, _placed(there.pop(k).whole().outcome(), self.device, context.work.uplink, scale[k])
 
     def _asked(self, requests: Mapping[str, Request], pattern: TreeSpec, what: str) -> dict[str, Reply]:
         """Return the replies to requests about a masked sum alone; sites without a usable one have failed."""
@@ -213,13 +209,13 @@ class RemoteRuntime(ServerRuntime):
     def _unmasked(
         self,
         total: Tensor,
-        good: dict[str, Reply],
+        good: Mapping[str, Reply],
         context: ClientContext,
         clients: Sequence[int],
         down: Tree,
         each: Tree,
-    ) -> dict[str, Reply]:
-        """Return the replies of a masked query with the mean of all in the place of each one's update."""
+    ) -> Visited:
+        """Yield what came of a masked query, with the mean of all in the place of each one's update."""
         places = [place for place, k in enumerate(clients) if self.names[k] in good]
         there = tuple(clients[place] for place in places)
         mine = tree.to(tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], each), CPU)
@@ -228,14 +224,20 @@ class RemoteRuntime(ServerRuntime):
         whole = {**down, **tree.index(each, places[0])}
         upload = self.calls.plain(context, whole)
         ups = uploads(aggregation, upload, total, layout(upload))
-        return {self.names[k]: replace(good[self.names[k]], up=up.tree) for k, up in zip(there, ups, strict=True)}
+        for k, up in zip(there, ups, strict=True):
+            yield k, _placed(replace(good[self.names[k]], up=up.tree).outcome(), self.device)
 
     def _request(self, site: str, round: int, query: int, work: str, down: Tree, evaluation: Tree) -> Request:
         known, safe = self._versions.known(site), self._versions.safe(site)
         return Request(*self.calls.run, round, self._attempt, query, work, known, safe, down, evaluation)
 
 
-def _placed(outcome: ClientResult, device: torch.device) -> ClientResult:
-    """Return what came of a client update on the server's device."""
+def _placed(
+    outcome: ClientResult, device: torch.device, uplink: Uplink = UPDATE_ONLY, scale: float = 1.0
+) -> ClientResult:
+    """Return what came of a client update on the server's device, with its weight scaled."""
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in each)) for name, each in outcome.samples.items()}
-    return outcome._replace(up=Upload.of(tree.to(outcome.up.tree, device)), samples=samples)
+    up = Upload.of(tree.to(outcome.up.tree, device))
+    if scale < 1:
+        up = capped(up.map(lambda leaf: leaf.unsqueeze(0)), uplink, [scale]).at(0)
+    return outcome._replace(up=up, samples=samples)

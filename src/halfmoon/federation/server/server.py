@@ -6,14 +6,13 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
-from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.types import ClientUpdate, Task
 from halfmoon.config import schema as settings
@@ -39,6 +38,7 @@ from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import shown
 from halfmoon.federation.server.sessions import ClientManager
+from halfmoon.federation.server.spool import SPOOL, Spool
 from halfmoon.federation.server.transport import Transport
 from halfmoon.federation.site.images import labeled_images
 from halfmoon.federation.site_data.prepare import HOME
@@ -171,17 +171,6 @@ class FederationServer:
         told = replace(card, config=settings.text(terms.config)).render()
         return write(Final(terms.hash, metadata.version("halfmoon"), json.dumps(told), model))
 
-    def _caps(self) -> tuple[Aggregator, ...]:
-        """Return the cap on weights; none where nobody sees single weights, or all are 1."""
-        config, rules, names = self.plan.config, self.plan.rules, self.plan.terms.sites
-        if config.secure_aggregation or config.dp_clip is not None:
-            return ()
-
-        def warn(client: int, share: float) -> None:
-            self.log.say(f"{names[client]} has {share:.0%} of the weight of a round: alone it decides the model")
-
-        return (WeightCap(rules.weight_cap, dict(enumerate(rules.images or ())), warn),)
-
     def _labeled(self, folder: Path) -> Images:
         """Return the labeled images of one of the server's folders; raise UserError where there are none."""
         channels, height, width = self.plan.terms.form.image
@@ -208,7 +197,9 @@ class FederationServer:
             say(warning)
         say(f"{terms.said()}; halfmoon {version}")
         atomic_io.replace(self.path / TERMS, terms.text.encode())
-        manager = ClientManager(post, terms, version, rules.round_timeout, rules.absence, say)
+        spool = Spool(self.path / SPOOL)
+        spool.clear()
+        manager = ClientManager(post, terms, version, rules.round_timeout, rules.absence, say, spool=spool)
         experiment = self._experiment(manager, version, patience)
         if loaded:
             say(f"going on after round {loaded.round}")
@@ -227,6 +218,7 @@ class FederationServer:
         names = [name for name in terms.sites if name not in self._register().aside]
         # Before the run ends: then nobody answers any more.
         hand_out(manager, names, self._final(card, played["model"]), self.path, say, rules.linger)
+        spool.clear()
         folder.finish(model, card.render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
         return summary
@@ -249,6 +241,7 @@ class FederationServer:
             server = LocalClients(held, seen, Training(batching, measure, serving), config.seed, state_store)
 
         inspection = _inspection(self.plan, manager, shared, measure, (test is None, validation is None))
+        inspection = replace(inspection, cap=_cap(self.plan, self.log.say))
         calls = SiteCalls(
             manager,
             terms.sites,
@@ -262,9 +255,21 @@ class FederationServer:
         )
         secret = None if config.dp_clip is None else self._secret()
         drawn = RuntimeSettings(config.cohort, config.seed, device=place, cohort_secret=secret)
-        between = (*self._caps(), *aggregators(config, self._secret(), self.path, summed=config.secure_aggregation))
+        between = aggregators(config, self._secret(), self.path, summed=config.secure_aggregation)
         runtime = RemoteRuntime(method(config), shared, seen, calls, drawn, server, store, between)
         return assembly.experiment(config, shared, runtime, test, validation)
+
+
+def _cap(plan: Plan, say: Callable[[str], None]) -> WeightCap | None:
+    """Return the cap on weights; None where nobody sees single weights, or all are 1."""
+    config, rules, names = plan.config, plan.rules, plan.terms.sites
+    if config.secure_aggregation or config.dp_clip is not None:
+        return None
+
+    def warn(client: int, share: float) -> None:
+        say(f"{names[client]} has {share:.0%} of the weight of a round: alone it decides the model")
+
+    return WeightCap(rules.weight_cap, dict(enumerate(rules.images or ())), warn)
 
 
 def _inspection(

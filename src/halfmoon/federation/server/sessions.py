@@ -14,6 +14,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import UNKNOWN, Joined, Malformed, Refusal, read
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.membership import AGAIN, Membership
+from halfmoon.federation.server.spool import Spool, Spooled
 from halfmoon.federation.server.transport import Clock, Connection, Transport
 
 PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.1
@@ -34,12 +35,12 @@ RESENDS = 3
 
 
 class Answer(NamedTuple):
-    """What a site answered to a request: its bytes, or None and why there are none.
+    """What a site answered to a request: its bytes, wherever they lie, or None and why there are none.
 
     Bytes that carry a reason are not counted.
     """
 
-    data: bytes | None
+    data: bytes | Spooled | None
     reason: str = ""
 
 
@@ -71,14 +72,15 @@ class ClientManager:
     """Asks the sites of `terms` that are connected (a `halfmoon.federation.server.runtime.Link`).
 
     `timeout` is how long a site may take for an answer, `absence` how long one that is not connected is waited for,
-    both in seconds. `say` hears what people should know.
+    both in seconds. `say` hears what people should know. Answers wait in the `spool`, in memory without one.
     """
 
     def __init__(
         self, post: Transport, terms: Terms, version: str, timeout: float, absence: float, say: Callable[[str], None],
-        clock: Clock | None = None,
+        clock: Clock | None = None, spool: Spool | None = None,
     ) -> None:  # fmt: skip
         self.timeout, self.absence, self.say, self.clock = timeout, absence, say, clock or Clock()
+        self.spool = spool
         self.connection = Connection(post, say)
         self.members = Membership(self.connection, terms, version, timeout, say, self.clock)
         self._late: dict[str, _Sent] = {}  # requests that are no longer waited for
@@ -208,12 +210,10 @@ class ClientManager:
 
     def _receive(self, sent: dict[str, _Sent]) -> dict[str, Answer]:
         """Take in what has come, and return the answers to requests; one that is late is named and let go."""
-        replies = self.connection.collect([*sent, *self.members.offers, *self._late])
-        if replies is None:
-            return {}
         self.members.check_keys()
         found: dict[str, Answer] = {}
-        for message_id, data, problem in replies:
+        for message_id, data, problem in self.connection.collect([*sent, *self.members.offers, *self._late]):
+            self.members.check_keys()  # to fetch the ones before may have taken minutes
             if message_id in self.members.offers:
                 self.members.join(self.members.offers.pop(message_id), data)
             elif message_id in self._late:
@@ -228,7 +228,8 @@ class ClientManager:
                 elif _unknown(data):
                     self._forget(each, "")
                     data, problem = None, "it had to join again"
-                found[each.name] = Answer(data, problem)
+                kept = data if data is None or self.spool is None else self.spool.keep(data)
+                found[each.name] = Answer(kept, problem)
         return found
 
     def _let_go(self, each: _Sent, data: bytes | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -46,8 +46,8 @@ class Transport(Protocol):
         """
         ...
 
-    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
-        """Return what has come for these tickets."""
+    def collect(self, message_ids: Sequence[str]) -> Iterable[TransportReply]:
+        """Return what has come for these tickets; an iterator fetches each when it is its turn."""
         ...
 
 
@@ -75,9 +75,16 @@ class Connection:
         """Send as `Transport.send` does, and return the tickets: none where the connection is lost."""
         return (self._tried("send", lambda: self.post.send(mail, seconds, asks)) or {}) if mail else {}
 
-    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply] | None:
-        """Return what has come for these tickets, None where the connection is lost."""
-        return self._tried("collect", lambda: self.post.collect(message_ids))
+    def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
+        """Yield what has come for these tickets, one by one; nothing more once the connection is lost."""
+        coming: list[Iterator[TransportReply]] = []
+
+        def following() -> TransportReply | None:
+            coming[:] = coming or [iter(self.post.collect(message_ids))]
+            return next(coming[0], None)
+
+        while (reply := self._tried("collect", following)) is not None:
+            yield reply
 
     def _tried(self, way: str, call: Callable[[], T]) -> T | None:
         try:
