@@ -72,9 +72,7 @@ def measure(name: str, rule: str, cohort: int, turns: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(
-        description="Time unequal clients one by one and as one program."
-    )
+    parser = argparse.ArgumentParser(description="Time unequal clients one by one and as one program.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--cohorts", type=int, nargs="+", default=[5, 20])
     parser.add_argument("--turns", type=int, default=9)

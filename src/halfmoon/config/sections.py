@@ -136,6 +136,9 @@ class NetworkOptions:
     ] = "auto"
     width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its own default", at_least(1)] = None
     norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
+    precision: Annotated[
+        Literal["float32", "bf16"], "what training multiplies in; bf16: products alone, tests stay float32"
+    ] = "float32"
     weights: Annotated[
         str | None, "a safetensors file of weights to start from; the head is drawn anew where its classes differ"
     ] = None

@@ -45,5 +45,5 @@ def fitted(network: Network, model: Tree, normalize: Normalize, images: Examples
     """Return the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
     params = tree.channels_last(model["params"])
     some = torch.split(images.images, at_once(images.images, batch))
-    parts = [network.predict(params, model["stats"], normalize(each)).double() for each in some]
+    parts = [network.exact.predict(params, model["stats"], normalize(each)).double() for each in some]
     return temperature(torch.cat(parts), images.labels)

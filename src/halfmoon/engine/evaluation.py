@@ -91,6 +91,7 @@ def _counted(
 ) -> tuple[Tensor, Tensor]:
     """Return how often each predicted class meets each true one (classes * classes,), and the sum of the losses ()."""
     params, (images, labels), classes = tree.channels_last(model["params"]), part, network.classes
+    network = network.exact
     x = normalize(images)
     logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
     loss = F.cross_entropy(logits, labels, reduction="sum").double()
@@ -127,7 +128,7 @@ def mean_prediction(
 def _predicted(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
     """Return the sum of the class probabilities (classes,) of some images."""
     params = tree.channels_last(model["params"])
-    return network.predict(params, model["stats"], normalize(images)).double().softmax(-1).sum(0)
+    return network.exact.predict(params, model["stats"], normalize(images)).double().softmax(-1).sum(0)
 
 
 def leaning(

@@ -7,7 +7,7 @@ trained; the frozen part, with the statistics of its batch normalizations, is ad
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -68,7 +68,12 @@ class FineTuned(Network):
     def whole(self, model: Tree) -> tuple[Network, Tree]:
         """Return `inner`, and its model {"params", "stats"} with the frozen part in it."""
         like = next(tree.leaves(model["params"]))
-        return self.inner, tree.merged(self._held(like), model)
+        return self.inner.exact, tree.merged(self._held(like), model)
+
+    @property
+    def exact(self) -> Network:
+        """Return the network whose products are not rounded."""
+        return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.exact)
 
     def _held(self, like: Tensor) -> Tree:
         """Return the frozen {"params", "stats"} where `like` lies, in its type."""
@@ -183,6 +188,7 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
         network.classes,
         network.width,
         norm,
+        precision=network.precision,
         inner=network,
         sha256=weights.sha256,
         patterns=patterns,

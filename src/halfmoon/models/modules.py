@@ -29,7 +29,7 @@ from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
 from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network
-from halfmoon.models.passes import MOMENTUM, masked_batch_norm
+from halfmoon.models.passes import MOMENTUM, masked_batch_norm, multiplying, widened
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -110,7 +110,7 @@ class ModuleNetwork(Network):
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
         logits, seen = self._pass(params, x, settled or {}, True, real)
-        return logits, seen.inputs[self.head], seen.moments
+        return logits, widened(seen.inputs[self.head]), seen.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and an empty tape: `tangent` passes once more."""
@@ -137,7 +137,7 @@ class ModuleNetwork(Network):
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (logits, features), the logits themselves where the module does not end in a linear layer."""
         logits, seen = self._pass(params, x, stats, train=False)
-        return logits, seen.inputs.get(self.head or "", logits)
+        return logits, widened(seen.inputs.get(self.head or "", logits))
 
     def _pass(
         self, params: Tree, x: Tensor, stats: Tree, train: bool, real: Tensor | None = None
@@ -147,8 +147,8 @@ class ModuleNetwork(Network):
         seen = _Pass(_flat(stats), {}, {}, real)
         held = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(held.values())).dtype)
-        with template.passing(seen, train):
-            logits = _logits(functional_call(template.module, {**held, **constants}, (x,)), self)
+        with template.passing(seen, train), multiplying(self.precision, x.device):
+            logits = widened(_logits(functional_call(template.module, {**held, **constants}, (x,)), self))
         if train:
             order = [name for name in template.tracked if name in seen.moments]
             seen.moments = tree.unflatten({f"{n}/{k}": v for n in order for k, v in seen.moments[n].items()})
@@ -190,7 +190,7 @@ class _Batch(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Normalize by the statistics of the pass, or by the batch's own, and then say which they were."""
-        seen: _Pass = self._spoken.seen
+        seen, z = self._spoken.seen, widened(z)
         if f"{self.name}/mean" in seen.settled:
             mean, var = seen.settled[f"{self.name}/mean"], seen.settled[f"{self.name}/var"]
             return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
 import torch
@@ -12,7 +12,19 @@ from torch import Tensor
 from halfmoon.core import padding, tree
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.core.tree import Tree
-from halfmoon.models.passes import MOMENTUM, Batched, Counted, Norm, Recorded, Run, Settled, Tangent
+from halfmoon.models.passes import (
+    MOMENTUM,
+    Batched,
+    Counted,
+    Norm,
+    Precision,
+    Recorded,
+    Run,
+    Settled,
+    Tangent,
+    multiplying,
+    widened,
+)
 
 SEEN = "any real row"
 """Beside the moments of a pass over padded rows: whether any was real, a name that no layer has; else none counts."""
@@ -30,6 +42,7 @@ class Network(ABC):
     moments are {}. "none" is FedMatch's: no normalization, and no bias anywhere.
 
     Passes read sizes from the parameters, so the leading part of every leaf is a network as well (HeteroFL).
+    `precision` is that of the products in passes over float32; trees and logits are float32 all the same.
     Raises `UserError` for an unknown `norm`.
     """
 
@@ -37,6 +50,7 @@ class Network(ABC):
     classes: int = 10
     width: int = 64
     norm: Norm = "batch"
+    precision: Precision = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
@@ -66,7 +80,17 @@ class Network(ABC):
 
     def whole(self, model: Tree) -> tuple[Network, Tree]:
         """Return the network and the model that is saved, of what is trained: here these are the same."""
-        return self, model
+        return self.exact, model
+
+    @property
+    def exact(self) -> Network:
+        """Return the network whose products are not rounded: what is tested, saved and shipped."""
+        return self if self.precision == "float32" else replace(self, precision="float32")
+
+    def _passed(self, x: Tensor, run: Run) -> Tensor:
+        """Return the logits of a pass, in the network's precision."""
+        with multiplying(self.precision, x.device):
+            return widened(self.layers(x, run))
 
     def path_of(self, name: str) -> str | None:
         """Return where a tensor of a PyTorch state dict lies in the model, None where the model has no place for it.
@@ -103,7 +127,7 @@ class Network(ABC):
         those of the real images, and logits of the others mean nothing.
         """
         run = Batched(params, self.norm, settled=settled or {}, real=real)
-        return self.layers(x, run), run.moments
+        return self._passed(x, run), run.moments
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
@@ -113,12 +137,12 @@ class Network(ABC):
         A second head can stand on the same pass, such as ReMixMatch's for rotations.
         """
         run = Batched(params, self.norm, settled=settled or {}, real=real)
-        return self.layers(x, run), run.inputs["head"], run.moments
+        return self._passed(x, run), widened(run.inputs["head"]), run.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
         run = Recorded(params, self.norm, real=real)
-        return self.layers(x, run), run.tape
+        return self._passed(x, run), run.tape
 
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
@@ -127,11 +151,11 @@ class Network(ABC):
 
         What `torch.func.jvp` gives; but the activations come from the tape, where that computes them a second time.
         """
-        return self.layers(x, Tangent(params, self.norm, direction, x, iter(tape), real))
+        return self._passed(x, Tangent(params, self.norm, direction, x, iter(tape), real))
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
-        return self.layers(x, Settled(params, self.norm, stats))
+        return self._passed(x, Settled(params, self.norm, stats))
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (logits, features): what `predict` does, with the features (B, F) that the head was given.
@@ -139,8 +163,8 @@ class Network(ABC):
         A network without a head has its logits for features.
         """
         run = Settled(params, self.norm, stats)
-        logits = self.layers(x, run)
-        return logits, run.inputs.get(self.head or "", logits)
+        logits = self._passed(x, run)
+        return logits, widened(run.inputs.get(self.head or "", logits))
 
 
 def track(stats: Tree, moments: Tree) -> Tree:

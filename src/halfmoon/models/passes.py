@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,25 @@ from halfmoon.core.tree import Tree
 Norm = Literal["batch", "group", "none"]
 """What stands after a convolution: batch normalization, group normalization (FedRGD), or nothing (FedMatch)."""
 
+Precision = Literal["float32", "bf16"]
+"""What convolutions and linear layers multiply in; all else, parameters and statistics too, stays float32."""
+
 EPS = 1e-5
 MOMENTUM = 0.1
 GROUPS = 32
+
+
+def multiplying(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Return what a pass is made in: for "bf16", where PyTorch rounds the factors of products (autocast)."""
+    if precision == "float32":
+        return nullcontext()
+    # Not cached: each pass uses a weight once, and a copy made without gradients must not serve a pass with some.
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+
+def widened(z: Tensor) -> Tensor:
+    """Return activations in bfloat16 as float32, others as they are."""
+    return z.float() if z.dtype == torch.bfloat16 else z
 
 
 def group_count(channels: int) -> int:
@@ -51,8 +68,8 @@ class Run(ABC):
     def norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize as the network's kind says, with weight and bias; "none" leaves z as it is."""
         if self.kind == "batch":
-            return self.batch_norm(name, z)
-        return self.group_norm(name, z) if self.kind == "group" else z
+            return self.batch_norm(name, widened(z))
+        return self.group_norm(name, widened(z)) if self.kind == "group" else z
 
     @abstractmethod
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
@@ -258,10 +275,9 @@ def masked_batch_norm(
 
     What stands in the other rows changes nothing; what becomes of it means nothing.
     """
-    share = padding.share(real, z)
-    mean = share @ _spatial_mean(z)
+    mean = _real_mean(z, real)
     apart = z - _broad(mean, z)
-    var = share @ _spatial_mean(apart.square())
+    var = _real_mean(apart.square(), real)
     inverse = (var + eps).rsqrt()
     scale = _broad(inverse if weight is None else inverse * weight, z)
     out = apart * scale if bias is None else torch.addcmul(_broad(bias, z), apart, scale)
@@ -277,17 +293,17 @@ def _masked_tangent(
     dn = inverse (dx - mean(dx) - n mean(n dx)), the means over the real rows.
     """
     (x, mean, inverse), (w, dw, db) = seen, moving
-    share = padding.share(real, z)
     n = (x - _broad(mean, z)) * _broad(inverse, z)
-    along = share @ _spatial_mean(n * z)
-    still = z - _broad(share @ _spatial_mean(z), z)
+    along = _real_mean(n * z, real)
+    still = z - _broad(_real_mean(z, real), z)
     moved = torch.addcmul(_broad(db, z), n, _broad(dw - along * inverse * w, z))
     return torch.addcmul(moved, still, _broad(inverse * w, z))
 
 
-def _spatial_mean(z: Tensor) -> Tensor:
-    """Return the mean (B, C) over what stands behind the channels of z (B, C, ...)."""
-    return z.mean(tuple(range(2, z.dim()))) if z.dim() > 2 else z
+def _real_mean(z: Tensor, real: Tensor) -> Tensor:
+    """Return the mean (C,) over the real rows of z (B, C, ...) and what stands behind its channels."""
+    each = z.mean(tuple(range(2, z.dim()))) if z.dim() > 2 else z
+    return (padding.share(real, z)[:, None] * each).sum(0)  # no product of matrices: autocast would round it
 
 
 def _broad(leaf: Tensor, z: Tensor) -> Tensor:

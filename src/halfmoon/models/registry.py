@@ -35,7 +35,9 @@ def described(network: Network) -> dict[str, Any]:
         held = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
         return {"name": network.name, **held}
     (name,) = [name for name, kind in NETWORKS.items() if type(network) is kind]
-    return {"name": name, **{each.name: getattr(network, each.name) for each in fields(network)}}
+    held = {each.name: getattr(network, each.name) for each in fields(network)}
+    del held["precision"]  # of training: what is described is tested and shipped
+    return {"name": name, **held}
 
 
 def parsed(said: Mapping[str, Any]) -> Network:
@@ -43,7 +45,7 @@ def parsed(said: Mapping[str, Any]) -> Network:
     name, values = str(said.get("name")), {key: value for key, value in said.items() if key != "name"}
     if name not in NETWORKS:
         return _from_outside(name, values)
-    known = {each.name: each for each in fields(NETWORKS[name])}
+    known = {each.name: each for each in fields(NETWORKS[name]) if each.name != "precision"}
     for key, value in values.items():
         wanted = known.get(key)
         if wanted is None:

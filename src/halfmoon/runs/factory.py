@@ -292,6 +292,7 @@ def _network(config: Config, form: ImageSpec) -> Network:
     size = (height, width)
     network = networks.make(network_name(config), channels, len(form.classes), size, config.norm, config.width)
     network.check(form.image)
+    network = replace(network, precision=config.precision)
     start = weights_of(config)
     if start is None:
         if config.freeze:
