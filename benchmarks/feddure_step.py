@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=60, help="after which no batch size begins another turn")
+    parser.add_argument("--seconds", type=float, default=40, help="after which no batch size begins another turn")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--unlabeled", type=int, nargs="+", default=[10, 90])
     parser.add_argument("--rules", nargs="+", choices=["joint", "separate"], default=["joint"])
