@@ -51,7 +51,7 @@ SENTENCES = {
         "labels or a larger min_size."
     ),
     "run --label-ratio 0.0001": "label_ratio 0.0001 leaves class 0 without a label; ask for more labels.",
-    "run --labels-per-class 1 --min-size 40": (
+    "run --setting dir-dir --labels-per-class 1 --min-size 40": (
         "20 clients with at least 40 labeled images each need 800, but there are 200; ask for fewer clients, a "
         "smaller min_size or another share of labels."
     ),
@@ -98,7 +98,7 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_smallest_size_that_no_draw_meets(capsys: pytest.CaptureFixture[str]) -> None:
     """Nine clients share 90 labeled images, so each needs exactly ten of whole classes: the drawing ends."""
-    words = "run --clients 9 --labels-per-class 1 --min-size 10 --dirichlet-alpha 0.001"
+    words = "run --setting dir-dir --clients 9 --labels-per-class 1 --min-size 10 --dirichlet-alpha 0.001"
     assert cli.main(words.split()) == 2
     assert capsys.readouterr().err == (
         "halfmoon: in 100 draws no split with dirichlet_alpha 0.001 gave each of 9 clients 10 labeled images; the best "

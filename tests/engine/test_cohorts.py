@@ -35,11 +35,12 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
     simulation, alive, seen = simulate(method, shared, held, cohort=4), weakref.WeakSet[torch.Tensor](), list[int]()
 
     def watched(function, items):
-        def counted(item):
+        def counted(program):
             seen.append(len(alive))
-            result = function(item)
-            alive.add(next(tree.leaves(result.up.update)))
-            return result
+            results = function(program)
+            for result in results.values():
+                alive.add(next(tree.leaves(result.up.update)))
+            return results
 
         return map(counted, items)
 

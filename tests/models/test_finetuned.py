@@ -257,3 +257,14 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
         networks.make("torchvision:tiny", 1, 4, (8, 8), "batch", None)
     with pytest.raises(UserError, match="no name of a network that another machine could make"):
         networks.parsed({"name": "transformers:some/where", "channels": 3, "classes": 4, "size": [8, 8]})
+
+
+def test_weights_that_were_read_do_not_change_with_their_file(tmp_path: Path) -> None:
+    """A run that trains from a file goes on with what it read when somebody writes another one in its place."""
+    path, before = tmp_path / "w.safetensors", {"head.weight": torch.ones(1000, 1000)}
+    save_file(before, path)
+    held = read(str(path))
+    with path.open("r+b") as file:  # in place: what is mapped would change with it
+        file.seek(-4_000_000, 2)
+        file.write(bytes(4_000_000))
+    assert torch.equal(held.tensors["head.weight"], before["head.weight"])

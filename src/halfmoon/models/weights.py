@@ -49,7 +49,8 @@ def _read(path: Path, sha256: str) -> Weights:
     try:
         with safe_open(path, "pt") as file:
             said = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            # Copies: what is mapped would change with the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except (OSError, SafetensorError) as error:
         raise UserError(f"weights {path}: it is no safetensors file ({one_line(error)[:160]}).") from error
     for name, value in tensors.items():
