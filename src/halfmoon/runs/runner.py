@@ -55,7 +55,7 @@ from halfmoon.runs.parallel import side_by_side
 from halfmoon.runs.split_files import SPLIT
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG
-from halfmoon.storage.run_folder import SUMMARY, RunFolder
+from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
 from halfmoon.storage.state_store import Store
 
 CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
@@ -217,7 +217,7 @@ def _jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
     for name in config.baselines:
         alone = _alone(config, name, config.reference or config.method, options=own_options(config, name))
-        jobs.append(Job(f"baselines/{name}", alone))
+        jobs.append(Job(f"{BASELINES}/{name}", alone))
     return jobs
 
 
