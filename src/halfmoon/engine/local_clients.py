@@ -185,7 +185,7 @@ class LocalClients:
         tasks = map(task, range(len(clients)))
         done: dict[int, ClientResult] = {}
         turns = iter(clients)
-        turn = next(turns)
+        turn = next(turns, None)
         for made in self.training.spread(
             partial(update_together, context, down), self._programs(context, tasks, stage)
         ):
