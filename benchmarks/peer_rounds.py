@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from torch_models import TorchResNet9, TorchSmall, twin
 
 from halfmoon import Config
+from halfmoon.api.types import Method
 from halfmoon.data import Scenario
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
@@ -78,12 +79,16 @@ def ours(size: str, method: str, cohort: int, executor: str, pool: Workers | Non
     made = registry.make(config.method)
     how = factory.executor(config), pool or map, factory.together(config)
     training = Training(batching, Budget(), serving, *how)
-    runtime = Simulation(made, task, dataset, views, training, RuntimeSettings(cohort))
-    server = made.start(task, task.network.init(torch.Generator().manual_seed(0)))
+    return one_round(made, Simulation(made, task, dataset, views, training, RuntimeSettings(cohort)))
+
+
+def one_round(made: Method, runtime: Simulation) -> Callable[[], None]:
+    """Return what plays the first round of a method, from the same model each time."""
+    server = made.start(runtime.task, runtime.task.network.init(torch.Generator().manual_seed(0)))
 
     def play() -> None:
         runtime.open(0)
-        made.round(task.at(0), server, runtime)
+        made.round(runtime.task.at(0), server, runtime)
         runtime.close()
 
     return play
@@ -99,7 +104,7 @@ class ByHand:
         self.batching = factory.batch_rules(self.config)[0]
         self.update = registry.make(self.config.method).client_updates(self.task)["train"]
         model = self.task.network.init(torch.Generator().manual_seed(0))
-        width = getattr(self.task.network, "width")  # noqa: B009 (of both networks here)
+        width = self.task.network.width
         module = (TorchSmall if size == "tiny" else TorchResNet9)(form.image[0], 10, width)
         self.net = twin(module, model).to(memory_format=torch.channels_last)
         self.first = {name: leaf.clone() for name, leaf in self.net.state_dict().items()}

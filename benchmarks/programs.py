@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from peer_rounds import one_round
 
 from halfmoon import Config
 from halfmoon.core.allocator import keep_memory
@@ -54,14 +55,7 @@ def side(network: str, method: str, unlabeled: int, clients: int, together: int)
     batching, serving = factory.batch_rules(config)
     training = Training(batching, Budget(), serving, "loop" if together == 1 else "vmap", map, together)
     runtime = Simulation(made, task, held, factory.views(config, form), training, RuntimeSettings(clients))
-    server = made.start(task, task.network.init(torch.Generator().manual_seed(0)))
-
-    def play() -> None:
-        runtime.open(0)
-        made.round(task.at(0), server, runtime)
-        runtime.close()
-
-    return play
+    return one_round(made, runtime)
 
 
 def main() -> None:

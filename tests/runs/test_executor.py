@@ -7,25 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from callbacks import Stop
 from safetensors.torch import load_file
 
 import halfmoon
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.runs import factory, runner
-from halfmoon.runs.callbacks import NullCallback, RunInfo
 
 RUN: dict[str, Any] = {
     "method": "fedavg", "clients": 4, "cohort": 3, "rounds": 2, "steps": 2, "width": 4, "labels_per_class": 2.0,
     "device": "cpu",
 }  # fmt: skip
-
-
-class Stop(NullCallback):
-    """Press Ctrl-C after the first round."""
-
-    def round(self, run: RunInfo, row: dict[str, Any]) -> None:
-        raise KeyboardInterrupt
 
 
 def recorded(run: Path) -> str:

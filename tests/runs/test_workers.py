@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks import Stop
 from safetensors.torch import load_file
 
 import halfmoon
@@ -19,7 +20,6 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine.client_update import Diverged
 from halfmoon.runs import factory, workers
-from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.runs.worker_main import packed, unpacked
 from halfmoon.runs.workers import Workers
 
@@ -27,13 +27,6 @@ TINY: dict[str, Any] = {
     "method": "feddure", "clients": 5, "cohort": 3, "rounds": 3, "steps": 2, "width": 4, "labels_per_class": 2.0,
     "device": "cpu",
 }  # fmt: skip
-
-
-class Stop(NullCallback):
-    """Press Ctrl-C after the first round."""
-
-    def round(self, run: RunInfo, row: dict[str, Any]) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,14 @@
+"""Callbacks that disturb a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfmoon.runs.callbacks import NullCallback, RunInfo
+
+
+class Stop(NullCallback):
+    """Press Ctrl-C after the first round."""
+
+    def round(self, run: RunInfo, row: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
