@@ -311,7 +311,7 @@ def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:
         axis.set_yticks(range(len(rows)), [row["title"] for row in reversed(rows)])
         axis.set_ylim(-0.6, len(rows) - 0.4)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_title(data, loc="left", fontsize=10, fontweight="bold")
+        axis.set_title(data, loc="right", fontsize=10, fontweight="bold")
         axis.grid(axis="x", alpha=0.3)
     figure.supxlabel(
         "points of accuracy above FedAvg on labels alone: mean over seeds and 95 % interval\n"
