@@ -181,9 +181,12 @@ def picture(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None
 
     names = {"loop": "halfmoon, loop", "vmap": "halfmoon, vmap", "pfl": "pfl", "flower": "Flower simulation"}
     rounds = list(dict.fromkeys(name.rpartition("_")[0] for name in figures))
-    drawn = figure(4.0 * len(rounds), 3.4)
-    panels = drawn.subplots(1, len(rounds), squeeze=False, sharey=True)[0]
-    for panel, name in zip(panels, rounds, strict=True):
+    lines = -(-len(rounds) // 2)
+    drawn = figure(9.0, 0.4 + 2.8 * lines)
+    panels = drawn.subplots(lines, 2, squeeze=False, sharey=True).flatten()
+    for panel in panels[len(rounds) :]:
+        panel.remove()
+    for panel, name in zip(panels, rounds, strict=False):
         cohorts = [key.rpartition("_")[2] for key in figures if key.rpartition("_")[0] == name]
         for k, (side, title) in enumerate(names.items()):
             bars = [figures[f"{name}_{cohort}"].get(side, {}).get("ratio") for cohort in cohorts]
@@ -194,8 +197,9 @@ def picture(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None
         panel.set_xticks(range(len(cohorts)), cohorts)
         method, _, size = name.partition("_")
         panel.set_title(f"{TITLES[method]}, {TITLES[size]}")
-        panel.set_xlabel("clients of a round")
-    panels[0].set_ylabel("processor time over the plain loop's")
+        panel.margins(y=0.08)
+    drawn.supxlabel("clients of a round", fontsize=9)
+    drawn.supylabel("processor time over the plain loop's", fontsize=9)
     drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names), fontsize=8)
     drawn.savefig(path, dpi=90)
 
