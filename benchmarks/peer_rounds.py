@@ -46,15 +46,18 @@ class Scene(NamedTuple):
     dataset: FederatedDataset
 
 
-def scene(size: str, method: str, cohort: int) -> Scene:
-    """Return the scene of a size, the same in every process: all clients of the cohort have 70 images of noise."""
+def scene(size: str, method: str, cohort: int, steps: int | None = None) -> Scene:
+    """Return the scene of a size, the same in every process: all clients of the cohort have 70 images of noise.
+
+    They take `steps` steps, or as many as the size has.
+    """
     shared: dict[str, Any] = {"method": METHODS[method], "cohort": cohort, "clients": cohort, "device": "cpu"}
     g = torch.Generator().manual_seed(0)
     if size == "tiny":
-        config = Config(**shared, data="digits", steps=6, unlabeled_batch=30)
+        config = Config(**shared, data="digits", steps=steps or 6, unlabeled_batch=30)
         side, channels, rows = 8, 1, 70
     else:
-        config = Config(**shared, data="cifar10", network="resnet9", width=16, steps=3)
+        config = Config(**shared, data="cifar10", network="resnet9", width=16, steps=steps or 3)
         side, channels, rows = 32, 3, 70
     images = torch.randint(0, 256, (cohort * rows, channels, side, side), generator=g, dtype=torch.uint8)
     labels = torch.arange(len(images)) % 10
@@ -70,9 +73,11 @@ def chosen(size: str) -> str:
     return factory.executor(factory.settled(config, factory.task(config, form).network, form.image))
 
 
-def ours(size: str, method: str, cohort: int, executor: str, pool: Workers | None = None) -> Callable[[], object]:
+def ours(
+    size: str, method: str, cohort: int, executor: str, pool: Workers | None = None, steps: int | None = None
+) -> Callable[[], object]:
     """Return one round of halfmoon."""
-    config, form, dataset = scene(size, method, cohort)
+    config, form, dataset = scene(size, method, cohort, steps)
     config = replace(config, executor=executor)
     task, views = factory.task(config, form), factory.views(config, form)
     batching, serving = factory.batch_rules(config)
