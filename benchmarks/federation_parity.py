@@ -39,7 +39,7 @@ from safetensors.numpy import load_file
 from halfmoon.config import schema as settings
 from halfmoon.federation.flower.contact import Address, reach
 from halfmoon.federation.flower.local import rehearse
-from halfmoon.federation.flower.processes import ENVIRONMENT, free_port, interruptible
+from halfmoon.federation.flower.processes import AT_A_SITE, ENVIRONMENT, free_port, interruptible
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.runs import runner
 
@@ -79,7 +79,15 @@ class Place:
     def environment(self) -> dict[str, str]:
         """Return the environment of every process."""
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-        return {**os.environ, **ENVIRONMENT, MARK: self.mark, "PATH": path, "OMP_NUM_THREADS": "1", **self.more}
+        return {
+            **os.environ,
+            **ENVIRONMENT,
+            **AT_A_SITE,
+            MARK: self.mark,
+            "PATH": path,
+            "OMP_NUM_THREADS": "1",
+            **self.more,
+        }
 
     def run(self, *words: str | Path) -> str:
         """Run a command to its end and return what it printed; raise Stuck with its words where it fails."""

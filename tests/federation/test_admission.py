@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from halfmoon.federation.pki import Access, make
 from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
 from halfmoon.federation.server.transport import NodeIdentity
+from halfmoon.federation.site import consent
 
 
 @pytest.fixture
@@ -384,12 +386,11 @@ def test_contradictions_are_refused_in_a_sentence(
 # A server that is busy
 
 
-def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An answer 500 of the server ends a SuperNode's work, but not its process: without a push the site stays away.
-
-    Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back.
-    """
-    said = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
+@contextmanager
+def supernode_saying(
+    said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, shown: list[str]
+) -> Iterator[tuple[site_process._Member, list[subprocess.Popen[bytes]]]]:
+    """Give a site whose SuperNode says something and then nothing for ten minutes, and the processes that it starts."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(self: Home, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -400,17 +401,49 @@ def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Home, "start", start)
     monkeypatch.setattr(site_process, "CALLING", 0.01)
-    site = site_process.Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, 3, 2, tmp_path / "home", terms="any")
+    site = site_process.Joining(Address("127.0.0.1", 9092), "site-00", folder, 3, 2, folder / "home", terms="any")
     site.processes.prepare()
-    shown: list[str] = []
-    member = site_process._Member(site, Tail(site.home / site_process.LOG), shown.append, None)
     try:
+        yield site_process._Member(site, Tail(site.home / site_process.LOG), shown.append, None), started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An answer 500 of the server ends a SuperNode's work, but not its process: without a push the site stays away.
+
+    Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back.
+    """
+    said = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
+    shown: list[str] = []
+    with supernode_saying(said, tmp_path, monkeypatch, shown) as (member, started):
         began = time.monotonic()
         member._live()
         assert time.monotonic() - began < 30
         assert started[-1].poll() is not None, "it was told to end"
         assert "the connection ended: the server's Flower failed over a call" in shown[-1]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+
+
+RECEIVED, SENDING, SENT = "Receiving: query message (ID: 1)", "Sending: query message (ID: 2)", "Sent successfully"
+
+
+@pytest.mark.parametrize(
+    ("lines", "lingers"),
+    [([RECEIVED, SENDING, SENT], False), ([RECEIVED, SENDING, SENT, RECEIVED], True), ([RECEIVED, SENDING], True)],
+)
+def test_a_site_goes_as_soon_as_its_last_answer_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], lingers: bool
+):
+    """A site whose part is over waits for its SuperNode to send what it answers, longer where it does not say so."""
+    monkeypatch.setattr(site_process, "PARTING", 600.0 if lingers else 0.2)
+    monkeypatch.setattr(site_process, "LINGER", 0.2 if lingers else 600.0)
+    monkeypatch.setattr(site_process, "EVERY", 0.02)
+    said = "\n".join(f"INFO :      {line}" for line in lines)
+    with supernode_saying(said, tmp_path, monkeypatch, []) as (member, _):
+        consent.end(member.site.home, 0, "finished: the model is here")
+        began = time.monotonic()
+        with pytest.raises(site_process.Ended, match="finished: the model is here"):
+            member._live()
+        assert 0.2 < time.monotonic() - began < 300

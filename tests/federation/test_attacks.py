@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from attackers import ATTACKS, EVIL, EXPORT, FILE, LAST, NGINX, Besieged, executed, write
+from attackers import ATTACKS, EXPORT, FILE, LAST, NGINX, SITES, Besieged, executed, write
 from safetensors.numpy import load_file
 
 from halfmoon.cli.main import main
@@ -23,26 +24,34 @@ pytestmark = [
 
 SLOW = {"unknown-key", "no-key", "same-key", "large", "garbage"}
 """Attacks that the benchmark alone plays: they are like others, but need one more SuperNode, or hundreds of MB."""
-ROUNDS = 4
-"""One before an answer can be replayed, one for each of the two attacks that are answers, and the last, which waits."""
+ROUNDS = 2
+"""One whose answer can be replayed in the next, which is the last and waits; each is played twice, spoiled at first."""
+NAMES = SITES[:2]
+"""An honest site, and one that attacks: a third would do what the first does."""
+ANSWERS = {
+    "pickle": ("pickle:0", f"refused in round 1: the answer of {NAMES[-1]}: a message"),
+    "replay": ("replay:1", f"refused in round 2: the answer of {NAMES[-1]}: it answers round 1"),
+}
+"""Attacks that are answers: in which round, and what the log says."""
 SWIFT = {name: attack for name, attack in ATTACKS.items() if name not in SLOW}
+SWIFT |= {name: replace(SWIFT[name], evil=evil, signs=(("serve.log", sign),)) for name, (evil, sign) in ANSWERS.items()}
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folders of three sites, with the file of a federation; beside them is its simulation."""
+    """Return the folders of the sites, with the file of a federation; beside them is its simulation."""
     folder = tmp_path_factory.mktemp("attacked") / "sites"
-    assert main([*EXPORT, "--out", str(folder)]) == 0
-    write(folder, ROUNDS)
+    assert main([*EXPORT, "--sites", str(len(NAMES)), "--out", str(folder)]) == 0
+    write(folder, ROUNDS, len(NAMES))
     assert main(["run", "--config", str(folder / FILE), "--run-dir", str(folder.parent / "simulated")]) == 0
     return folder
 
 
 @pytest.fixture
 def fed(tmp_path: Path, exported: Path) -> Iterator[Besieged]:
-    """Give a federation whose third site replays an answer and sends a pickle."""
+    """Give a federation whose last site sends a pickle and replays an answer."""
     evil = " ".join(attack.evil for attack in SWIFT.values() if attack.evil)
-    made = Besieged(tmp_path, exported, evil, ROUNDS)
+    made = Besieged(tmp_path, exported, evil, ROUNDS, NAMES)
     try:
         yield made
     finally:
@@ -58,11 +67,14 @@ def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
         if name != LAST:
             attack.act(fed)
     SWIFT[LAST].act(fed)
-    for attack in SWIFT.values():
-        for where, pattern in attack.signs:
-            fed.says(where, pattern)
+    for name, attack in SWIFT.items():
+        if name != "replay":  # the last round's, which is held
+            for where, pattern in attack.signs:
+                fed.says(where, pattern)
     fed.stop(LAST)  # it would try again for ever
     fed.hold(False)
+    for where, pattern in SWIFT["replay"].signs:
+        fed.says(where, pattern)
     fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
     assert not executed(fed), "somebody has unpickled something"
     served = load_file(fed.run / "model.safetensors")
@@ -72,7 +84,7 @@ def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
         assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
     rows = (fed.run / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == ROUNDS
-    assert f"the answer of {EVIL}" in fed.log("serve.log")
+    assert f"the answer of {NAMES[-1]}" in fed.log("serve.log")
 
 
 def test_a_pickle_that_is_executed_is_seen(fed: Besieged):

@@ -38,8 +38,8 @@ from halfmoon.storage import atomic_io
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
 SITES = ("site-00", "site-01", "site-02")
-EVIL, MALLORY = "site-02", "mallory"
-"""A site of the federation that attacks where an attack says so, and a site with a key that is none of it."""
+MALLORY = "mallory"
+"""A site with a key that is none of the federation. Of its own sites the last one attacks where an attack says so."""
 PATIENCE = 900.0
 """Seconds until something counts as not happening."""
 LOOKS = 0.2
@@ -59,13 +59,13 @@ class Stuck(AssertionError):
     """Something that has to happen does not."""
 
 
-def write(exported: Path, rounds: int = OPTIONS["rounds"]) -> Path:
+def write(exported: Path, rounds: int = OPTIONS["rounds"], sites: int = len(SITES)) -> Path:
     """Write the federation's file beside exported sites, and return it."""
     kept = [
         line for line in (exported / "federation.toml").read_text().splitlines() if line.split(" = ")[0] not in OPTIONS
     ]
-    given = [f"{name} = {json.dumps(value)}" for name, value in {**OPTIONS, "rounds": rounds}.items()]
-    rules = [f"{name} = {value}" for name, value in RULES.items()]
+    given = [f"{name} = {json.dumps(value)}" for name, value in {**OPTIONS, "rounds": rounds, "cohort": sites}.items()]
+    rules = [f"{name} = {value}" for name, value in {**RULES, "min_replies": sites}.items()]
     path = exported / FILE
     path.write_text("\n".join([*given, *kept, *rules]) + "\n")
     return path
@@ -73,7 +73,7 @@ def write(exported: Path, rounds: int = OPTIONS["rounds"]) -> Path:
 
 @dataclass
 class Besieged:
-    """A federation under way in `folder`; `sites` has the folders of images, `evil` what its site answers.
+    """A federation under way in `folder`; `sites` has the folders of images, `evil` what its last site answers.
 
     It may be served several times, one run after the other, while the same sites wait: `serve` begins the next one.
     """
@@ -82,6 +82,7 @@ class Besieged:
     sites: Path
     evil: str = ""
     rounds: int = OPTIONS["rounds"]
+    names: tuple[str, ...] = SITES  # the last one is evil
     run: Path = field(init=False)
     port: int = field(default_factory=free_port)
     listen: int = field(default_factory=free_port)
@@ -101,7 +102,7 @@ class Besieged:
 
     def prepare(self) -> None:
         """Make the keys, and start nginx."""
-        make.init(self.access, [*SITES, MALLORY], ["localhost"], port=self.port, listen=self.listen)
+        make.init(self.access, [*self.names, MALLORY], ["localhost"], port=self.port, listen=self.listen)
         self.proxy(self.access)
 
     def proxy(self, access: Path) -> None:
@@ -128,7 +129,7 @@ class Besieged:
         """Start the server and its sites."""
         self.prepare()
         self.serve()
-        for name in SITES:
+        for name in self.names:
             self.join(name)
 
     def start(self, who: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
@@ -147,11 +148,16 @@ class Besieged:
         name = name or who
         key = self.key(name) if key == "" else key
         words = ["site", "join", "--server", f"{host}:{listen or self.listen}", "--name", name]
-        words += ["--site", str(self.sites / (name if name in SITES else SITES[0])), "--home", str(self.home(who))]
+        words += [
+            "--site",
+            str(self.sites / (name if name in self.names else self.names[0])),
+            "--home",
+            str(self.home(who)),
+        ]
         words += ["--terms", "any", *(["--insecure"] if insecure else ["--ca", str(ca or self.access / "ca.crt")])]
         words += [] if key is None or insecure else ["--key", str(key)]
         environment: dict[str, str] = {}
-        if who == EVIL:
+        if who == self.names[-1]:
             paths = [str(Path(__file__).parent / "attacking"), os.environ.get("PYTHONPATH", "")]
             environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "ATTACK": str(self.folder / "evil")}
         return self.start(who, *words, **environment)
@@ -389,7 +395,7 @@ def malformed(fed: Besieged) -> None:
 
 @dataclass(frozen=True)
 class Attack:
-    """What is done, beside a federation or by its site `EVIL`, and what has to stand where: log and pattern."""
+    """What is done, beside a federation or by its last site, and what has to stand where: log and pattern."""
 
     what: str
     signs: tuple[tuple[str, str], ...]

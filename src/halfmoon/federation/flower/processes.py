@@ -28,10 +28,14 @@ ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A second by default, between a message's arrival and the start of the app that answers it.
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""What every process of Flower is told: to report nothing to anybody, and to look for work five times a second."""
+"""What every process of Flower is told: to report nothing to anybody."""
+
+AT_A_SITE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+"""What those of a site are told as well: to look five times a second for a message that is to be answered.
+
+Flower looks once a second. A server's starts its app once a run, and each look would be a call of the SuperLink.
+"""
 
 GRACE = 5.0
 """Seconds that a process has to end by itself once it is asked to."""
@@ -82,7 +86,7 @@ class Home:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.environment(),
+                env={**self.environment(), **(AT_A_SITE if script == SUPERNODE else {})},
                 start_new_session=True,
             )
 

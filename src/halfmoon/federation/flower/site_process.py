@@ -63,8 +63,12 @@ BROKEN = re.compile(r"(Client|Server) error '\d{3} ")
 """What a SuperNode says last that has given up: its process stays, and neither asks for work nor says that it lives."""
 
 
-LINGER = 8.0
-"""Seconds until a site whose part is over goes: its last answer has to reach the server."""
+MAIL = re.compile(r"(Receiving|Sending): \w+ message|Sent successfully")
+"""What a SuperNode says of a message and of its answer; one at a time."""
+
+PARTING, LINGER = 3.0, 8.0
+"""Seconds until a site whose part is over goes: after its last answer is sent, which its server has to see before it is
+gone, and where its SuperNode does not say so."""
 
 QUESTION = "Take part? [y/N] "
 
@@ -224,7 +228,7 @@ class _Member:
         self.warm: subprocess.Popen[bytes] | None = None
         self.pause = CALLING
         self.lost = False
-        self.over = 0.0  # when it was seen that all is over
+        self.over: tuple[bool, float] | None = None  # all is over: whether the last answer is sent, and since when
         self.shown: Offered | None = None
 
     def stay(self) -> None:
@@ -275,12 +279,14 @@ class _Member:
             self._show()
             self._consider()
             over = consent.ended(self.site.home)
+            words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
             if over is not None:
-                self.over = self.over or time.monotonic()
-                if time.monotonic() - self.over > LINGER:
+                sent = _answered(words)
+                if self.over is None or self.over[0] != sent:
+                    self.over = sent, time.monotonic()
+                if time.monotonic() - self.over[1] > (PARTING if sent else LINGER):
                     self._show()
                     raise Ended(*over)
-            words = [*words, *self._read(log)][-200:]
             time.sleep(EVERY)
         stop(self.node)
         words += log.lines()
@@ -351,3 +357,9 @@ class _Member:
     def _ask(self) -> None:
         if self.person is not None and self._asking():
             self.person.ask(QUESTION)
+
+
+def _answered(words: list[str]) -> bool:
+    """Say whether a SuperNode that has said these words has sent an answer to all that came."""
+    mail = [match[0] for line in words if (match := MAIL.search(line))]
+    return bool(mail) and mail[-1] == "Sent successfully"
