@@ -57,9 +57,9 @@ def programs(monkeypatch) -> list[int]:
     """Return how many clients each program of the test had."""
     seen, update_many = list[int](), client_update.update_many
 
-    def many(context: Any, clients: Any, *rest: Any) -> Any:
-        seen.append(len(clients))
-        return update_many(context, clients, *rest)
+    def many(contexts: Any, *rest: Any) -> Any:
+        seen.append(len(contexts))
+        return update_many(contexts, *rest)
 
     monkeypatch.setattr(client_update, "update_many", many)
     return seen

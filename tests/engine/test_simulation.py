@@ -19,7 +19,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Cosine
 from halfmoon.data.partition.heterogeneity import jensen_shannon
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.engine import local_clients
+from halfmoon.engine import client_update
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.client_update import Diverged, update_together
@@ -480,7 +480,7 @@ def test_programs_hold_so_many_clients_and_no_more(monkeypatch):
         sizes.append(len(tasks))
         return update_together(context, down, tasks)
 
-    monkeypatch.setattr(local_clients, "update_together", counted)
+    monkeypatch.setattr(client_update, "update_together", counted)
 
     def asked(together: int | None):
         simulation = simulate(method, shared, executor="vmap", cohort=4)

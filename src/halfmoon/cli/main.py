@@ -133,7 +133,7 @@ def _parser() -> tuple[Parser, dict[str, list[str]]]:
     own_sites.add(run)
     tracked(run)
     _shown(run)
-    _options(run, list(settings.kinds()))
+    _options(run, [name for name in settings.kinds() if name != "seeds_together"])
 
     compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
@@ -144,7 +144,7 @@ def _parser() -> tuple[Parser, dict[str, list[str]]]:
 
     searching = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ")
     tune.add_flags(searching)
-    _options(searching, [name for name in settings.kinds() if name not in ("baselines", "seed")])
+    _options(searching, [name for name in settings.kinds() if name not in ("baselines", "seed", "seeds_together")])
 
     methods = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
     methods.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
@@ -194,6 +194,8 @@ def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list
         return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
     if command == "resume" and name in settings.kinds():
         return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
+    if command in ("run", "tune") and name == "seeds_together":
+        return UserError(f"{flag} needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 {flag}.")
     if command == "compare" and name in ("method", "baselines", "seed"):
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"

@@ -59,7 +59,7 @@ RECOMMENDED = "recommended"
 # What does not change a run's numbers, or is said by `method` and its own options.
 PLACE = {
     *("run_dir", "data_dir", "cache", "device", "executor", "threads", "workers", "processes"),
-    *("checkpoint_every", "memory_cap"),
+    *("checkpoint_every", "memory_cap", "seeds_together"),
 }
 # Labeled images of each class and client where nothing says how many.
 LABELS = 0.5

@@ -259,6 +259,9 @@ class MachineOptions:
         "runs played at once; auto: one a processor where each has one thread (default on the command line: auto)",
         at_least(1),
     ] = 1
+    seeds_together: Annotated[
+        bool, "train the clients of all seeds of a method as one program; last digits differ from seeds played apart"
+    ] = False
     memory_cap: Annotated[int, "MB of clients' memories that stay in RAM; the rest lies on disk", at_least(1)] = 2048
     checkpoint_every: Annotated[int, "rounds between checkpoints", at_least(1)] = 1
     run_dir: Annotated[Path | None, "the run's folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None

@@ -86,6 +86,19 @@ class ClientTask(NamedTuple):
     memory: Tree
     data: Local
     amount: Amount
+    kind: tuple[object, ...] = ()  # what those that train as one program have in common
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query and what it sends to all clients; called with those that train as one program, it trains them."""
+
+    context: ClientContext
+    down: Tree
+
+    def __call__(self, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
+        """Return what comes of the clients, by client."""
+        return update_together(self.context, self.down, tasks)
 
 
 def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
@@ -95,11 +108,20 @@ def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTa
     """
     with torch.no_grad():
         if len(tasks) == 1:
-            client, private, memory, data, amount = tasks[0]
+            client, private, memory, data, amount, _ = tasks[0]
             return {client: update_one(context, client, {**down, **private}, memory, data, amount)}
-        clients, privates, memories, datas, amounts = (list(each) for each in zip(*tasks, strict=True))
-        made = update_many(context, clients, down, tree.stack(privates), memories, datas, amounts)
-    return dict(zip(clients, made, strict=True))
+        made = update_many([context] * len(tasks), down, tree.stack([each.private for each in tasks]), tasks)
+    return {task.client: result for task, result in zip(tasks, made, strict=True)}
+
+
+def update_joint(asked: Sequence[tuple[Query, ClientTask]]) -> list[ClientResult]:
+    """Return what comes of clients of several runs that train as one program, in their order.
+
+    Their queries are alike; what a run sends down is private to its clients, which draw from its seed.
+    """
+    with torch.no_grad():
+        private = tree.stack([{**query.down, **task.private} for query, task in asked])
+        return update_many([query.context for query, _ in asked], {}, private, [task for _, task in asked])
 
 
 def update_one(
@@ -133,23 +155,19 @@ def update_one(
 
 
 def update_many(
-    context: ClientContext,
-    clients: Sequence[int],
-    downlinks: Tree,
-    each: Tree,
-    memories: Sequence[Tree],
-    datas: Sequence[Local],
-    amounts: Sequence[Amount],
+    contexts: Sequence[ClientContext], downlinks: Tree, each: Tree, tasks: Sequence[ClientTask]
 ) -> list[ClientResult]:
     """Run K client updates as one program; `downlinks` is shared, `each` differs (leaves (K, ...)).
 
-    Clients with fewer steps are frozen when theirs are over. Those of a work that does not mask padding have to have
-    equal images a step and, if it looks at `whole` clients, to be of one size.
+    Contexts differ in nothing but their seeds. Clients with fewer steps are frozen when theirs are over. Those of a
+    work that does not mask padding have to have equal images a step and, if it looks at `whole` clients, to be of one
+    size.
     """
-    work = context.work
-    datas = [_swept(context, client, data) for client, data in zip(clients, datas, strict=True)]
+    shared = contexts[0]
+    work, views, normalize = shared.work, shared.views, shared.work.task.normalize
+    datas = [_swept(context, task.client, task.data) for context, task in zip(contexts, tasks, strict=True)]
     padded = _padded(datas)
-    memory = tree.stack(list(memories)) if memories[0] else {}
+    memory = tree.stack([task.memory for task in tasks]) if tasks[0].memory else {}
 
     def merged(function: Callable[..., Any]) -> Callable[..., Any]:
         """Lift, and merge the shared and the private part of `down` inside the lifted function."""
@@ -165,24 +183,24 @@ def update_many(
         for k, data in enumerate(datas)
     ]
     visits = [
-        _drawn(context, client, data, amount, _kept(work, carry, padded, k))
-        for k, (client, data, amount) in enumerate(zip(clients, datas, amounts, strict=True))
+        _drawn(context, task.client, data, task.amount, _kept(work, carry, padded, k))
+        for k, (context, task, data) in enumerate(zip(contexts, tasks, datas, strict=True))
     ]
     device = padded.y.device
     steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
     fewest = min(visit.amount.steps for visit in visits)
     step = merged(work.step)
     log = _Log()
-    for t, batch in enumerate(batches(datas, visits, context.views, work.task.normalize, context.rows)):
+    for t, batch in enumerate(batches(datas, visits, views, normalize, shared.rows)):
         new, notes = step(each, carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
-    told = [log.of(context, client, k, visits[k].amount) for k, client in enumerate(clients)]
+    told = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
     up, memory = merged(work.finish)(each, carry, padded)
     results: list[ClientResult] = []
-    for k, client in enumerate(clients):
+    for k, task in enumerate(tasks):
         mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
-        _check_upload(context, client, mine, received, visits[k].amount.steps)
+        _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps)
         # A clone: a slice would keep the memories of the whole group alive.
         kept = tree.map(torch.clone, tree.index(memory, k))
         traffic = work.traffic(received, mine)

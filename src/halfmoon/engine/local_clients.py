@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -26,8 +25,8 @@ from halfmoon.engine.client_update import (
     ClientContext,
     ClientResult,
     ClientTask,
+    Query,
     first_memory,
-    update_together,
 )
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.sampling import Amount, Batching, Views
@@ -180,42 +179,46 @@ class LocalClients:
             private = tree.index(each, k)
             memory = self._memory(context, clients[k], {**down, **private}) if remembers else {}
             data, hidden[clients[k]] = self.dataset.local(clients[k], stage)
-            return ClientTask(clients[k], private, memory, data, amounts[k])
+            kind = self._kind(context.work, clients[k], stage, amounts[k], memory)
+            return ClientTask(clients[k], private, memory, data, amounts[k], kind)
 
         tasks = map(task, range(len(clients)))
         done: dict[int, ClientResult] = {}
         turns = iter(clients)
         turn = next(turns, None)
-        for made in self.training.spread(
-            partial(update_together, context, down), self._programs(context, tasks, stage)
-        ):
+        for made in self.training.spread(Query(context, down), self._programs(tasks)):
             done |= made
             made.clear()  # or what is yielded would be held while the next clients train
             while turn in done:
                 yield done.pop(turn)
                 turn = next(turns, None)
 
-    def _programs(
-        self, context: ClientContext, tasks: Iterable[ClientTask], stage: int | None
-    ) -> Iterator[list[ClientTask]]:
-        """Yield the clients that train as one program, as soon as they are as many as may be.
-
-        They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
-        padding takes all that have a step to do.
-        """
+    def _programs(self, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
+        """Yield the clients that train as one program, which are of one kind, as soon as they are as many as may be."""
         most = 1 if self.training.executor == "loop" else self.training.together
         waiting: dict[tuple[object, ...], list[ClientTask]] = {}
         for each in tasks:
-            size = astuple(self.dataset.own(each.client, stage)) if context.work.whole else ()
-            alike = (each.amount.labeled, each.amount.unlabeled, *size)
-            shapes = tuple(leaf.shape for leaf in tree.leaves(each.memory))
-            kind = (min(each.amount.steps, 1),) if context.work.masks else alike, shapes
+            kind = each.kind
             waiting.setdefault(kind, []).append(each)
             del each  # or it would be held while the next clients train
             if len(waiting[kind]) == most:
                 yield waiting.pop(kind)
         while waiting:
             yield waiting.pop(next(iter(waiting)))
+
+    def _kind(
+        self, work: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
+    ) -> tuple[object, ...]:
+        """Return what clients that train as one program have in common.
+
+        They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
+        padding takes all that have a step to do.
+        """
+        shapes = tuple(leaf.shape for leaf in tree.leaves(memory))
+        if work.masks:
+            return (min(amount.steps, 1),), shapes
+        size = astuple(self.dataset.own(client, stage)) if work.whole else ()
+        return (amount.labeled, amount.unlabeled, *size), shapes
 
     def _amount(self, work: ClientUpdate, client: int, stage: int | None) -> Amount:
         if client == SERVER:

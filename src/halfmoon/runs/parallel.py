@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ WORTHWHILE = 100
 
 TICK = 0.1
 """Seconds between looks at what the processes tell."""
+
+Unit = tuple[int, ...]
+"""The numbers of runs that one process plays together: of one, or of the seeds of a method (`halfmoon.runs.seeds`)."""
 
 _STATE: dict[str, Any] = {}
 """In a process that plays runs: how it plays one, and where it tells of it."""
@@ -55,29 +59,30 @@ def processes(config: Config, runs: int) -> int:
 
 
 def side_by_side(
-    play: Callable[[int, Callback], Row], runs: Sequence[int], config: Config, watch: Callback
-) -> dict[int, Row]:
-    """Play runs, by number, in several processes, and return their summaries; `watch` is told of all of them.
+    play: Callable[[Unit, Callback], list[Row]], units: Sequence[Unit], config: Config, watch: Callback
+) -> dict[Unit, list[Row]]:
+    """Play runs in several processes, and return their summaries; `watch` is told of all of them.
 
-    `play` is sent to every process. Return {}, with nothing played, where one process is enough. Raise what the first
-    run raises that fails: the others are stopped, and can be resumed.
+    Those of a unit, by their numbers, are played by one process. `play` is sent to every process. Return {}, with
+    nothing played, where one process is enough. Raise what the first unit raises that fails: the others are stopped,
+    and can be resumed.
     """
-    count = processes(config, len(runs))
+    count = processes(config, len(units))
     if count < 2:
         return {}
     context = _context()
-    told, begun = context.Queue(), {number: context.Event() for number in runs}
-    found: dict[int, Row] = {}
-    known: dict[int, RunInfo] = {}
+    told, begun = context.Queue(), {unit: context.Event() for unit in units}
+    found: dict[Unit, list[Row]] = {}
+    known: dict[Path, RunInfo] = {}
     with ProcessPoolExecutor(count, context, _begin, (play, told, begun, count)) as pool:
-        waiting: dict[Future[Row | Failed], int] = {pool.submit(_play, number): number for number in runs}
+        waiting: dict[Future[list[Row] | Failed], Unit] = {pool.submit(_play, unit): unit for unit in units}
         started = tuple((pool._processes or {}).values())
         try:
             while waiting:
                 done = wait(waiting, TICK, FIRST_COMPLETED).done
                 _tell(told, known, begun, watch)
                 for future in done:
-                    found[waiting.pop(future)] = _summary(future)
+                    found[waiting.pop(future)] = _summaries(future)
         except BaseException:
             for process in started:
                 process.terminate()
@@ -86,7 +91,7 @@ def side_by_side(
     return found
 
 
-def _summary(future: Future[Row | Failed]) -> Row:
+def _summaries(future: Future[list[Row] | Failed]) -> list[Row]:
     try:
         made = future.result()
     except BrokenProcessPool as error:
@@ -99,43 +104,45 @@ def _summary(future: Future[Row | Failed]) -> Row:
     return made
 
 
-def _tell(told: Any, known: dict[int, RunInfo], begun: Mapping[int, Any], watch: Callback) -> None:
+def _tell(told: Any, known: dict[Path, RunInfo], begun: Mapping[Unit, Any], watch: Callback) -> None:
     """Pass on what the processes have told since the last look."""
     while True:
         try:
-            kind, number, what = told.get_nowait()
+            kind, of, what = told.get_nowait()
         except Empty:
             return
         if kind == "begin":
-            known[number] = what
+            known[what.folder] = what
             watch.begin(what)
-            begun[number].set()
+            begun[of].set()
         elif kind == "say":
             watch.say(what)
         else:
-            getattr(watch, kind)(known[number], what)
+            getattr(watch, kind)(known[of], what)
 
 
 class _Teller:
-    """The watch of a run in another process."""
+    """The watch of the runs of a unit in another process, of which one at a time moves."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
 
     def begin(self, run: RunInfo) -> None:
-        _STATE["told"].put(("begin", self.number, run))
-        while not _STATE["begun"][self.number].wait(1.0):  # a tracker reads the folder as it is before the first round
+        _STATE["told"].put(("begin", self.unit, run))
+        begun = _STATE["begun"][self.unit]
+        while not begun.wait(1.0):  # a tracker reads the folder as it is before the first round
             _stay()
+        begun.clear()
 
     def round(self, run: RunInfo, row: Row) -> None:
         _stay()
-        _STATE["told"].put(("round", self.number, row))
+        _STATE["told"].put(("round", run.folder, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        _STATE["told"].put(("end", self.number, summary))
+        _STATE["told"].put(("end", run.folder, summary))
 
     def say(self, words: str) -> None:
-        _STATE["told"].put(("say", self.number, words))
+        _STATE["told"].put(("say", self.unit, words))
 
 
 def _stay() -> None:
@@ -144,15 +151,15 @@ def _stay() -> None:
         os._exit(1)
 
 
-def _begin(play: Callable[[int, Callback], Row], told: Any, begun: Mapping[int, Any], count: int) -> None:
+def _begin(play: Callable[[Unit, Callback], list[Row]], told: Any, begun: Mapping[Unit, Any], count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that asked ends the others
     share(count)
     _STATE.update(play=play, told=told, begun=begun, parent=os.getppid())
 
 
-def _play(number: int) -> Row | Failed:
+def _play(unit: Unit) -> list[Row] | Failed:
     try:
-        return _STATE["play"](number, _Teller(number))
+        return _STATE["play"](unit, _Teller(unit))
     except (UserError, Diverged) as error:
         cause = error.__cause__
         return Failed(error, cause if isinstance(cause, OSError) else None)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from halfmoon.aggregation.attacks import Hostile, hostile
 from halfmoon.api.types import Method
-from halfmoon.config.schema import Config, check_methods, check_place, free_folder, identity, own_options, text
+from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, text
 from halfmoon.core.allocator import keep_memory
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
-from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import calibration
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, play
@@ -31,7 +28,7 @@ from halfmoon.models.finetuned import told
 from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run, ended
 from halfmoon.report.tables import Result, comparison
-from halfmoon.runs import assembly, factory, outside, split_files, workers
+from halfmoon.runs import assembly, checks, factory, outside, split_files, workers
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded
 from halfmoon.runs.factory import (
     ImageSpec,
@@ -51,7 +48,8 @@ from halfmoon.runs.factory import (
 )
 from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
-from halfmoon.runs.parallel import side_by_side
+from halfmoon.runs.parallel import Unit, side_by_side
+from halfmoon.runs.seeds import check_together, in_lockstep, units_of
 from halfmoon.runs.split_files import SPLIT
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG
@@ -87,6 +85,8 @@ def start(
     if method is not None:
         config = outside.named(config, method)
     check_methods(config)
+    if config.seeds_together:
+        check_together(config, 1)
     root = config.run_dir or free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
     jobs = _jobs(config)
@@ -120,6 +120,8 @@ def compare(
     if config.reference is None:
         jobs = planned(largest_of([job.config for job in jobs], shared))
     jobs = _settled(jobs, shared)
+    if config.seeds_together:
+        check_together(jobs[0].config, len(seeds))
     plan = render(jobs)
     _refuse_taken(root, "", plan)
     try:
@@ -240,7 +242,7 @@ def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
 def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     shared = problem(jobs[0].config, split)
-    _check(jobs, shared, watch)
+    checks.check(jobs, shared, watch)
     if (words := told(shared.task.network)) is not None:
         watch.say(words)
     return shared
@@ -248,11 +250,17 @@ def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback) -> Proble
 
 def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
     """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
-    left = [k for k, job in enumerate(jobs) if shared is not None and not _finished(root / job.folder, job.config)]
+    left = [shared is not None and not _finished(root / job.folder, job.config) for job in jobs]
+    units = units_of([job.config for job in jobs], left)
+    waiting = [unit for unit in units if left[unit[0]]]
     if any(":" in job.config.method for job in jobs):
-        left = []  # a method that was given as an object may be known to this process alone
-    made = side_by_side(partial(_play_one, root, tuple(jobs), shared), left, jobs[0].config, watch)
-    summaries = [made[k] if k in made else _play_one(root, jobs, shared, k, watch) for k in range(len(jobs))]
+        waiting = []  # a method that was given as an object may be known to this process alone
+    made = side_by_side(partial(_play_unit, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
+    for unit in units:
+        if unit not in made:
+            made[unit] = _play_unit(root, jobs, shared, unit, watch)
+    rows = {number: row for unit, its in made.items() for number, row in zip(unit, its, strict=True)}
+    summaries = [rows[number] for number in range(len(jobs))]
     paths = [root / job.folder for job in jobs]
     outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
@@ -260,12 +268,13 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
     return outcome
 
 
-def _play_one(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
-    """Play one of the jobs, in whichever process this is."""
-    job = jobs[number]
-    if shared is not None and device(job.config).type == "cpu":
+def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
+    """Play one of the jobs, or several in lockstep, in whichever process this is."""
+    config = jobs[unit[0]].config
+    if shared is not None and device(config).type == "cpu":
         keep_memory()
-    return _play(root / job.folder, job, shared, watch)
+    plays = [partial(_play, root / jobs[number].folder, jobs[number], shared, watch) for number in unit]
+    return in_lockstep(plays, config) if len(plays) > 1 else [plays[0]()]
 
 
 def _show(outcome: RunResult) -> None:
@@ -290,8 +299,8 @@ def _show(outcome: RunResult) -> None:
             staged.unlink(missing_ok=True)
 
 
-def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
-    """Play one job to its end, from its newest checkpoint if it has one."""
+def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, spread: Spread | None = None) -> Row:
+    """Play one job to its end, from its newest checkpoint if it has one; `spread` trains its clients, if given."""
     config = job.config
     entry = registry.entry(config.method)
     with _folder(path, config) as folder:
@@ -309,7 +318,8 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
         split_files.note(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        with workers.working(config) as spread, computing(threads(config)):
+        training = workers.working(config) if spread is None else nullcontext(spread)
+        with training as spread, computing(threads(config)):
             experiment = _experiment(config, shared, path, spread)
             played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, played)
@@ -362,47 +372,6 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
         folder = RunFolder.create(path, text(config), mark)
     with folder:
         yield folder
-
-
-def _check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
-    """Refuse what could only fail later: too large a cohort, a client without labels, aggregators that do not fit."""
-    config, split = jobs[0].config, shared.split
-    if config.cohort > split.clients:
-        raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
-    entries = [registry.entry(job.config.method) for job in jobs]
-    for job, each in zip(jobs, entries, strict=True):
-        factory.method(job.config)
-        workers.count(job.config)
-        if each.pooled and job.config.attack != "none":
-            raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
-    needing = [each for each in entries if not each.all_labels and not each.pooled]
-    served = bool((split.client == SERVER).any())
-    counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
-    empty = np.flatnonzero(counts == 0)
-    place = "server" if served else "some" if len(empty) else "clients"
-    for each in needing:
-        if place == "some" and each.places == ("clients",):
-            raise UserError(
-                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {each.name} "
-                f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
-                f"{', '.join(registry.names_at(place))}."
-            )
-        check_place(each.name, place)
-    bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
-    looking = [each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).views]
-    if looking and bare:
-        raise UserError(
-            f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "
-            "some at every client; ask for fewer labels or a larger min_size."
-        )
-    if served or config.labeled_batch == "all":
-        return
-    few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
-    if needing and few:
-        watch.say(
-            f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
-            "their images repeat within a batch."
-        )
 
 
 def _experiment(config: Config, shared: Problem, path: Path, spread: Spread) -> Experiment:

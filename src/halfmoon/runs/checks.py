@@ -1,0 +1,57 @@
+"""What is refused before anything is played, as it could only fail later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from halfmoon.config.schema import check_place
+from halfmoon.core.errors import UserError
+from halfmoon.data.partition.split import SERVER
+from halfmoon.methods import registry
+from halfmoon.runs import factory, workers
+from halfmoon.runs.callbacks import Callback
+from halfmoon.runs.factory import Problem
+from halfmoon.runs.jobs import Job
+
+
+def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
+    """Refuse what could only fail later: too large a cohort, a client without labels, aggregators that do not fit."""
+    config, split = jobs[0].config, shared.split
+    if config.cohort > split.clients:
+        raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
+    entries = [registry.entry(job.config.method) for job in jobs]
+    for job, each in zip(jobs, entries, strict=True):
+        factory.method(job.config)
+        workers.count(job.config)
+        if each.pooled and job.config.attack != "none":
+            raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
+    needing = [each for each in entries if not each.all_labels and not each.pooled]
+    served = bool((split.client == SERVER).any())
+    counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
+    empty = np.flatnonzero(counts == 0)
+    place = "server" if served else "some" if len(empty) else "clients"
+    for each in needing:
+        if place == "some" and each.places == ("clients",):
+            raise UserError(
+                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {each.name} "
+                f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
+                f"{', '.join(registry.names_at(place))}."
+            )
+        check_place(each.name, place)
+    bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
+    looking = [each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).views]
+    if looking and bare:
+        raise UserError(
+            f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "
+            "some at every client; ask for fewer labels or a larger min_size."
+        )
+    if served or config.labeled_batch == "all":
+        return
+    few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
+    if needing and few:
+        watch.say(
+            f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
+            "their images repeat within a batch."
+        )
