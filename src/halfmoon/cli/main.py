@@ -38,7 +38,7 @@ from halfmoon.cli.commands import (
     tune,
     watch,
 )
-from halfmoon.cli.commands.base import Parser, command, complain, flags, option, print_json, tracked
+from halfmoon.cli.commands.base import Parser, command, complain, flags, option, print_json, said, tracked
 from halfmoon.cli.ends import catch_end, out_of_memory
 from halfmoon.cli.outcome import print_outcome
 from halfmoon.config import schema as settings
@@ -207,13 +207,7 @@ def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list
 
 def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
     """Return the values of the file, those of the flags, and the file's name."""
-    flags: dict[str, Any] = {}
-    for name in settings.kinds():
-        value = vars(given).get(name)
-        if isinstance(value, str):
-            flags[name] = settings.parse(name, value)
-        elif name in vars(given):
-            flags[name] = value
+    flags = said(given, settings.kinds())
     own: dict[str, Any] = {}
     for words in getattr(given, "option", []):
         path, sign, value = words.partition("=")

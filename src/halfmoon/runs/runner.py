@@ -49,7 +49,7 @@ from halfmoon.runs.factory import (
 from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.parallel import Unit, side_by_side
-from halfmoon.runs.seeds import check_together, in_lockstep, units_of
+from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
 from halfmoon.runs.split_files import SPLIT
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG
@@ -86,7 +86,7 @@ def start(
         config = outside.named(config, method)
     check_methods(config)
     if config.seeds_together:
-        check_together(config, 1)
+        needs_seeds(1)
     root = config.run_dir or free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
     jobs = _jobs(config)
@@ -106,6 +106,9 @@ def compare(
         if not names or len(set(names)) < len(names):
             raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
 
+    if config.seeds_together:
+        needs_seeds(len(seeds))
+
     def planned(reference: str) -> list[Job]:
         return [Job(f"{m}-seed{seed}", _alone(config, m, reference, seed=seed)) for m in methods for seed in seeds]
 
@@ -120,8 +123,7 @@ def compare(
     if config.reference is None:
         jobs = planned(largest_of([job.config for job in jobs], shared))
     jobs = _settled(jobs, shared)
-    if config.seeds_together:
-        check_together(jobs[0].config, len(seeds))
+    check_together(jobs[0].config)
     plan = render(jobs)
     _refuse_taken(root, "", plan)
     try:
@@ -166,10 +168,13 @@ def resume(
     return _play_all(root, jobs, _shared(jobs, Split.load(kept) if kept.exists() else None, watch), watch)
 
 
-def cell(config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: bool = True) -> Row:
+def cell(
+    config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: bool = True, seat: Seat | None = None
+) -> Row:
     """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
 
-    Without `tests` no model is shown a test image: validation images alone say what it is worth.
+    Without `tests` no model is shown a test image: validation images alone say what it is worth. In lockstep with
+    others a run has a `seat`.
     Raise what `start` raises, and `halfmoon.storage.folder_writer.Busy` where another process plays in that folder.
     """
     watch = guarded(watch)
@@ -179,13 +184,14 @@ def cell(config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: boo
     if not _finished(path, config):
         kept = path / SPLIT
         integrity.check(path, SPLIT)
-        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch)
+        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch, seat)
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.made(path):
             (job,) = _settled([job], shared)
+            check_together(job.config)
         if device(config).type == "cpu":
             keep_memory()
-    return _play(path, job, shared, watch)
+    return _play(path, job, shared, watch, seat)
 
 
 def portray(config: Config, path: Path) -> Row:
@@ -239,9 +245,9 @@ def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
 
-def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback) -> Problem:
+def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback, seat: Seat | None = None) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
-    shared = problem(jobs[0].config, split)
+    shared = (problem if seat is None else seat.problem)(jobs[0].config, split)
     checks.check(jobs, shared, watch)
     if (words := told(shared.task.network)) is not None:
         watch.say(words)
@@ -299,8 +305,8 @@ def _show(outcome: RunResult) -> None:
             staged.unlink(missing_ok=True)
 
 
-def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, spread: Spread | None = None) -> Row:
-    """Play one job to its end, from its newest checkpoint if it has one; `spread` trains its clients, if given."""
+def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, seat: Seat | None = None) -> Row:
+    """Play one job to its end, from its newest checkpoint if it has one; in lockstep with others it has a `seat`."""
     config = job.config
     entry = registry.entry(config.method)
     with _folder(path, config) as folder:
@@ -318,7 +324,7 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, spread:
         split_files.note(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        training = workers.working(config) if spread is None else nullcontext(spread)
+        training = workers.working(config) if seat is None or executor(config) == "loop" else nullcontext(seat.spread)
         with training as spread, computing(threads(config)):
             experiment = _experiment(config, shared, path, spread)
             played = play(experiment, folder, loaded, lambda row: watch.round(run, row))

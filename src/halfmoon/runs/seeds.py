@@ -1,16 +1,18 @@
-"""The seeds of one method, played in lockstep: which runs of a comparison are alike, and how these are played."""
+"""The seeds of one method, played in lockstep: which runs are alike, what they share, and how they are played."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from halfmoon.config.schema import Config, text
 from halfmoon.core.errors import UserError
+from halfmoon.data import Split
 from halfmoon.engine.lockstep import lockstep
 from halfmoon.engine.spread import Spread
-from halfmoon.runs.factory import computing, executor, threads, together
+from halfmoon.runs.factory import Problem, computing, executor, problem, split_of, threads, together
 
 Value = TypeVar("Value")
 
@@ -22,16 +24,46 @@ def units_of(configs: Sequence[Config], left: Sequence[bool]) -> list[tuple[int,
     """
     found: dict[object, list[int]] = {}
     for number, (config, playing) in enumerate(zip(configs, left, strict=True)):
-        joins = playing and config.seeds_together and executor(config) == "vmap"  # of a run begun elsewhere it may not
-        alike = text(replace(config, seed=0, split_seed=0)) if joins else number
+        alike = text(replace(config, seed=0, split_seed=0)) if config.seeds_together and playing else number
         found.setdefault(alike, []).append(number)
     return [tuple(numbers) for numbers in found.values()]
 
 
-def check_together(config: Config, seeds: int) -> None:
-    """Raise UserError where the clients of so many seeds do not train as one program."""
+class Seat(NamedTuple):
+    """The place of a run among others that are alike but for their seeds."""
+
+    spread: Spread  # trains its clients
+    problem: Callable[[Config, Split | None], Problem]  # as `factory.problem`, but images are read once for all
+
+
+class _Problems:
+    """What runs play on that differ in their seeds: equal in all but the split, and so in their works."""
+
+    def __init__(self) -> None:
+        self._first: Problem | None = None
+
+    def of(self, config: Config, split: Split | None) -> Problem:
+        """Return what a run plays on; raise `UserError` as `factory.problem` does."""
+        if self._first is None:
+            self._first = problem(config, split)
+            return self._first
+        if split is None:
+            split = split_of(config, self._first.source)
+        else:
+            split.check(self._first.source)
+        return replace(self._first, split=split)
+
+
+def needs_seeds(seeds: int) -> None:
+    """Raise UserError where there are too few seeds to be played together."""
     if seeds < 2:
         raise UserError("seeds_together needs two seeds or more: halfmoon compare takes them, --seeds 0 1 2.")
+
+
+def check_together(config: Config) -> None:
+    """Raise UserError where seeds are to be played together, but clients do not train as one program."""
+    if not config.seeds_together:
+        return
     if executor(config) == "loop":
         raise UserError(
             "seeds_together trains clients as one program, but here they train one by one (executor 'loop'), which "
@@ -44,7 +76,12 @@ def check_together(config: Config, seeds: int) -> None:
         )
 
 
-def in_lockstep(plays: Sequence[Callable[[Spread], Value]], config: Config) -> list[Value]:
+def in_lockstep(plays: Sequence[Callable[[Seat], Value]], config: Config) -> list[Value]:
     """Play runs of equal configurations, whatever their seeds, and return what they return (`lockstep`)."""
+    problems = _Problems()
+
+    def seated(play: Callable[[Seat], Value], spread: Spread) -> Value:
+        return play(Seat(spread, problems.of))
+
     with computing(threads(config)):
-        return lockstep(plays, together(config))
+        return lockstep([partial(seated, play) for play in plays], together(config))

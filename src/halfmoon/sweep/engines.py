@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from halfmoon.config.schema import resolve
+from halfmoon.config.schema import Config, resolve
 from halfmoon.core.errors import UserError
 from halfmoon.engine.client_update import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
+from halfmoon.runs.seeds import Seat, in_lockstep
 from halfmoon.storage.folder_writer import Busy
 
 DEFECT = "defect.txt"
@@ -64,13 +66,43 @@ class Engine(Protocol):
         ...
 
 
-def play(task: SweepTask, watch: Callback = NULL_CALLBACK) -> Done:
+Unit = tuple[SweepTask, ...]
+"""Tasks that are played together: one, or several that say so (`seeds_together`) and differ in their seeds alone."""
+
+
+def units(tasks: Sequence[SweepTask]) -> list[Unit]:
+    """Return the tasks as they are played together, in the order of the first ones."""
+    found: dict[object, list[SweepTask]] = {}
+    for number, task in enumerate(tasks):
+        values = tomllib.loads(task.words)
+        together = values.get("seeds_together") and not task.split_only
+        alike = {name: value for name, value in values.items() if name not in ("seed", "split_seed")}
+        found.setdefault(repr(alike) if together else number, []).append(task)
+    return [tuple(each) for each in found.values()]
+
+
+def play_unit(unit: Unit, watch: Callback = NULL_CALLBACK) -> list[Done]:
+    """Play one task in this process to its end, or several in lockstep; one that fails does not stop the others."""
+    if len(unit) == 1:
+        return [play(unit[0], watch)]
+    try:
+        config = _config(unit[0])
+    except UserError as error:  # in the options that they have in common
+        return [Done(task, None, str(error)) for task in unit]
+    return in_lockstep([partial(play, task, watch) for task in unit], config)
+
+
+def _config(task: SweepTask) -> Config:
+    return resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
+
+
+def play(task: SweepTask, watch: Callback = NULL_CALLBACK, seat: Seat | None = None) -> Done:
     """Play one task in this process to its end, from where its folder says that it was left."""
     try:
-        config = resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
+        config = _config(task)
         if task.split_only:
             return Done(task, runner.portray(config, task.folder))
-        return Done(task, runner.cell(config, task.folder, watch))
+        return Done(task, runner.cell(config, task.folder, watch, seat=seat))
     except Busy as error:
         return Done(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:
@@ -97,8 +129,9 @@ class Here:
 
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks in their order."""
-        for task in tasks:
-            note(play(task, self.watch))
+        for unit in units(tasks):
+            for done in play_unit(unit, self.watch):
+                note(done)
 
 
 class Processes:
@@ -114,30 +147,33 @@ class Processes:
 
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks; one whose process dies (killed, out of memory) is begun again, `TRIES` times at most."""
-        left, tries = list(tasks), dict.fromkeys(tasks, 0)
+        left = units(tasks)
+        tries = dict.fromkeys(left, 0)
         while left:
             left = self._until_broken(left, tries, note)
-            for task in [task for task in left if tries[task] >= TRIES]:
-                left.remove(task)
-                note(Done(task, None, f"its process died {TRIES} times: killed, or out of memory."))
+            for unit in [unit for unit in left if tries[unit] >= TRIES]:
+                left.remove(unit)
+                for task in unit:
+                    note(Done(task, None, f"its process died {TRIES} times: killed, or out of memory."))
 
-    def _until_broken(self, tasks: Sequence[SweepTask], tries: dict[SweepTask, int], note: Note) -> list[SweepTask]:
-        """Return the tasks that were not over when a process died; none where all are over."""
-        waiting, running = list(tasks), dict[Future[Done], SweepTask]()
+    def _until_broken(self, asked: Sequence[Unit], tries: dict[Unit, int], note: Note) -> list[Unit]:
+        """Return the units that were not over when a process died; none where all are over."""
+        waiting, running = list(asked), dict[Future[list[Done]], Unit]()
         with ProcessPoolExecutor(self.jobs, mp_context=_context()) as pool:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
-                        task = waiting.pop(0)
-                        running[pool.submit(play, task, self.watch)] = task
+                        unit = waiting.pop(0)
+                        running[pool.submit(play_unit, unit, self.watch)] = unit
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        done = future.result()
+                        made = future.result()
                         del running[future]
-                        note(done)
+                        for done in made:
+                            note(done)
             except BrokenProcessPool:
                 # All that ran are suspects: nobody says whose process it was.
-                for task in running.values():
-                    tries[task] += 1
+                for unit in running.values():
+                    tries[unit] += 1
                 return [*running.values(), *waiting]
             except BaseException:
                 for process in (pool._processes or {}).values():

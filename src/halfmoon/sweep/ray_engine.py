@@ -1,7 +1,8 @@
 """The runs of a sweep on a Ray cluster: many machines and GPUs that see the same folders (extra `ray`).
 
-Each run is one Ray task. One whose worker dies is begun again by Ray, on any machine, and goes on from the checkpoint
-in its folder, which therefore has to lie where all machines see it under the same path, as the data has.
+Each run, or the seeds of one that are played together, is one Ray task. One whose worker dies is begun again by Ray, on
+any machine, and goes on from the checkpoints in its folders, which therefore have to lie where all machines see them
+under the same path, as the data has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.ray_cluster import installed, join
-from halfmoon.sweep.engines import TRIES, Done, Note, SweepTask, play
+from halfmoon.sweep.engines import TRIES, Done, Note, SweepTask, Unit, play_unit, units
 
 
 class Share(NamedTuple):
@@ -55,15 +56,16 @@ class Rays:
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks; one whose worker dies (killed, out of memory) is begun again, `TRIES` times at most."""
         ray, running = self._ray, {}
-        remote = ray.remote(play)
+        remote = ray.remote(play_unit)
         try:
-            for task in tasks:
+            for unit in units(tasks):
                 # Elsewhere, a relative path would be another.
-                sent = replace(task, folder=task.folder.absolute())
-                running[remote.options(**self._options(task)).remote(sent, self._watch)] = task
+                sent = tuple(replace(task, folder=task.folder.absolute()) for task in unit)
+                running[remote.options(**self._options(unit[0])).remote(sent, self._watch)] = unit
             while running:
                 (ready, *_), _ = ray.wait(list(running), num_returns=1)
-                note(self._outcome(ready, running.pop(ready)))
+                for done in self._outcomes(ready, running.pop(ready)):
+                    note(done)
         except BaseException:
             for each in running:
                 ray.cancel(each, force=True)
@@ -74,15 +76,15 @@ class Rays:
         gpus = 0 if task.split_only or device == "cpu" else self._share.gpus
         return {"name": task.folder.name, "num_cpus": self._share.cpus, "num_gpus": gpus, "max_retries": TRIES - 1}
 
-    def _outcome(self, ready: Any, task: SweepTask) -> Done:
+    def _outcomes(self, ready: Any, unit: Unit) -> list[Done]:
         errors = self._ray.exceptions
         try:
-            return self._ray.get(ready)._replace(task=task)
+            return [done._replace(task=task) for done, task in zip(self._ray.get(ready), unit, strict=True)]
         except errors.RayTaskError:  # a defect of the program, as it would be here
             raise
         except errors.RayError as error:
             why = f"{type(error).__name__}: its worker died {TRIES} times: killed, or out of memory."
-            return Done(task, None, why)
+            return [Done(task, None, why) for task in unit]
 
 
 def share(nodes: Sequence[dict[str, Any]], jobs: int) -> Share:

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from halfmoon.config import schema as settings
@@ -65,6 +65,12 @@ def option(group: Any, name: str) -> None:
     elif kind == tuple[float, ...] | None:
         extra = {"metavar": ("LOW", "HIGH"), "nargs": 2, "type": float}
     group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about, **extra)
+
+
+def said(given: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of a run's options that were given, in their types; raise UserError where a value is none."""
+    found = {name: vars(given)[name] for name in names if name in vars(given)}
+    return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in found.items()}
 
 
 def _metavar(kind: Any) -> str:

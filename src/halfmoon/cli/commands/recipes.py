@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, option, print_json
+from halfmoon.cli.commands.base import command, option, print_json, said
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _cost(found: Recipe, given: argparse.Namespace) -> dict[str, Any]:
     from halfmoon.sweep.sweep_folder import machine
 
     scale = found.scale(given.scale) if given.scale else None
-    over = {name: schema.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
+    over = said(given, PLACE)
     cells = grid.cells(found, grid.selection(found, given.only), None, scale, schema.anchored(over, Path()))
     rows = {
         name: {

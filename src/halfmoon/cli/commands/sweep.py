@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, option, print_json, tracked
+from halfmoon.cli.commands.base import command, complain, option, print_json, said, tracked
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from halfmoon.sweep.play import Step
     from halfmoon.sweep.sweep_folder import SweepFolder
 
-PLACE = ("data_dir", "cache", "device", "executor", "threads", "workers", "memory_cap", "checkpoint_every")
+PLACE = (
+    *("data_dir", "cache", "device", "executor", "threads", "workers", "seeds_together", "memory_cap"),
+    "checkpoint_every",
+)
 """The options of a run that change none of its numbers, and so can be said for a whole sweep."""
 
 
@@ -55,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
     found = recipe.load(given.recipe)
     scale = found.scale(given.scale) if given.scale else None
     jobs = _whole("--jobs", given.jobs, 1)
-    over = {name: settings.parse(name, vars(given)[name]) for name in PLACE if name in vars(given)}
+    over = said(given, PLACE)
     over = settings.anchored(over, Path())
     if jobs > 1 and given.engine == "local" and "threads" not in over:
         over["threads"] = max(1, cores() // jobs)
@@ -66,8 +69,8 @@ def run(given: argparse.Namespace) -> int:
     if given.dry_run:
         return _list(cells, given.json)
     # The table of several commands names them all.
-    said = [*folder.read().get("command", "").splitlines(), words]
-    folder = replace(folder, command="\n".join(dict.fromkeys(said)))
+    commands = [*folder.read().get("command", "").splitlines(), words]
+    folder = replace(folder, command="\n".join(dict.fromkeys(commands)))
     code = _play(given, folder, cells, jobs)
     facts = folder.read()
     if given.json:
