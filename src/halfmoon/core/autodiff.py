@@ -5,7 +5,7 @@ it could be differentiated again. A step on a small network costs more of that t
 is differentiated by plain autograd, with the same kernels and the same bits; where a transform of `torch.func` is at
 work already, plain autograd cannot see through it. Of clients that are lifted by one vmap, and no more, the gradient is
 that of the sum of their losses, taken of the tensors underneath; a gradient inside another is left to `torch.func`.
-`lifted` hands vmap a flat list.
+`lifted` wraps and unwraps the leaves of clients as vmap does, but walks over them once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from torch._C._functorch import (
     CVmapInterpreterPtr,
     TransformType,
     _add_batch_dim,  # pyright: ignore[reportPrivateUsage]: as the tensors underneath, it has no public name
+    _remove_batch_dim,  # pyright: ignore[reportPrivateUsage]
+    _vmap_decrement_nesting,  # pyright: ignore[reportPrivateUsage]
+    _vmap_increment_nesting,  # pyright: ignore[reportPrivateUsage]
     get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
@@ -27,6 +30,7 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -101,15 +105,32 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `torch.func.vmap(function)`: all leaves of arguments and results (dicts, tuples) lead with K."""
 
     def many(*arguments: Any) -> Any:
-        made: list[Any] = []
-
-        def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
-            made.append(function(*_rebuilt(arguments, iter(leaves))))
-            return tuple(_leaves(made[0]))
-
-        return _rebuilt(made[0], iter(results)) if (results := torch.func.vmap(flat)(*_leaves(arguments))) else made[0]
+        leaves = list(_leaves(arguments))
+        size = len(leaves[0])
+        lazy_load_decompositions()
+        level = _vmap_increment_nesting(size, "error")
+        try:
+            lifted = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
+            made = function(*_rebuilt(arguments, lifted))
+            return _rebuilt(made, (_remove_batch_dim(leaf, level, size, 0) for leaf in _leaves(made)))
+        finally:
+            _vmap_decrement_nesting()
 
     return many
+
+
+def side_by_side(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | None:
+    """Return what a function makes of z (B, C, ...) of all clients that one vmap lifts: it sees (B, K * C, ...).
+
+    For what treats all channels alike. None where no vmap is at work, or another transform as well.
+    """
+    if (program := _program()) is None:
+        return None
+    differentiable = torch.is_grad_enabled()
+    with temporarily_pop_interpreter_stack(), torch.set_grad_enabled(differentiable):
+        made = function(program.below(z).movedim(0, 1).flatten(1, 2))
+        apart = torch.unflatten(made, 1, (program.size, -1))
+    return _add_batch_dim(apart, 1, program.level)
 
 
 def inside() -> bool:

@@ -198,9 +198,10 @@ def update_many(
     told = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
     up, memory = merged(work.finish)(each, carry, padded)
     results: list[ClientResult] = []
+    finite = _finite(up)  # of all clients at once
     for k, task in enumerate(tasks):
         mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
-        _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps)
+        _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
         kept = tree.map(torch.clone, tree.index(memory, k))
         traffic = work.traffic(received, mine)
@@ -275,18 +276,24 @@ class _Log:
         return samples, (Observed(rows, pseudo(notes.pseudo[0] for notes in self.steps), models),)
 
 
-def _check_upload(context: ClientContext, client: int, up: Upload, down: Tree, steps: int) -> None:
+def _check_upload(
+    context: ClientContext, client: int, up: Upload, down: Tree, steps: int, finite: bool | None = None
+) -> None:
     """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
-    finite."""
+    finite. `finite` says whether all is, where that is known."""
     context.work.uplink.check(up, down, type(context.work).__name__)
-    sent = up.tree
-    fine = [leaf.isfinite().all() for leaf in tree.leaves(sent)]
-    if not fine or bool(torch.stack(fine).all()):  # asked of the device once
+    if _finite(up) if finite is None else finite:
         return
-    for name, leaf in tree.flatten(sent).items():
+    for name, leaf in tree.flatten(up.tree).items():
         if not bool(leaf.isfinite().all()):
             worst = float(leaf[~leaf.isfinite()].flatten()[0])
             raise Diverged(context.round, client, max(0, steps - 1), worst, f"upload '{name.removeprefix('update/')}'")
+
+
+def _finite(up: Upload) -> bool:
+    """Say whether all numbers of an upload are finite; the device is asked once."""
+    fine = [leaf.isfinite().all() for leaf in tree.leaves(up.tree)]
+    return not fine or bool(torch.stack(fine).all())
 
 
 def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:

@@ -1,0 +1,52 @@
+"""Maxima of clients that train as one program are those of each alone, where several pixels are the largest as well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool2d
+
+from halfmoon.core.autodiff import grad_and_value, lifted
+from halfmoon.core.tree import Tree
+from halfmoon.models.passes import Batched
+
+CLIENTS, IMAGES, CHANNELS = 3, 4, 5
+
+
+def images() -> Tensor:
+    """Return images (K, B, C, 6, 6) of four levels of gray: most windows have their largest pixel more than once."""
+    return torch.randint(4, (CLIENTS, IMAGES, CHANNELS, 6, 6), generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.mark.parametrize("window", [(2,), (3, 2, 1), (2, 1)])
+def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
+    """To the bit: of equal pixels the first one gets the gradient, as in `max_pool2d`."""
+    x, seen = images(), max_pool2d(images()[0], *window).shape
+    weight = torch.randint(-8, 8, (CLIENTS, *seen), generator=torch.Generator().manual_seed(1)).float()
+
+    def ours(params: Tree, weight: Tensor) -> tuple[Tensor, Tensor]:
+        out = Batched({}, "none").pool(params["x"], *window)
+        return (out * weight).sum(), out
+
+    gradient, _, out = lifted(lambda x, weight: grad_and_value(ours, {"x": x}, weight))(x, weight)
+    for k in range(CLIENTS):
+        alone = x[k].clone().requires_grad_()
+        expected = max_pool2d(alone, *window)
+        assert torch.equal(out[k], expected)
+        (expected * weight[k]).sum().backward()
+        assert torch.equal(gradient["x"][k], alone.grad)  # type: ignore[arg-type]
+
+
+def test_a_number_that_is_none_stays_one():
+    x = images()
+    x[1, 0, 0, 3, 2] = torch.nan
+    pooled = lifted(lambda x: {"out": Batched({}, "none").pool(x, 2)})(x)["out"]
+    assert torch.equal(pooled.isnan(), max_pool2d(x.flatten(0, 1), 2).unflatten(0, (CLIENTS, -1)).isnan())
+    assert pooled.isnan().sum() == 1
+
+
+def test_images_that_all_clients_share_are_pooled_once_for_all():
+    x = images()[0]
+    pooled = lifted(lambda k: {"out": Batched({}, "none").pool(x, 2)})(torch.arange(CLIENTS))["out"]
+    assert torch.equal(pooled, max_pool2d(x, 2).expand(CLIENTS, -1, -1, -1, -1))
