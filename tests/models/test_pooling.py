@@ -38,6 +38,18 @@ def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
         assert torch.equal(gradient["x"][k], alone.grad)  # type: ignore[arg-type]
 
 
+def test_one_clients_are_as_well():
+    """With channels first, as images of one channel have them: values, gradient and layout are `max_pool2d`'s."""
+    x, weight = images()[0], torch.randn(IMAGES, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(1))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, expected = Batched({}, "none").pool(ours, 2), max_pool2d(theirs, 2)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for mine, other in ((out, expected), (ours.grad, theirs.grad)):
+        assert torch.equal(mine, other)  # type: ignore[arg-type]
+        assert mine.stride() == other.stride()  # type: ignore[union-attr]
+
+
 def test_a_number_that_is_none_stays_one():
     x = images()
     x[1, 0, 0, 3, 2] = torch.nan

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.core import padding
-from halfmoon.core.autodiff import side_by_side, vjp
+from halfmoon.core.autodiff import inside, side_by_side, vjp
 from halfmoon.core.tree import Tree
 
 Norm = Literal["batch", "group", "none"]
@@ -86,15 +86,9 @@ class Run(ABC):
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
         """Take the maximum of each window of `size`; without a stride the windows are tiles."""
-
-        def picked(many: Tensor) -> Tensor:
-            with torch.no_grad():
-                last = many.contiguous(memory_format=torch.channels_last)
-                where = F.max_pool2d(last, size, stride, padding, return_indices=True)[1]
-            return _picked(many, where)
-
-        # PyTorch's kernel takes four times as long where channels do not lie last, as under vmap on a CPU.
-        taken = side_by_side(picked, z) if z.device.type == "cpu" else None
+        taken = None
+        if z.device.type == "cpu":
+            taken = side_by_side(lambda many: _largest(many, size, stride, padding), z)
         return F.max_pool2d(z, size, stride, padding) if taken is None else taken
 
     def linear(self, name: str, z: Tensor) -> Tensor:
@@ -176,6 +170,13 @@ class Batched(Run):
         var = (inverse.detach().pow(-2) - EPS) * (count / max(count - 1, 1))
         self.moments[name] = {"mean": mean.detach(), "var": var}
         return out, mean, inverse
+
+    def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
+        """Take the maximum of each window, of one client as of many: images of one channel come with channels first."""
+        plain = z.device.type != "cpu" or stride is not None or inside()
+        if plain or z.is_contiguous(memory_format=torch.channels_last):
+            return super().pool(z, size, stride, padding)
+        return _largest(z, size, stride, padding)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
         """Keep the input, the features."""
@@ -273,6 +274,17 @@ class Tangent(Run):
         """d(w x) = dw x + w dx."""
         d = self.direction[name]
         return F.linear(next(self.tape), d["weight"], d.get("bias")) + F.linear(z, self.params[name]["weight"])
+
+
+def _largest(z: Tensor, size: int | list[int], stride: int | None, padding: int) -> Tensor:
+    """Return `max_pool2d` of z (B, C, H, W) on a CPU, where PyTorch takes ten times as long unless channels lie last.
+
+    So it only says where the maxima are, of a copy with channels last.
+    """
+    with torch.no_grad():
+        last = z.contiguous(memory_format=torch.channels_last)
+        where = F.max_pool2d(last, size, stride, padding, return_indices=True)[1]
+    return _picked(z, where)
 
 
 def _picked(z: Tensor, where: Tensor) -> Tensor:
