@@ -184,6 +184,15 @@ class ClientUpdate:
         return False
 
     @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the leaves of the memory with an entry for each unlabeled row (U,), and what says that a row has none.
+
+        By path, as "thresholds/label". Where clients of unequal sizes are batched, `begin` finds that in the rows that
+        are padding, and in all where other rows have come since, and what `finish` leaves there is cut off.
+        """
+        return {}
+
+    @property
     def others(self) -> tuple[str, ...]:
         """Return the views of a second minibatch, drawn with replacement from all unlabeled rows, kept or not."""
         return ()

@@ -11,8 +11,21 @@ from torch import Tensor
 
 
 def mean(values: Tensor, real: Tensor | None) -> Tensor:
-    """Return the mean () of values (n,) over the real rows; NaN where there is none, as of no row."""
-    return values.mean() if real is None else (values * real).sum() / real.sum()
+    """Return the mean () of values (n, ...) over the real rows; NaN where there is none, as of no row."""
+    if real is None:
+        return values.mean()
+    each = values.flatten(1).mean(1) if values.dim() > 1 else values
+    return (each * real).sum() / real.sum()
+
+
+def kept(values: Tensor, real: Tensor | None) -> Tensor:
+    """Return values (n,) with 0 in the rows that are padding."""
+    return values if real is None else values * real
+
+
+def count(rows: Tensor, real: Tensor | None) -> Tensor | int:
+    """Return how many of `rows` (n, ...) are real; a number where all are."""
+    return len(rows) if real is None else real.sum()
 
 
 def row_mean(values: Tensor, real: Tensor | None) -> Tensor:

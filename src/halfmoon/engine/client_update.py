@@ -167,7 +167,8 @@ def update_many(
     work, views, normalize = shared.work, shared.views, shared.work.task.normalize
     datas = [_swept(context, task.client, task.data) for context, task in zip(contexts, tasks, strict=True)]
     padded = _padded(datas)
-    memory = tree.stack([task.memory for task in tasks]) if tasks[0].memory else {}
+    length = padded.u.shape[1]
+    memory = tree.stack([_filled(work, task.memory, data, length) for task, data in zip(tasks, datas, strict=True)])
 
     def merged(function: Callable[..., Any]) -> Callable[..., Any]:
         """Lift, and merge the shared and the private part of `down` inside the lifted function."""
@@ -203,7 +204,7 @@ def update_many(
         mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
         _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
-        kept = tree.map(torch.clone, tree.index(memory, k))
+        kept = tree.map(torch.clone, _filled(work, tree.index(memory, k), datas[k]))
         traffic = work.traffic(received, mine)
         samples, seen = told[k]
         made = _result(work, mine, kept, samples, visits[k], traffic, datas[k])
@@ -334,6 +335,22 @@ def _local(padded: Local, k: int) -> Local:
     """Return what the k-th of several clients holds, with the rows that fill it up."""
     views, real = tree.index(padded.views, k), tree.index(padded.real, k)
     return Local(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
+
+
+def _filled(work: ClientUpdate, memory: Tree, data: Local, length: int | None = None) -> Tree:
+    """Return a client's memory with `length` entries where it has one of each row; without one, those of its rows.
+
+    What was remembered of other rows than it has now is nothing.
+    """
+    flat, own = tree.flatten(memory), len(data.u)
+    for path, nothing in work.row_memory.items():
+        leaf = flat[path]
+        if length is None:
+            flat[path] = leaf[:own]
+            continue
+        known = leaf if len(leaf) == own else leaf[:0]
+        flat[path] = torch.cat([known, leaf.new_full((length - len(known),), nothing)])
+    return tree.unflatten(flat) if work.row_memory else memory
 
 
 def _judged(work: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:

@@ -214,7 +214,8 @@ class LocalClients:
         They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
         padding takes all that have a step to do.
         """
-        shapes = tuple(leaf.shape for leaf in tree.leaves(memory))
+        flat = tree.flatten(memory)
+        shapes = tuple(leaf.shape for path, leaf in flat.items() if path not in work.row_memory)
         if work.masks:
             return (min(amount.steps, 1),), shapes
         size = astuple(self.dataset.own(client, stage)) if work.whole else ()

@@ -242,7 +242,7 @@ def batches(
         u, u_index = mine.named(views, [v.u_drawn for v in visits], normalize), mine.stacked(mine.rows).to(device)
         mine = _chosen(visits, steps, sizes[1], [v.o_rows for v in visits], [c.u for c in locals_])
         others, o_index = mine.named(views, [v.o_drawn for v in visits], normalize), mine.stacked(mine.rows).to(device)
-        mixed = [_at(visit, steps) for visit in visits]
+        mixed = [_widened(_at(visit, steps), visit, labeled, unlabeled) for visit in visits]
         mixed = {name: torch.stack([each[name] for each in mixed]).to(device) for name in mixed[0]}
         for step in range(len(steps)):
             a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
@@ -330,6 +330,21 @@ def _at(visit: DrawnUpdate, steps: range) -> dict[str, Tensor]:
     """Return the mixing draws of `steps`; steps beyond the client update's end repeat the last."""
     at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
     return {name: leaf[at] for name, leaf in visit.mixed.items()}
+
+
+def _widened(mixed: dict[str, Tensor], visit: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
+    """Return mixing draws (steps, ...) for so many images a step: those that fill a step up are mixed with themselves,
+    and not turned."""
+    amount, views = visit.amount, len(visit.u_drawn)
+    if not mixed or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
+        return mixed
+    places = torch.arange(labeled + views * unlabeled)
+    own = places < amount.labeled
+    own[labeled:] = (places[labeled:] - labeled) % max(1, unlabeled) < amount.unlabeled
+    order = places.repeat(len(mixed["mix"]), 1)
+    order[:, own] = places[own][mixed["order"]]
+    turn = torch.nn.functional.pad(mixed["turn"], (0, unlabeled - amount.unlabeled))
+    return {**mixed, "order": order, "turn": turn}
 
 
 def _positions(visit: DrawnUpdate, steps: range, size: int) -> Tensor:

@@ -16,13 +16,14 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from halfmoon.api.types import ClientUpdate, Federation, Local, Passes, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.objectives.base import chunks
+from halfmoon.objectives.base import chunks, masked_chunks
 
 Over = Literal["all", "cohort", "server"]
 """Whose rows are counted beside the server's: those of all registered clients, of the round's cohort, or nobody's."""
@@ -44,6 +45,11 @@ class BatchNormStatistics(ClientUpdate):
     @property
     def whole(self) -> bool:
         """Return that it looks at all rows together."""
+        return True
+
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
         return True
 
     @torch.no_grad()
@@ -73,12 +79,31 @@ class BatchNormStatistics(ClientUpdate):
 
 @torch.no_grad()
 def counted(task: Task, params: Tree, data: Local) -> Tree:
-    """Return the moments (as stats) of all rows of a client in nearly equal batches, summed over rows; {} of none."""
+    """Return the moments (as stats) of all rows of a client in nearly equal batches, summed over rows; {} of none.
+
+    Rows that are padding are left out: the batches are those that the others make alone.
+    """
     images, total = torch.cat([data.x, data.u]), {}
+    if data.real:
+        return _counted_apart(task, params, data, images)
     for part in chunks(images) if len(images) else ():
         rows, moments = len(part), task.network.train(params, task.normalize(part))[1]
         total = total or tree.zeros_like(moments)
         total = tree.map(partial(torch.add, alpha=rows), total, moments)
+    return total
+
+
+def _counted_apart(task: Task, params: Tree, data: Local, images: Tensor) -> Tree:
+    """Return what `counted` does of images (n, C, H, W) of which some are padding: at the end of labeled and unlabeled
+    ones."""
+    at = torch.arange(len(images), device=images.device)
+    own = torch.where(at < data.labeled, at, at - data.labeled + len(data.x)).clamp_max(len(images) - 1)
+    rows, there, _ = masked_chunks(at < data.labeled + data.unlabeled)
+    total: Tree = {}
+    for part, real in zip(rows.unbind(), there.unbind(), strict=True):
+        moments = task.network.train(params, task.normalize(images[own[part]]), real=real)[1]
+        total = total or tree.zeros_like(moments)
+        total = tree.map(lambda old, new, real=real: old + real.sum() * new, total, moments)
     return total
 
 

@@ -62,8 +62,13 @@ class LocalTraining(ClientUpdate):
 
     @property
     def masks(self) -> bool:
-        """Return whether rows that are padding are left out: where the objective does, and nothing is counted."""
-        return self.objective.masks and not self.counts
+        """Return the objective's."""
+        return self.objective.masks
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the objective's."""
+        return self.objective.row_memory
 
     @property
     def labeled_views(self) -> tuple[str, ...]:
@@ -118,9 +123,10 @@ class LocalTraining(ClientUpdate):
             weight = weight * (data.labeled > 0)
         kept = [*(["optimizer"] if self.keep_optimizer else ()), *self.objective.remember(self.task, down)]
         new = {**carry, **self.objective.finish(self.task, carry)}
-        rows = len(data.x) + len(data.u)
-        if self.counts and rows:
-            new["teacher_stats"] = tree.map(lambda leaf: leaf / rows, counted(self.task, carry["teacher"], data))
+        if self.counts and len(data.x) + len(data.u):
+            rows, total = data.labeled + data.unlabeled, counted(self.task, carry["teacher"], data)
+            mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
+            new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
         return Upload({name: new[name] for name in down}, weight), {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

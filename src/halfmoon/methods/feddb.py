@@ -37,7 +37,7 @@ from torch import Tensor
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
@@ -130,6 +130,16 @@ class Debiased(ClientUpdate):
         """Return the view of APP-U."""
         return ("weak",)
 
+    @property
+    def masks(self) -> bool:
+        """Return whether rows that are padding are left out: where FixMatch leaves them out."""
+        return self.options.objective.masks
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the thresholds'."""
+        return self.options.objective.row_memory
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept, and the first state of the thresholds."""
         optimizer = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
@@ -139,7 +149,7 @@ class Debiased(ClientUpdate):
         """Take the APP-U of the received model, and with `labels` "round" all guesses (Algorithm 3, lines 5 to 10)."""
         kept = self.options.keep_optimizer
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
-        guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"])
+        guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
         ready = self.options.objective.prepared(down, data, guess)
         own = self.options.objective.begin(self.task, memory, data, ready)
         appu = ready["prior"]
@@ -154,7 +164,7 @@ class Debiased(ClientUpdate):
         for moments in seen.moments:
             stats = track(stats, moments)
         new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
-        new["seen"] = carry["seen"] + len(batch.u_rows)
+        new["seen"] = carry["seen"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
         return new, StepMetrics(loss, {}, seen.pseudo)
@@ -169,9 +179,9 @@ class Debiased(ClientUpdate):
         appu = carry["appu"]
         if self.options.accumulate == "finish":
             keep = self._keep(carry, carry["seen"])
-            appu = keep * appu + (1 - keep) * prior(
-                sweep_logits(self.task, carry["params"], carry["stats"], data.views["weak"])
-            )
+            views = data.views["weak"]
+            guess = sweep_logits(self.task, carry["params"], carry["stats"], views, data.u_real)
+            appu = keep * appu + (1 - keep) * prior(guess, data.u_real)
         up = {"params": carry["params"], "stats": carry["stats"]}
         kept = ["optimizer"] if self.options.keep_optimizer else []
         kept += self.options.objective.remember(self.task, down)
@@ -197,9 +207,10 @@ class Debiased(ClientUpdate):
 
     def _accumulated(self, carry: Tree, batch: Batch, used: Tensor) -> Tensor:
         """Return APP-U (classes,) after a step whose weak views have been looked at with the model in front of it."""
-        p = sweep_logits(self.task, carry["params"], carry["stats"], batch.u["weak"]).softmax(-1)
-        counted = torch.ones_like(p[:, :1]) if self.options.accumulate_over == "all" else used[:, None]
-        keep = self._keep(carry, len(p))
+        p = sweep_logits(self.task, carry["params"], carry["stats"], batch.u["weak"], batch.u_real)
+        p = p.softmax(-1)
+        rows = padding.kept(torch.ones_like(used), batch.u_real) if self.options.accumulate_over == "all" else used
+        counted, keep = rows[:, None], self._keep(carry, padding.count(p, batch.u_real))
         new = keep * carry["appu"] + (1 - keep) * (p * counted).sum(0) / counted.sum().clamp_min(1)
         return torch.where(counted.sum() > 0, new, carry["appu"])
 

@@ -208,6 +208,11 @@ class Regulated(ClientUpdate):
         return self.options.guessing.masks
 
     @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the thresholds', which F-reg replaces."""
+        return {} if self.options.fine else self.options.guessing.row_memory
+
+    @property
     def own_memory(self) -> bool:
         """Return whether F-reg is drawn for each client."""
         return self.options.regulator_start == "client"

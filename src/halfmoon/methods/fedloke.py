@@ -32,6 +32,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, P
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.mutual import (
     Looked,
@@ -126,6 +127,11 @@ class Cotraining(ClientUpdate):
     options: FedLoKe = FedLoKe()
 
     @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
     def labeled_views(self) -> tuple[str, ...]:
         """Return the labeled images' views, the local model's and the global one's."""
         return self.views
@@ -159,7 +165,8 @@ class Cotraining(ClientUpdate):
 
         def lesson(teacher: Tensor, mask: Tensor, weight: float) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-                return supervised(labeled, batch.y) + weight * (mask * divergence(teacher, unlabeled)).mean()
+                apart = mean(mask * divergence(teacher, unlabeled), batch.u_real)
+                return supervised(labeled, batch.y, batch.x_real) + weight * apart
 
             return loss
 
@@ -174,7 +181,7 @@ class Cotraining(ClientUpdate):
         teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
         guesses = {"global": main.guess, "local": local.guess}
         made = {name: _pseudo(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
-        samples = {f"{name}_sure": sample(used[name]) for name in names}
+        samples = {f"{name}_sure": sample(used[name], batch.u_real) for name in names}
         return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
 
     @property

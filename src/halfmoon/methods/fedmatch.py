@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -63,12 +63,13 @@ from halfmoon.api.types import (
     sample,
 )
 from halfmoon.api.uploads import Aux, Uplink, Upload
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.halves import changes, composed, cut, patched
 from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
 from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
@@ -193,6 +194,11 @@ class Teaching(ClientUpdate):
 
     options: FedMatch = FedMatch()
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from sigma, with a fresh optimizer."""
         return {"sigma": down["sigma"], "stats": down["stats"], "optimizer": self.task.optimizer.init(down["sigma"])}
@@ -233,6 +239,16 @@ class Disjoint(ClientUpdate):
         """Return whether all rows are looked at together, or something is remembered of each."""
         return bool(self.sweep) or self.options.threshold.of_rows
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the thresholds'."""
+        return self.options.threshold.row_memory
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return that nothing has been received, and the first state of thresholds that run."""
         state = self.options.threshold.remember(self.task.network.classes, next(tree.leaves(down["psi"])))
@@ -261,8 +277,9 @@ class Disjoint(ClientUpdate):
         rule = self.options.threshold
         carry["thresholds"] = {} if rule.sweeps else rule.begin(memory.get("thresholds", {}), data)
         if self.sweep:
-            guess = sweep_logits(self.task, composed(**received), down["stats"], data.views[self.options.view])
-            carry["prior"] = prior(guess)
+            views = data.views[self.options.view]
+            guess = sweep_logits(self.task, composed(**received), down["stats"], views, data.u_real)
+            carry["prior"] = prior(guess, data.u_real)
             if rule.sweeps:
                 guess = debiased(guess, carry["prior"]) if self.options.debias else guess
                 carry["thresholds"] = rule.begin({}, data, guess.softmax(-1))
@@ -272,7 +289,8 @@ class Disjoint(ClientUpdate):
         """Take sigma's step, if there are labeled images, then psi's with the new sigma."""
         labeled = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
         if len(batch.x):
-            carry, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
+            taught, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
+            carry = taught if batch.x_real is None else tree.select(batch.x_real.any(), taught, carry)
         helped = self._ask_helpers(down, carry, batch)
         gradient, loss, seen = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
         moments, pseudo, samples, state = seen
@@ -345,7 +363,9 @@ class Disjoint(ClientUpdate):
         o = self.options
         strong, quiet, moments = self._look(composed(carry["sigma"], psi), carry["stats"], batch)
         own = debiased(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
-        (label, confidence, used), state = o.threshold.judge(own.softmax(-1), batch.u_rows, carry["thresholds"])
+        (label, confidence, used), state = o.threshold.judge(
+            own.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
+        )
         each = torch.zeros_like(used)
         if self.helpers:
             logits, there = helped
@@ -356,7 +376,7 @@ class Disjoint(ClientUpdate):
             each = o.consistency_weight * (share[:, None] * apart.sum(-1)).sum(0)
             label = vote(label, logits.argmax(-1), there, logits.shape[-1], o.ties)
         each = each + o.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
-        count = used.sum().clamp_min(1) if o.mean == "used" else len(used)
+        count = used.sum().clamp_min(1) if o.mean == "used" else padding.count(used, batch.u_real)
         far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
         penalty = o.l2_weight * far + o.l1_weight * tree.sum_of(leaf.abs().sum() for leaf in tree.leaves(psi))
         samples: dict[str, WeightedMetric] = {"penalty": sample(penalty)}
@@ -366,15 +386,15 @@ class Disjoint(ClientUpdate):
     def _look(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
         """Return the logits (b, classes) of strong and guessed view, and the moments."""
         network, joint = self.task.network, self.task.statistics == "joint"
-        strong, view = batch.u["strong"], batch.u[self.options.view]
+        strong, view, real = batch.u["strong"], batch.u[self.options.view], batch.masks(2)[1:]
         if self.task.labeling == "running":
-            (loud,), _, moments = forward(network, theta, joint, (strong,))
+            (loud,), _, moments = forward(network, theta, joint, (strong,), real=real[:1])
             with torch.set_grad_enabled(bool(self.helpers)):
                 return loud, network.predict(theta, stats, view), moments
         if self.helpers:
-            (loud, quiet), _, moments = forward(network, theta, joint, (strong, view))
+            (loud, quiet), _, moments = forward(network, theta, joint, (strong, view), real=real)
         else:
-            (loud,), (quiet,), moments = forward(network, theta, joint, (strong,), (view,))
+            (loud,), (quiet,), moments = forward(network, theta, joint, (strong,), (view,), real)
         return loud, quiet, moments
 
     @torch.no_grad()
@@ -387,8 +407,10 @@ class Disjoint(ClientUpdate):
         logits: list[Tensor] = []
         for k in range(self.helpers):
             theta = composed(received["sigma"], tree.index(helpers, k))
-            running = self.task.labeling == "running"
-            logits.append(network.predict(theta, carry["stats"], view) if running else network.train(theta, view)[0])
+            if self.task.labeling == "running":
+                logits.append(network.predict(theta, carry["stats"], view))
+            else:
+                logits.append(network.train(theta, view, real=batch.u_real)[0])
         return torch.stack(logits).detach(), down["there"].to(view.dtype)
 
 
@@ -396,8 +418,8 @@ def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch
     """Return the carry after a step of "sigma" on weight * CE(y, f(x; sigma + psi)), and that loss."""
 
     def loss(sigma: Tree) -> tuple[Tensor, Tree]:
-        logits, moments = task.network.train(composed(sigma, psi), batch.x)
-        return weight * supervised(logits, batch.y), moments
+        logits, moments = task.network.train(composed(sigma, psi), batch.x, real=batch.x_real)
+        return weight * supervised(logits, batch.y, batch.x_real), moments
 
     gradient, value, moments = grad_and_value(loss, carry["sigma"])
     sigma, optimizer = task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])
@@ -410,32 +432,6 @@ def vote(own: Tensor, others: Tensor, there: Tensor, classes: int, ties: Literal
     mine = (own[..., None] == names).to(there.dtype)
     votes = mine + (there[:, None, None] * (others[..., None] == names)).sum(0)
     return (votes + 0.5 * mine if ties == "own" else votes).argmax(-1)
-
-
-def composed(sigma: Tree, psi: Tree) -> Tree:
-    """Return theta: sigma + psi, where there is a psi."""
-    theta: Tree = {}
-    for name, part in sigma.items():
-        if isinstance(part, dict):
-            part = composed(cast(Tree, part), psi.get(name, {}))
-        theta[name] = part + psi[name] if name in psi and not isinstance(part, dict) else part
-    return theta
-
-
-def cut(psi: Tree, threshold: float) -> Tree:
-    """Return psi without its entries up to `threshold`."""
-    return tree.map(lambda leaf: torch.where(leaf.abs() <= threshold, 0.0, leaf), psi)
-
-
-def patched(old: Tree, new: Tree, threshold: float) -> Tree:
-    """Return `old` with the entries of `new` that are further away than `threshold`, or that are no numbers."""
-    return tree.map(lambda a, b: torch.where((b - a).abs() <= threshold, a, b), old, new)
-
-
-def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
-    """Return how many entries `patched` takes over, as float64."""
-    pairs = zip(tree.leaves(old), tree.leaves(new), strict=True)
-    return tree.sum_of((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
 
 
 def noise(like: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ from halfmoon.api.types import (
     sample,
 )
 from halfmoon.api.uploads import Uplink, Upload
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import combine
@@ -158,6 +158,16 @@ class Mixing(ClientUpdate):
         return bool(self.sweep) or (self.options.labels == "step" and self.options.threshold.of_rows)
 
     @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the thresholds', where these stay."""
+        return self.options.threshold.row_memory if self._runs else {}
+
+    @property
     def others(self) -> tuple[str, ...]:
         """Return the weak views of the mix set."""
         return ("weak",) if self.options.mix_weight else ()
@@ -186,13 +196,13 @@ class Mixing(ClientUpdate):
             return carry
         parts = [self._predict(down["params"], down["stats"], part) for part in chunks(data.views["weak"])]
         guess = torch.cat(parts)
-        expected = prior(guess)
+        expected = prior(guess, data.u_real)
         p = self._predicted(guess, expected)
         if by_step:
             state = rule.begin({}, data, p) if rule.sweeps else carry["thresholds"]
             return {**carry, "prior": expected, "thresholds": state}
-        pseudo = rule.judge_all(p, {})
-        return {**carry, "confidence": pseudo.confidence, "label": pseudo.label, "weight": pseudo.weight}
+        pseudo = rule.judge_all(p, {}, data.u_real)
+        return {**carry, **pseudo._asdict(), "real": data.real}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
         """Return the confident rows; all, where none is but the client has labels to learn from."""
@@ -212,11 +222,14 @@ class Mixing(ClientUpdate):
         gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], down, carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         new = {**carry, "params": params, "optimizer": optimizer, "thresholds": state}
-        if self.options.labels == "step" and not len(batch.x):
-            new = {**tree.select(pseudo.weight.sum() > 0, new, carry), "thresholds": state}
+        unlabeled = not len(batch.x)
+        if self.options.labels == "step" and (unlabeled or batch.x_real is not None):
+            sure = pseudo.weight.sum() > 0
+            teaches = sure if batch.x_real is None else sure | batch.x_real.any()
+            new = {**tree.select(teaches, new, carry), "thresholds": state}
         samples: dict[str, WeightedMetric] = {}
         if self.options.labels == "round":
-            samples["kept"] = sample((carry["weight"] > 0).to(loss.dtype))
+            samples["kept"] = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
         return new, StepMetrics(loss, samples, (pseudo,))
 
     @property
@@ -226,8 +239,8 @@ class Mixing(ClientUpdate):
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters; they weigh 1 if there was a row to train on."""
-        drawn = self.keep(carry, data)
-        trained = data.unlabeled > 0 if drawn is None else drawn.any()
+        drawn, rows = self.keep(carry, data), data.unlabeled > 0
+        trained = rows if drawn is None else rows & drawn.any()
         names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
         memory = {name: carry[name] for name in names if name != "thresholds" or self._runs}
         return Upload({"params": carry["params"]}, trained.double()), memory
@@ -256,7 +269,9 @@ class Mixing(ClientUpdate):
             taught.append(share * weak[0] + (1 - share) * weak[1])
         by_batch = o.labels == "step" and self.task.labeling == "batch"
         joint = self.task.statistics == "joint"
-        logits, guesses, _ = forward(self.task.network, params, joint, tuple(taught), tuple(weak) if by_batch else ())
+        frozen = tuple(weak) if by_batch else ()
+        real = batch.masks(len(taught) + len(frozen) - 1)
+        logits, guesses, _ = forward(self.task.network, params, joint, tuple(taught), frozen, real)
         if o.labels == "round":
             rows = [batch.u_rows, *([batch.drawn["other_rows"]] if mixes else [])]
             pseudo, state = Pseudo(*(carry[name][rows[0]] for name in ("label", "confidence", "weight"))), {}
@@ -265,15 +280,15 @@ class Mixing(ClientUpdate):
             if not by_batch:
                 guesses = [self._predict(params, down["stats"], each) for each in weak]
             judged = [self._predicted(guess, carry.get("prior")) for guess in guesses]
-            pseudo, state = o.threshold.judge(judged[0], batch.u_rows, carry["thresholds"])
+            pseudo, state = o.threshold.judge(judged[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in judged[1:])]
-        label, used = pseudo.label, pseudo.weight.to(batch.x.dtype)
+        label, used = pseudo.label, padding.kept(pseudo.weight.to(batch.x.dtype), batch.u_real)
         loss = per_image(logits[1], label)
         if mixes:
             mixed = share * per_image(logits[2], label) + (1 - share) * per_image(logits[2], labels[1])
             loss = loss + o.mix_weight * mixed
         unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
-        total = supervised(logits[0], batch.y) + o.unlabeled_weight * unlabeled
+        total = supervised(logits[0], batch.y, batch.x_real) + o.unlabeled_weight * unlabeled
         return total, (pseudo._replace(weight=used), state)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Networks as pure functions of their parameters."""
 
-from halfmoon.models.network import Network, forward, track
+from halfmoon.models.network import Network, forward, seen_by, track
 from halfmoon.models.passes import Norm
 from halfmoon.models.resnet8 import ResNet8
 from halfmoon.models.resnet9 import ResNet9
@@ -28,5 +28,6 @@ __all__ = [
     "SmallCNN",
     "WideResNet",
     "forward",
+    "seen_by",
     "track",
 ]

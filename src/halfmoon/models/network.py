@@ -173,6 +173,12 @@ def track(stats: Tree, moments: Tree) -> Tree:
     return new if SEEN not in moments else tree.select(moments[SEEN], new, stats)
 
 
+def seen_by(moments: Tree, real: Tensor | None) -> Tree:
+    """Return the moments of a pass over rows of which some are `real` (B,), as `track` wants them: it leaves out those
+    of no real row."""
+    return moments if real is None else {**moments, SEEN: real.any()}
+
+
 def forward(
     network: Network,
     params: Tree,
@@ -207,7 +213,7 @@ def forward(
             continue
         logits, moments = network.train(params, group, real=mask)
         loud.append(logits)
-        passes.append(moments if mask is None else {**moments, SEEN: mask.any()})
+        passes.append(seen_by(moments, mask))
     return loud, quiet, passes
 
 

@@ -298,12 +298,13 @@ def masked_batch_norm(
     """Return z (B, C, ...) normalized by its real rows alone, and their mean, inverse deviation and unbiased variance
     (C,).
 
-    What stands in the other rows changes nothing; what becomes of it means nothing.
+    What stands in the other rows changes nothing; what becomes of it means nothing. Where no row is real they are not
+    scaled up: divided by the deviation of nothing, activations of a deep network would not stay numbers.
     """
     mean = _real_mean(z, real)
     apart = z - _broad(mean, z)
     var = _real_mean(apart.square(), real)
-    inverse = (var + eps).rsqrt()
+    inverse = (torch.where(real.any(), var, 1.0) + eps).rsqrt()
     scale = _broad(inverse if weight is None else inverse * weight, z)
     out = apart * scale if bias is None else torch.addcmul(_broad(bias, z), apart, scale)
     count = real.sum().to(var.dtype) * z[0, 0].numel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -79,6 +79,11 @@ class Objective:
     def masks(self) -> bool:
         """Return whether it leaves out rows that are padding (`ClientUpdate.masks`)."""
         return False
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return which leaves of what it remembers have an entry for each unlabeled row (`ClientUpdate.row_memory`)."""
+        return {}
 
     @property
     def travels(self) -> tuple[str, ...]:
@@ -179,8 +184,13 @@ class PseudoLabeling:
 
     @property
     def masks(self) -> bool:
-        """Return that rows that are padding are left out, but where something is remembered of each row."""
-        return not self.threshold.of_rows
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the thresholds'."""
+        return self.threshold.row_memory
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
-from halfmoon.core import rng, tree
+from halfmoon.core import padding, rng, tree
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
+from halfmoon.models import seen_by
 from halfmoon.models.network import linear
 from halfmoon.objectives.base import NOTHING, Objective, Seen, received, supervised
 from halfmoon.objectives.mixing import one_hot
@@ -54,6 +55,11 @@ class ICPL(Objective):
         return ("weak", "strong")
 
     @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
     def travels(self) -> tuple[str, ...]:
         """Return that the prior travels."""
         return (*super().travels, "prior")
@@ -93,7 +99,7 @@ class ICPL(Objective):
     ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         x, weak, strong = batch.x, batch.u["weak"], batch.u["strong"]
-        logits, features, moments = self._look(task, params, (x, strong, weak))
+        logits, features, moments = self._look(task, params, (x, strong, weak), batch.masks(2))
         guess = logits[2].detach()
         if task.labeling == "running":
             with torch.no_grad():
@@ -104,14 +110,17 @@ class ICPL(Objective):
         sure = wide >= self.tau
         if self.sure == "either":
             sure = sure | (local >= self.tau)
-        used = sure[len(x) :].to(guess.dtype)
+        used = padding.kept(sure[len(x) :].to(guess.dtype), batch.u_real)
         pseudo = Pseudo(label[len(x) :], wide[len(x) :], used)
-        taught = (cross_entropy(logits[1], pseudo.label, reduction="none") * used).mean()
+        taught = padding.mean(cross_entropy(logits[1], pseudo.label, reduction="none") * used, batch.u_real)
         kinds = self._kinds(g, label, sure, aside["prior"], batch.y)
-        contrast = self._contrast(params, features, kinds, len(x))
-        seen = one_hot(batch.y, g.shape[-1], g).sum(0)
+        contrast = self._contrast(params, features, kinds, batch)
+        labels = one_hot(batch.y, g.shape[-1], g)
+        seen = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
         counted = seen + (one_hot(pseudo.label, g.shape[-1], g) * used[:, None]).sum(0)
-        loss = supervised(logits[0], batch.y) + self.unlabeled_weight * taught + self.proxy_weight * contrast
+        loss = (
+            supervised(logits[0], batch.y, batch.x_real) + self.unlabeled_weight * taught + self.proxy_weight * contrast
+        )
         return loss, Seen(moments, (pseudo,), {"counts": aside["counts"] + counted})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
@@ -121,21 +130,21 @@ class ICPL(Objective):
         return Passes(taught + again + labeled + unlabeled, taught)
 
     def _look(
-        self, task: Task, params: Tree, groups: tuple[Tensor, ...]
+        self, task: Task, params: Tree, groups: tuple[Tensor, ...], real: tuple[Tensor, ...]
     ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
         """Return the logits and the features of each group of images, and the moments of the passes."""
         if task.statistics == "joint":
             sizes = [len(group) for group in groups]
-            every, inputs, moments = task.network.embed(params, torch.cat(groups))
+            every, inputs, moments = task.network.embed(params, torch.cat(groups), real=padding.joined(real))
             return [*torch.split(every, sizes)], [*torch.split(inputs, sizes)], [moments]
         head: Tensor = params["head"]["weight"]
         logits: list[Tensor] = []
         features: list[Tensor] = []
         passes: list[Tree] = []
-        for group in groups:
+        for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
             if len(group):
-                said, given, moments = task.network.embed(params, group)
-                passes.append(moments)
+                said, given, moments = task.network.embed(params, group, real=mask)
+                passes.append(seen_by(moments, mask))
             else:
                 said, given = head.new_zeros(0, len(head)), head.new_zeros(0, head.shape[1])
             logits.append(said)
@@ -151,9 +160,9 @@ class ICPL(Objective):
             sets = torch.cat([one_hot(y, g.shape[-1], g), sets[len(y) :]])
         return Kinds(sets, pull)
 
-    def _contrast(self, params: Tree, features: list[Tensor], kinds: Kinds, labeled: int) -> Tensor:
+    def _contrast(self, params: Tree, features: list[Tensor], kinds: Kinds, batch: Batch) -> Tensor:
         """Return InfoNCE over the strong and the weak views, of features of labeled, strong and weak images."""
-        head = params["feature_head"]
+        head, labeled, real = params["feature_head"], len(batch.x), padding.joined(batch.masks(2))
         z = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
         proxies = F.normalize(F.linear(params["head"]["weight"], params["proxy_head"]["weight"]), dim=-1)
         sets = torch.cat([kinds.sets, kinds.sets[labeled:]])
@@ -161,8 +170,10 @@ class ICPL(Objective):
         positive = (anchors * (pull @ proxies)).sum(-1, keepdim=True)
         alike = anchors @ z.T
         apart = (sets[labeled:] @ sets.T == 0) & (alike > LEAST)
+        apart = apart if real is None else apart & real
         negative = torch.where(apart, alike, -torch.inf)
-        return (torch.cat([positive, negative], -1).logsumexp(-1, keepdim=True) - positive).mean()
+        each = torch.cat([positive, negative], -1).logsumexp(-1, keepdim=True) - positive
+        return padding.mean(each, None if real is None else real[labeled:])
 
 
 class Kinds(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Passes, Task
 from halfmoon.core.errors import UserError
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.models import forward
 from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
@@ -38,21 +39,28 @@ class MeanTeacher(Objective):
         """Return the student's view and the teacher's, two draws of one recipe."""
         return ("weak", "weak2")
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
     ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"])
-        (labeled, student), _, moments = forward(task.network, params, task.statistics == "joint", groups)
+        (labeled, student), _, moments = forward(
+            task.network, params, task.statistics == "joint", groups, real=batch.masks(1)
+        )
         with torch.no_grad():
             if task.labeling == "running":
                 logits = task.network.predict(aside["teacher"], aside.get("teacher_stats", {}), batch.u["weak2"])
             else:
-                logits, _ = task.network.train(aside["teacher"], batch.u["weak2"])
+                logits, _ = task.network.train(aside["teacher"], batch.u["weak2"], real=batch.u_real)
             target = logits.softmax(-1).detach()
-        apart = (student.softmax(-1) - target).square().mean()
+        apart = mean((student.softmax(-1) - target).square(), batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y) + weight * apart, Seen(moments, (guess_of(target),))
+        return supervised(labeled, batch.y, batch.x_real) + weight * apart, Seen(moments, (guess_of(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the student's images, forward and backward, and the teacher's, forward."""

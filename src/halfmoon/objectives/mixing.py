@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.core.padding import share
+
 
 def mixed(rows: Tensor, mix: Tensor, order: Tensor) -> Tensor:
     """Return l rows + (1 - l) rows[order] for rows (n, ...), a permutation (n,) and l = max(mix, 1 - mix), mix ().
@@ -26,6 +28,11 @@ def one_hot(y: Tensor, classes: int, like: Tensor) -> Tensor:
     return (y[:, None] == torch.arange(classes, device=y.device)).to(like.dtype)
 
 
-def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (n, classes) for distributions (n, classes); zero for no row."""
+def soft_cross_entropy(logits: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy of logits (n, classes) for distributions (n, classes); zero for no row.
+
+    With a mask `real` (n,), the mean is over the real rows.
+    """
+    if real is not None:
+        return share(real, logits) @ F.cross_entropy(logits, target, reduction="none")
     return F.cross_entropy(logits, target) if len(target) else logits.sum() * 0.0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.padding import joined, mean
 from halfmoon.core.tree import Tree
 from halfmoon.objectives.base import (
     NOTHING,
@@ -47,6 +48,11 @@ class MixMatch(Objective):
         return ("weak", "weak2")
 
     @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
     def mixup(self) -> float:
         """Return the concentration."""
         return self.concentration
@@ -59,14 +65,15 @@ class MixMatch(Objective):
         mix, order = batch.drawn["mix"], batch.drawn["order"]
         sizes = [len(batch.x), len(weak[0]), len(weak[1])]
         images = torch.split(mixed(torch.cat([batch.x, *weak]), mix, order), sizes)
-        (x, *u), guesses, moments = taught_and_guessed(task, params, stats, images, weak)
+        real = batch.masks(2)
+        (x, *u), guesses, moments = taught_and_guessed(task, params, stats, images, weak, (*real, *real[1:]))
         guess = torch.stack([each.softmax(-1) for each in guesses]).mean(0)
         q = sharpened(guess, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
         targets = mixed(torch.cat([y, q, q]), mix, order)
-        apart = (torch.cat(u).softmax(-1) - targets[len(y) :]).square().mean()
+        apart = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), joined(real[1:]))
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        loss = soft_cross_entropy(x, targets[: len(y)]) + weight * apart
+        loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real) + weight * apart
         return loss, Seen(moments, (guess_of(guess),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.models import forward
 from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
@@ -31,15 +32,21 @@ class PiModel(Objective):
         """Return two draws of one recipe."""
         return ("weak", "weak2")
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
     ) -> tuple[Tensor, Seen]:
         """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
-        (labeled, one, two), _, moments = forward(task.network, params, task.statistics == "joint", groups)
-        apart = (one.softmax(-1) - two.softmax(-1)).square().mean()
+        joint = task.statistics == "joint"
+        (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
+        apart = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        loss = supervised(labeled, batch.y) + weight * apart
+        loss = supervised(labeled, batch.y, batch.x_real) + weight * apart
         return loss, Seen(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Passes, Task
 from halfmoon.core.errors import UserError
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.padding import joined, row_mean
 from halfmoon.core.tree import Tree
-from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, taught_and_guessed
+from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised, taught_and_guessed
 from halfmoon.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
 
 TINY = 1e-6
@@ -65,6 +65,11 @@ class ReMixMatch(Objective):
         return ("strong",) if self.strong_labels else ()
 
     @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
     def mixup(self) -> float:
         """Return the concentration."""
         return self.concentration
@@ -104,18 +109,19 @@ class ReMixMatch(Objective):
         strong = batch.u["strong"]
         taught = (*images, strong)
         turned = quarter_turns(strong, batch.drawn["turn"]) if self.rotation_weight else None
-        (x, *u, anchor), (weak,), rotations, moments = self._look(task, params, stats, taught, batch.u["weak"], turned)
+        (x, *u, anchor), (weak,), rotations, moments = self._look(task, params, stats, taught, turned, batch)
         raw = weak.softmax(-1)
-        guess, news = self._align(raw, aside, ready)
+        guess, news = self._align(raw, aside, ready, batch.u_real)
         q = sharpened(guess, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
         targets = mixed(torch.cat([y, *[q] * len(u)]), mix, order)
         grown = ramped(task, 1.0, self.ramp, self.ramp_shape)
-        loss = soft_cross_entropy(x, targets[: len(y)])
-        loss = loss + grown * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :])
-        loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q)
+        every = joined(batch.masks(len(u))[1:])
+        loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real)
+        loss = loss + grown * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], every)
+        loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
         if turned is not None:
-            loss = loss + self.rotation_weight * cross_entropy(rotations, batch.drawn["turn"])
+            loss = loss + self.rotation_weight * supervised(rotations, batch.drawn["turn"], batch.u_real)
         return loss, Seen(moments, (guess_of(guess),), news)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
@@ -124,29 +130,29 @@ class ReMixMatch(Objective):
         shared = task.statistics == "joint" and task.labeling == "batch"
         return Passes(taught + unlabeled, taught + (unlabeled if shared else 0))
 
-    def _align(self, guess: Tensor, aside: Tree, ready: Tree) -> tuple[Tensor, Tree]:
+    def _align(self, guess: Tensor, aside: Tree, ready: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
         """Return the guesses (b, classes) with the labels' class frequencies, and the new running mean."""
         if not self.align:
             return guess, {}
         aligned = guess * (ready["marginal"] + TINY) / (aside["predicted"] + TINY)
-        predicted = torch.lerp(aside["predicted"], guess.mean(0), 1 - self.alignment_decay)
+        predicted = torch.lerp(aside["predicted"], row_mean(guess, real), 1 - self.alignment_decay)
         return aligned / aligned.sum(-1, keepdim=True), {"predicted": predicted}
 
     def _look(
-        self, task: Task, params: Tree, stats: Tree, taught: tuple[Tensor, ...], weak: Tensor, turned: Tensor | None
+        self, task: Task, params: Tree, stats: Tree, taught: tuple[Tensor, ...], turned: Tensor | None, batch: Batch
     ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tree]]:
         """Return the logits of the taught groups, of the guessed one, of the rotation head (b, 4), and the moments."""
-        head = params["rotation"]
-        if turned is None:
-            logits, guess, moments = taught_and_guessed(task, params, stats, taught, (weak,))
-            return logits, guess, weak.new_zeros(0, 4), moments
-        if task.statistics == "separate":
-            logits, guess, moments = taught_and_guessed(task, params, stats, taught, (weak,))
-            _, features, last = task.network.embed(params, turned)
+        head, weak, real = params["rotation"], batch.u["weak"], batch.masks(len(taught))
+        if turned is None or task.statistics == "separate":
+            logits, guess, moments = taught_and_guessed(task, params, stats, taught, (weak,), real)
+            if turned is None:
+                return logits, guess, weak.new_zeros(0, 4), moments
+            _, features, last = task.network.embed(params, turned, real=batch.u_real)
             return logits, guess, F.linear(features, head["weight"], head["bias"]), [*moments, last]
         groups = (*taught, turned, weak) if task.labeling == "batch" else (*taught, turned)
         sizes = [len(group) for group in groups]
-        every, features, moments = task.network.embed(params, torch.cat(groups))
+        mask = joined(batch.masks(len(groups) - 1))
+        every, features, moments = task.network.embed(params, torch.cat(groups), real=mask)
         logits = list(torch.split(every, sizes))
         rotations = F.linear(torch.split(features, sizes)[len(taught)], head["weight"], head["bias"])
         if task.labeling == "batch":

@@ -19,6 +19,7 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,13 +27,13 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Local, Pseudo
-from halfmoon.core.padding import mean, row_mean, share
+from halfmoon.core.padding import kept, mean, row_mean, share
 from halfmoon.core.tree import Tree
 
 Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
 """Which pseudo-labels count."""
 
-NONE = -1
+NONE, PADDING = -1, -2
 TINY = 1e-6
 """Added to both distributions before one is divided by the other (the authors' code)."""
 
@@ -60,6 +61,11 @@ class Threshold:
         """Return whether something is remembered of each row."""
         return self.rule == "flexmatch"
 
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return which leaf of a client's "thresholds" has an entry for each row (`ClientUpdate.row_memory`)."""
+        return {"thresholds/label": NONE} if self.of_rows else {}
+
     def remember(self, classes: int, like: Tensor) -> Tree:
         """Return what a client knows that has not trained yet; `like` has the dtype and device of the model."""
         uniform = like.new_full((classes,), 1 / classes)
@@ -73,8 +79,8 @@ class Threshold:
             return {"label": rows, "mark": torch.zeros((), dtype=torch.float64, device=like.device)}
         return {}
 
-    def begin(self, kept: Tree, data: Local, p: Tensor | None = None) -> Tree:
-        """Return what a client update starts with, of what was `kept`; "fl2" needs the predictions p (U, C) on all
+    def begin(self, known: Tree, data: Local, p: Tensor | None = None) -> Tree:
+        """Return what a client update starts with, of what is `known`; "fl2" needs the predictions p (U, C) on all
         rows.
 
         Where other rows have come than those that labels were kept of (in a stream), no row has one.
@@ -83,11 +89,9 @@ class Threshold:
             assert p is not None
             return self._profile(p, data.u_real)
         if self.rule != "flexmatch":
-            return kept
-        label, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), data.u.sum().double()
-        if len(kept["label"]) == len(label):
-            label = torch.where(kept["mark"] == mark, kept["label"], label)
-        return {"label": label, "mark": mark}
+            return known
+        label, mark = remembered(known, data)
+        return {"label": _own(label, data.u_real), "mark": mark}
 
     def judge(self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None) -> tuple[Pseudo, Tree]:
         """Return the pseudo-labels of a minibatch with predictions p (b, C) on `rows` (b,), and the new state.
@@ -105,30 +109,31 @@ class Threshold:
             variance = _variance(highest, real, state["variance"])
             state = {**state, **self._running(state, confidence=mean(highest, real), variance=variance)}
         pseudo = self._weighed(p, state)
-        if real is not None:
-            pseudo = pseudo._replace(weight=pseudo.weight * real)
+        pseudo = pseudo._replace(weight=kept(pseudo.weight, real))
         if self.rule == "flexmatch":
-            state = {**state, "label": self._stored(pseudo, rows, state["label"])}
+            state = {**state, "label": self._stored(pseudo, rows, state["label"], real)}
         return pseudo, state
 
-    def judge_all(self, p: Tensor, state: Tree) -> Pseudo:
+    def judge_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> Pseudo:
         """Return the pseudo-labels of all rows of a client at once, with predictions p (U, C).
 
-        Nothing runs here: means are those over the rows, and FlexMatch counts the labels that the rows get now.
+        Nothing runs here: means are those over the rows, and FlexMatch counts the labels that the rows get now. With a
+        mask `real` (U,) the rows are the real ones, and the others weigh nothing.
         """
         p = p.detach()
         if self.rule in ("freematch", "fl2"):
-            state = self._profile(p)
+            state = self._profile(p, real)
         elif self.rule == "softmatch":
-            classes = p.mean(0)
+            classes = row_mean(p, real)
             p = self._divided(p, classes)
             highest = p.max(-1).values
-            variance = _variance(highest, None, torch.ones_like(classes[0]))
-            state = {"confidence": highest.mean(), "variance": variance, "classes": classes}
+            variance = _variance(highest, real, torch.ones_like(classes[0]))
+            state = {"confidence": mean(highest, real), "variance": variance, "classes": classes}
         elif self.rule == "flexmatch":
             confidence, label = p.max(-1)
-            state = {**state, "label": torch.where(confidence >= self.tau, label, NONE)}
-        return self._weighed(p, state)
+            state = {**state, "label": _own(torch.where(confidence >= self.tau, label, NONE), real)}
+        pseudo = self._weighed(p, state)
+        return pseudo._replace(weight=kept(pseudo.weight, real))
 
     def _weighed(self, p: Tensor, state: Tree) -> Pseudo:
         """Return labels, confidences and weights under a state that is up to date."""
@@ -175,12 +180,30 @@ class Threshold:
         counts = (stored[:, None] == names).sum(0)
         return (counts / counts.max().clamp_min(1))[1:]
 
-    def _stored(self, pseudo: Pseudo, rows: Tensor, stored: Tensor) -> Tensor:
+    def _stored(self, pseudo: Pseudo, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
         """Return the labels (U,) with those that a minibatch is sure of; of a row's several views the highest class."""
         sure = torch.where(pseudo.confidence >= self.tau, pseudo.label, NONE)
+        sure = sure if real is None else torch.where(real, sure, NONE)
         here = rows[:, None] == torch.arange(len(stored), device=rows.device)
         new = torch.where(here, sure[:, None], NONE).amax(0)
         return torch.where(new == NONE, stored, new)
+
+
+def remembered(known: Tree, data: Local) -> tuple[Tensor, Tensor]:
+    """Return the labels (U,) that rows have, `NONE` where they have none, and the mark () of these rows.
+
+    `known` has "label" and "mark" of the last time: where other rows have come since, no row has a label.
+    """
+    pixels = data.u if data.u_real is None else data.u * data.u_real[:, None, None, None]
+    label, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), pixels.sum().double()
+    if len(known["label"]) == len(label):
+        label = torch.where(known["mark"] == mark, known["label"], label)
+    return label, mark
+
+
+def _own(label: Tensor, real: Tensor | None) -> Tensor:
+    """Return labels (U,) in which a row that is padding counts as no class, and not as one without a label either."""
+    return label if real is None else torch.where(real, label, PADDING)
 
 
 def _variance(values: Tensor, real: Tensor | None, alone: Tensor) -> Tensor:

@@ -75,6 +75,11 @@ class ClippedWork(ClientUpdate):
         return self.work.masks
 
     @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return which leaves of the memory have an entry for each row."""
+        return self.work.row_memory
+
+    @property
     def others(self) -> tuple[str, ...]:
         """Return the views of the second minibatch."""
         return self.work.others
