@@ -18,6 +18,13 @@ def mean(values: Tensor, real: Tensor | None) -> Tensor:
     return (each * real).sum() / real.sum()
 
 
+def mean_or_zero(values: Tensor, real: Tensor | None) -> Tensor:
+    """Return the mean () of values (n,) over the real rows, 0 where there is none."""
+    if real is None:
+        return values.mean() if len(values) else values.sum()
+    return share(real, values) @ values
+
+
 def kept(values: Tensor, real: Tensor | None) -> Tensor:
     """Return values (n,) with 0 in the rows that are padding."""
     return values if real is None else values * real

@@ -33,7 +33,7 @@ from torch import Tensor
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -118,6 +118,11 @@ class Balanced(ClientUpdate):
         """Return the views that are labeled."""
         return ("weak",)
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
         return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
@@ -126,12 +131,17 @@ class Balanced(ClientUpdate):
         """Label all rows."""
         kept = self.options.keep_optimizer
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
-        p = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"]).softmax(-1)
-        pseudo = self.judge(p, down["share"])
+        guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
+        pseudo = self.judge(guess.softmax(-1), down["share"])
+        pseudo = pseudo._replace(weight=padding.kept(pseudo.weight, data.u_real))
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
         carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, **pseudo._asdict()}
-        carry |= {"labeled": data.labeled.double(), "seen": torch.zeros_like(data.labeled, dtype=torch.float64)}
+        carry |= {
+            "real": data.real,
+            "labeled": data.labeled.double(),
+            "seen": torch.zeros_like(data.labeled, dtype=torch.float64),
+        }
         carry["saved"] = {"params": down["params"], "stats": down["stats"]} if self.options.local_residual else {}
         return carry
 
@@ -160,14 +170,14 @@ class Balanced(ClientUpdate):
         stats = carry["stats"]
         for each in moments:
             stats = track(stats, each)
-        seen = carry["seen"] + len(batch.x)
+        seen = carry["seen"] + padding.count(batch.x, batch.x_real)
         model, saved = {"params": params, "stats": stats}, carry["saved"]
         if saved:
             stretch = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
             over = (seen / stretch).floor() > (carry["seen"] / stretch).floor()
             back = residual(model, saved, self.options.local_residual)
             model, saved = tree.select(over, back, model), tree.select(over, back, saved)
-        samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype))}
+        samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
         new = {**carry, **model, "optimizer": optimizer, "seen": seen, "saved": saved}
         return new, StepMetrics(loss, samples, (pseudo,))
 
@@ -193,8 +203,10 @@ class Balanced(ClientUpdate):
         return Passes(labeled + unlabeled, labeled + unlabeled)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
-        groups = (batch.x, batch.u["weak"])
-        (labeled, logits), _, moments = forward(self.task.network, params, self.task.statistics == "joint", groups)
+        groups, joint = (batch.x, batch.u["weak"]), self.task.statistics == "joint"
+        (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         pseudo = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight")))
+        pseudo = pseudo._replace(weight=padding.kept(pseudo.weight, batch.u_real))
         taught = (per_image(logits, pseudo.label) * pseudo.weight).sum() / pseudo.weight.sum().clamp_min(1)
-        return supervised(labeled, batch.y) + self.options.unlabeled_weight * taught, (moments, pseudo)
+        labels = supervised(labeled, batch.y, batch.x_real)
+        return labels + self.options.unlabeled_weight * taught, (moments, pseudo)

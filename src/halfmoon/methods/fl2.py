@@ -33,7 +33,7 @@ from torch import Tensor
 from halfmoon.api.requirements import Place, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -126,6 +126,11 @@ class SharpnessAware(ClientUpdate):
         """Return the views that are labeled."""
         return ("weak",)
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
         return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
@@ -138,9 +143,10 @@ class SharpnessAware(ClientUpdate):
             network, weak = self.task.network, data.views["weak"]
             parts = [network.predict(down["params"], down["stats"], part).detach() for part in chunks(weak)]
         p = torch.cat(parts).softmax(-1)
-        pseudo = Threshold("fl2" if self.options.adaptive else "fixed", self.options.tau).judge_all(p, {})
-        status = p.amax(-1).mean() if len(p) else p.new_zeros(())
-        return {"params": down["params"], "optimizer": optimizer, "status": status, **pseudo._asdict()}
+        pseudo = Threshold("fl2" if self.options.adaptive else "fixed", self.options.tau).judge_all(p, {}, data.u_real)
+        status = padding.mean_or_zero(p.amax(-1), data.u_real)
+        carry = {"params": down["params"], "optimizer": optimizer, "status": status, "real": data.real}
+        return {**carry, **pseudo._asdict()}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
         """Return the rows it is sure of; all, where there is none but the client has labels to learn from."""
@@ -155,28 +161,37 @@ class SharpnessAware(ClientUpdate):
         """Take one optimizer step."""
         o, rows, params = self.options, batch.u_rows, carry["params"]
         label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
-        hard = (confidence >= o.tau).to(used.dtype)
+        used, real = padding.kept(used, batch.u_real), batch.masks(1)
+        hard = padding.kept((confidence >= o.tau).to(used.dtype), batch.u_real)
         network, joint = self.task.network, self.task.statistics == "joint"
 
         def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-            (labeled, strong), _, _ = forward(network, params, joint, (batch.x, batch.u["strong"]))
+            (labeled, strong), _, _ = forward(network, params, joint, (batch.x, batch.u["strong"]), real=real)
             return (labeled, strong), ()
 
         def taught(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
             mean = (per_image(z["strong"], label) * used).sum() / used.sum().clamp_min(1)
-            return supervised(z["labeled"], batch.y) + o.unlabeled_weight * mean, ()
+            return supervised(z["labeled"], batch.y, batch.x_real) + o.unlabeled_weight * mean, ()
 
         (labeled, strong), pull, _ = vjp(look, params)
         cotangent, loss, _ = grad_and_value(taught, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), o.sharpness)
-        samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype)), "status": sample(carry["status"])}
+        samples = {
+            "kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u")),
+            "status": sample(carry["status"]),
+        }
         if o.sharpness:
-            risen, _, _ = grad_and_value(lambda z: ((per_image(z["z"], label) * hard).mean(), ()), {"z": strong})
+
+            def steep(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
+                return padding.mean(per_image(z["z"], label) * hard, batch.u_real), ()
+
+            risen, _, _ = grad_and_value(steep, {"z": strong})
             uphill = pull((torch.zeros_like(labeled), risen["z"]), False)
             near = tree.map(torch.add, params, ascent(params, uphill, o.rho, o.eta))
 
             def apart(params: Tree) -> tuple[Tensor, tuple[Any, ...]]:
-                return (divergence(strong, network.train(params, batch.u["strong"])[0]) * hard).mean(), ()
+                here = network.train(params, batch.u["strong"], real=batch.u_real)[0]
+                return padding.mean(divergence(strong, here) * hard, batch.u_real), ()
 
             flatter, distance, _ = grad_and_value(apart, near)
             gradient = tree.map(lambda g, h: torch.add(g, h, alpha=o.sharpness_weight), gradient, flatter)
@@ -194,7 +209,7 @@ class SharpnessAware(ClientUpdate):
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters with the weight 1 - t if there was a row to train on."""
         drawn = self.keep(carry, data)
-        trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any()
+        trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any() & (data.unlabeled > 0)
         weight = (
             (1 - carry["status"]).clamp_min(1e-6) if self.options.status_aware else torch.ones_like(carry["status"])
         )

@@ -27,6 +27,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, P
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.padding import mean, mean_or_zero
 from halfmoon.core.tree import Tree
 from halfmoon.methods.mutual import (
     Looked,
@@ -103,6 +104,11 @@ class MutualLearning(ClientUpdate):
 
     options: FML = FML()
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the private model's start, with a fresh optimizer where it is kept."""
         model = model_of(down)
@@ -130,7 +136,7 @@ class MutualLearning(ClientUpdate):
         if not self.views:
             return new, StepMetrics(loss, {}, ())
         made = {name: self._pseudo(seen) for name, seen in {"global": meme, "local": private}.items()}
-        samples = {"private_sure": sample(made["local"].weight)}
+        samples = {"private_sure": sample(made["local"].weight, batch.u_real)}
         return new, StepMetrics(loss, samples, (made["local"],), made)
 
     @property
@@ -154,7 +160,8 @@ class MutualLearning(ClientUpdate):
         groups = (batch.x, *(batch.u[name] for name in self.views))
 
         def look(params: Tree) -> Looked:
-            parts, _, moments = forward(self.task.network, params, self.task.statistics == "joint", groups)
+            joint, real = self.task.statistics == "joint", batch.masks(len(self.views))
+            parts, _, moments = forward(self.task.network, params, joint, groups, real=real)
             labeled, unlabeled = parts[0], parts[1] if self.views else parts[0][:0]
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
@@ -170,11 +177,12 @@ class MutualLearning(ClientUpdate):
         used = sure(teacher.guess, self.options.delta)
 
         def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-            total = share * supervised(labeled, batch.y)
+            total = share * supervised(labeled, batch.y, batch.x_real)
             if len(labeled):
-                total = total + (1 - share) * divergence(teacher.labeled, labeled).mean()
+                total = total + (1 - share) * mean_or_zero(divergence(teacher.labeled, labeled), batch.x_real)
             if self.views:
-                total = total + self.options.unlabeled_weight * (used * divergence(teacher.guess, unlabeled)).mean()
+                apart = mean(used * divergence(teacher.guess, unlabeled), batch.u_real)
+                total = total + self.options.unlabeled_weight * apart
             return total
 
         return loss

@@ -36,12 +36,12 @@ from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
-from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import momentum_step
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
 from halfmoon.models import Network
+from halfmoon.objectives.base import supervised
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,11 @@ class Narrow(ClientUpdate):
     options: HeteroFL = field(default_factory=HeteroFL)
     rate: float = 1.0
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
         return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
@@ -158,10 +163,10 @@ class Narrow(ClientUpdate):
         return Passes(labeled, labeled)
 
     def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        logits, _ = self.task.network.train(scaled(params, self.rate), batch.x)
+        logits, _ = self.task.network.train(scaled(params, self.rate), batch.x, real=batch.x_real)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)
-        return cross_entropy(logits, batch.y), ()
+        return supervised(logits, batch.y, batch.x_real), ()
 
 
 def name(rate: float) -> str:

@@ -36,9 +36,10 @@ from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.losses import cross_entropy
+from halfmoon.core.padding import joined, kept
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
-from halfmoon.models import track
+from halfmoon.models import seen_by, track
 from halfmoon.objectives.base import chunks
 from halfmoon.objectives.mixing import one_hot, sharpened, soft_cross_entropy
 
@@ -110,6 +111,11 @@ class Episodes(ClientUpdate):
 
     options: ProtoFSSL = ProtoFSSL()
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from the server's model, with a fresh optimizer."""
         model = {"params": down["params"], "stats": down["stats"]}
@@ -162,19 +168,19 @@ class Episodes(ClientUpdate):
         o, known, there = self.options, down["known"], down["there"]
         labeled, unlabeled, moments = self._look(params, batch)
         received = (down["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
-        support = supports(batch.y)
+        support = kept(supports(batch.y), batch.x_real)
         member = one_hot(batch.y, len(known), labeled) * support[:, None]
         here = member.sum(0) > 0
         prototypes = torch.where(here[:, None], member.T @ labeled, received)
         far = torch.where(here | ((known > 0) & (there.sum() > 0)), 0.0, FAR)
-        query = 1 - support
+        query = kept(1 - support, batch.x_real)
         asked = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
         loss = (asked.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
         each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - known)).softmax(-1) for p in down["helpers"]])
         mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         target = sharpened(mean, o.temperature)
         target = target if o.through_target else target.detach()
-        taught = soft_cross_entropy(-distances(unlabeled, prototypes) - far, target)
+        taught = soft_cross_entropy(-distances(unlabeled, prototypes) - far, target, batch.u_real)
         counts = (there.sum() > 0).to(loss.dtype)
         confidence, label = target.detach().max(-1)
         pseudo = Pseudo(label, confidence, counts * torch.ones_like(confidence))
@@ -184,10 +190,12 @@ class Episodes(ClientUpdate):
         """Return the features of labeled and unlabeled images, and the moments of the passes."""
         x, u = batch.x, batch.u["weak"]
         if self.task.statistics == "joint" or not len(x):
-            _, features, moments = self.task.network.embed(params, torch.cat([x, u]))
+            real = joined(batch.masks(1))
+            _, features, moments = self.task.network.embed(params, torch.cat([x, u]), real=real)
             return features[: len(x)], features[len(x) :], [moments]
-        one, two = self.task.network.embed(params, x), self.task.network.embed(params, u)
-        return one[1], two[1], [one[2], two[2]]
+        masks = batch.masks(1) or (None, None)
+        one, two = (self.task.network.embed(params, *each) for each in ((x, None, masks[0]), (u, None, masks[1])))
+        return one[1], two[1], [seen_by(one[2], masks[0]), two[2]]
 
 
 def supports(y: Tensor) -> Tensor:

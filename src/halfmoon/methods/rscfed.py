@@ -34,7 +34,7 @@ from torch import Tensor
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
-from halfmoon.core import rng, tree
+from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
@@ -120,6 +120,11 @@ class Following(ClientUpdate):
 
     options: RSCFed = RSCFed()
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the teacher, the first received model, and a fresh optimizer where it is kept."""
         kept = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
@@ -160,13 +165,14 @@ class Following(ClientUpdate):
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
         """Return the loss, and (moments, the teacher's sharpened predictions)."""
-        network, joint = self.task.network, self.task.statistics == "joint"
-        (labeled, student), _, moments = forward(network, params, joint, (batch.x, batch.u["weak2"]))
+        network, joint, groups = self.task.network, self.task.statistics == "joint", (batch.x, batch.u["weak2"])
+        (labeled, student), _, moments = forward(network, params, joint, groups, real=batch.masks(1))
         with torch.no_grad():
             if self.task.labeling == "running":
                 logits = network.predict(carry["teacher"], carry["stats"], batch.u["weak"])
             else:
-                logits = network.train(carry["teacher"], batch.u["weak"])[0]
+                logits = network.train(carry["teacher"], batch.u["weak"], real=batch.u_real)[0]
             target = sharpened(logits.softmax(-1), self.options.temperature).detach()
-        apart = (student.softmax(-1) - target).square().sum(-1).mean()
-        return supervised(labeled, batch.y) + self.options.unlabeled_weight * apart, (moments, target)
+        apart = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
+        labels = supervised(labeled, batch.y, batch.x_real)
+        return labels + self.options.unlabeled_weight * apart, (moments, target)

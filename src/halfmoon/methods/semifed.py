@@ -35,7 +35,7 @@ from torch import Tensor
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Upload
-from halfmoon.core import tree
+from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.losses import cross_entropy
@@ -43,9 +43,8 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.models import forward, track
-from halfmoon.objectives.base import sweep_logits
-
-NONE = -1
+from halfmoon.objectives.base import per_image, sweep_logits
+from halfmoon.objectives.thresholding import NONE, remembered
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,16 @@ class Growing(ClientUpdate):
         """Return that something is remembered of each row."""
         return True
 
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the labels."""
+        return {"labels": NONE}
+
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return that no row has a label: of how many rows is not known yet."""
         device = next(tree.leaves(down["params"])).device
@@ -164,9 +173,7 @@ class Growing(ClientUpdate):
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from the server's model; in a labeling round let it and the peers label rows that have no label."""
-        labels, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), data.u.sum().double()
-        if len(memory["labels"]) == len(data.u):  # in a stream other rows may have come
-            labels = torch.where(memory["mark"] == mark, memory["labels"], labels)
+        labels, mark = remembered({"label": memory["labels"], "mark": memory["mark"]}, data)
         if self.labels:
             accepted = self._vote(down, data)
             labels = torch.where(labels == NONE, accepted, labels)
@@ -204,7 +211,8 @@ class Growing(ClientUpdate):
         peers = down.get("peers", {"params": {}, "stats": {}})
         count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
         models = [down, *(tree.index(peers, k) for k in range(count))]
-        said = [sweep_logits(self.task, each["params"], each["stats"], images).softmax(-1).max(-1) for each in models]
+        logits = [sweep_logits(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
+        said = [each.softmax(-1).max(-1) for each in logits]
         confidence, label = (torch.stack([each[part] for each in said]) for part in (0, 1))
         sure = confidence >= o.threshold(self.task)
         names = torch.arange(self.task.network.classes, device=label.device)
@@ -220,18 +228,22 @@ class Growing(ClientUpdate):
         """Return the loss, and (moments, pseudo-labels)."""
         network, view, strong = self.task.network, batch.u[self.options.view], batch.u["strong"]
         joint = self.task.statistics == "joint"
-        (labeled, plain, loud), _, moments = forward(network, params, joint, (batch.x, view, strong))
+        (labeled, plain, loud), _, moments = forward(
+            network, params, joint, (batch.x, view, strong), real=batch.masks(2)
+        )
         target = plain.detach()
         if self.task.labeling == "running":
             with torch.no_grad():
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
-        has = (stored != NONE).to(plain.dtype)
+        has = padding.kept((stored != NONE).to(plain.dtype), batch.u_real)
+        without = padding.kept(1 - has, batch.u_real)
         own = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
+        own = own if batch.x_real is None else per_image(labeled, batch.y) @ batch.x_real.to(own.dtype)
         accepted = cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
-        taught = (own + accepted.sum()) / (len(batch.x) + has.sum()).clamp_min(1)
+        taught = (own + accepted.sum()) / (padding.count(batch.x, batch.x_real) + has.sum()).clamp_min(1)
         apart = F.kl_div(loud.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-        consistent = (apart * (1 - has)).sum() / (1 - has).sum().clamp_min(1)
+        consistent = (apart * without).sum() / without.sum().clamp_min(1)
         confidence, guess = target.softmax(-1).max(-1)
         pseudo = Pseudo(torch.where(has > 0, stored, guess), confidence, has)
         return taught + self.options.unlabeled_weight * consistent, (moments, (pseudo,))

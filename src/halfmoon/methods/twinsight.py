@@ -32,7 +32,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, S
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.padding import joined, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.models import track
 from halfmoon.models.network import linear
@@ -96,6 +96,11 @@ class Twins(ClientUpdate):
     options: TwinSight = TwinSight()
 
     @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
     def labeled_views(self) -> tuple[str, ...]:
         """Return the views of the labeled images: the same two."""
         return self.views
@@ -136,30 +141,42 @@ class Twins(ClientUpdate):
         """Return the loss, and (moments of the classifier and the twin, guesses of unlabeled images, its terms)."""
         o, network, twin = self.options, self.task.network, params[TWIN]
         a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in self.views)
-        logits, features, moments = network.embed(params, a)
+        real, both = joined(batch.masks(1)), joined(batch.masks(1) * 2)
+        logits, features, moments = network.embed(params, a, real=real)
         if self.task.statistics == "joint":
-            hidden, own, last = network.embed(twin, torch.cat([a, b]))
+            hidden, own, last = network.embed(twin, torch.cat([a, b]), real=both)
             passes, own = [moments, last], own[: len(a)]
         else:
-            one, two = network.embed(twin, a), network.embed(twin, b)
+            one, two = network.embed(twin, a, real=real), network.embed(twin, b, real=real)
             hidden, own, passes = torch.cat([one[0], two[0]]), one[1], [moments, one[2], two[2]]
         z = F.linear(F.relu(hidden), twin[PROJECTOR]["weight"], twin[PROJECTOR]["bias"])
-        terms = {"contrast": info_nce(z, o.temperature), "gram": gram_distance(own, features)}
-        loss = supervised(logits[: len(batch.x)], batch.y)
+        terms = {"contrast": info_nce(z, o.temperature, both), "gram": gram_distance(own, features, real)}
+        loss = supervised(logits[: len(batch.x)], batch.y, batch.x_real)
         loss = loss + o.contrast_weight * terms["contrast"] + o.gram_weight * terms["gram"]
         return loss, (passes, logits[len(batch.x) :].softmax(-1), terms)
 
 
-def info_nce(z: Tensor, temperature: float) -> Tensor:
-    """Return SimCLR's loss () of projections z (2 N, P), of which i and i + N are two views of one image."""
+def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
+    """Return SimCLR's loss () of projections z (2 N, P), of which i and i + N are two views of one image.
+
+    With a mask `real` (2 N,) of the real ones alone.
+    """
     z = F.normalize(z, dim=-1)
     same = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    if real is not None:
+        same = same | (
+            real[:, None] & ~real
+        )  # a row that is padding keeps its partner: it counts nothing, but is finite
     alike = torch.where(same, -torch.inf, z @ z.T / temperature)
     partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
-    return cross_entropy(alike, partner)
+    return supervised(alike, partner, real)
 
 
-def gram_distance(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean squared difference () of the cosines between all rows of `one` (N, F) and of `other` (N, F)."""
+def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return the mean squared difference () of the cosines between all rows of `one` (N, F) and of `other` (N, F).
+
+    With a mask `real` (N,), between the real rows.
+    """
     u, v = F.normalize(one, dim=-1), F.normalize(other, dim=-1)
-    return (u @ u.T - v @ v.T).square().mean()
+    apart = (u @ u.T - v @ v.T).square()
+    return apart.mean() if real is None else mean(row_mean(apart, real), real)
