@@ -12,6 +12,7 @@ from spies import Counting
 from halfmoon.api.types import Method
 from halfmoon.engine import client_update
 from halfmoon.engine import lockstep as lockstep_module
+from halfmoon.engine import programs as engine_programs
 from halfmoon.engine.client_update import Diverged
 from halfmoon.engine.lockstep import lockstep
 from halfmoon.engine.spread import Spread
@@ -20,6 +21,12 @@ from halfmoon.methods.fedavg import FedAvg
 
 CLOSE = 1e-12
 SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def unlike_clients(monkeypatch) -> None:
+    """Let clients train as one program however much of it is padding."""
+    monkeypatch.setattr(engine_programs, "PADDED", 1)
 
 
 @pytest.fixture

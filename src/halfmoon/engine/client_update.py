@@ -14,6 +14,8 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import lifted
 from halfmoon.core.tree import Tree
+from halfmoon.engine.budget import ClientSize
+from halfmoon.engine.programs import Extent
 from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, Wanted, batches, draw, sweep
 
 
@@ -87,6 +89,11 @@ class ClientTask(NamedTuple):
     data: Local
     amount: Amount
     kind: tuple[object, ...] = ()  # what those that train as one program have in common
+
+    @property
+    def extent(self) -> Extent:
+        """Return how much the client looks at."""
+        return Extent(self.amount, ClientSize(len(self.data.x), len(self.data.u)))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from halfmoon.engine.client_update import (
     first_memory,
 )
 from halfmoon.engine.evaluation import Examples, Quality
+from halfmoon.engine.programs import grouped
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.engine.spread import Spread
 
@@ -186,15 +187,18 @@ class LocalClients:
         done: dict[int, ClientResult] = {}
         turns = iter(clients)
         turn = next(turns, None)
-        for made in self.training.spread(Query(context, down), self._programs(tasks)):
+        for made in self.training.spread(Query(context, down), self._programs(context.work, tasks)):
             done |= made
             made.clear()  # or what is yielded would be held while the next clients train
             while turn in done:
                 yield done.pop(turn)
                 turn = next(turns, None)
 
-    def _programs(self, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
-        """Yield the clients that train as one program, which are of one kind, as soon as they are as many as may be."""
+    def _programs(self, work: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
+        """Yield the clients that train as one program, as soon as those of one kind are as many as may be.
+
+        They are several programs where they are too unlike in size (`grouped`).
+        """
         most = 1 if self.training.executor == "loop" else self.training.together
         waiting: dict[tuple[object, ...], list[ClientTask]] = {}
         for each in tasks:
@@ -202,9 +206,9 @@ class LocalClients:
             waiting.setdefault(kind, []).append(each)
             del each  # or it would be held while the next clients train
             if len(waiting[kind]) == most:
-                yield waiting.pop(kind)
+                yield from _alike(work, waiting.pop(kind))
         while waiting:
-            yield waiting.pop(next(iter(waiting)))
+            yield from _alike(work, waiting.pop(next(iter(waiting))))
 
     def _kind(
         self, work: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
@@ -230,6 +234,14 @@ class LocalClients:
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
         """Return what the client remembers, for a work that remembers."""
         return self.memories.get(str(client)) or first_memory(context.work, down, self.seed, client)
+
+
+def _alike(work: ClientUpdate, tasks: list[ClientTask]) -> Iterator[list[ClientTask]]:
+    """Yield the tasks that train as one program, and hold none that was yielded."""
+    programs = [[tasks[place] for place in each] for each in grouped(work, [each.extent for each in tasks])]
+    tasks.clear()
+    while programs:
+        yield programs.pop(0)
 
 
 def _without_gradients(results: Iterator[ClientResult]) -> Iterator[ClientResult]:

@@ -16,6 +16,7 @@ from halfmoon.api.types import ClientUpdate
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.client_update import ClientResult, ClientTask, Query, update_joint
+from halfmoon.engine.programs import grouped
 from halfmoon.engine.spread import Item, Result, Spread
 
 Value = TypeVar("Value")
@@ -152,17 +153,25 @@ def _apart(asked: Asked) -> Results | Exception:
 def _joint(asked: Sequence[Asked], most: int | None) -> list[Results]:
     """Return what comes of the clients of every run, in programs of clients of several runs."""
     made: list[Results] = [{} for _ in asked]
-    for group in _alike(asked):
-        count = max(1, round(len(group) / most)) if most else 1
-        for part in (group[k * len(group) // count : (k + 1) * len(group) // count] for k in range(count)):
-            if len({run for run, _ in part}) == 1:
-                run = part[0][0]
-                made[run] |= asked[run].query([task for _, task in part])
-                continue
-            results = update_joint([(asked[run].query, task) for run, task in part])
-            for (run, task), result in zip(part, results, strict=True):
-                made[run][task.client] = result
+    for part in _parts(asked, most):
+        if len({run for run, _ in part}) == 1:
+            run = part[0][0]
+            made[run] |= asked[run].query([task for _, task in part])
+            continue
+        results = update_joint([(asked[run].query, task) for run, task in part])
+        for (run, task), result in zip(part, results, strict=True):
+            made[run][task.client] = result
     return made
+
+
+def _parts(asked: Sequence[Asked], most: int | None) -> Iterator[list[tuple[int, ClientTask]]]:
+    """Yield the clients of each program: about `most`, of one kind, and not too unlike in size (`grouped`)."""
+    for kin in _alike(asked):
+        work = asked[kin[0][0]].query.context.work
+        for places in grouped(work, [task.extent for _, task in kin]):
+            group = [kin[place] for place in places]
+            count = max(1, round(len(group) / most)) if most else 1
+            yield from (group[k * len(group) // count : (k + 1) * len(group) // count] for k in range(count))
 
 
 def _alike(asked: Sequence[Asked]) -> Iterable[list[tuple[int, ClientTask]]]:

@@ -1,0 +1,71 @@
+"""Which clients train as one program: padding all to the size of one that is far larger can cost more than the loop.
+
+It is decided by sizes alone, what a client has and looks at, so that the bytes of a run do not depend on a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from fractions import Fraction
+from typing import NamedTuple
+
+from halfmoon.api.types import ClientUpdate
+from halfmoon.engine.budget import ClientSize, cost
+from halfmoon.engine.sampling import Amount
+
+PADDED = Fraction(1, 3)
+"""The share of a program's images that may be padding, or come after a client's last step.
+
+Measured in `results/unequal_clients.md`.
+"""
+
+
+class Extent(NamedTuple):
+    """How much a client looks at: in its steps, and of its rows where a work sweeps them."""
+
+    amount: Amount
+    rows: ClientSize
+
+    def images(self, work: ClientUpdate) -> int:
+        """Return the images that go through the classifier; one that comes back counts two more."""
+        steps = self.amount.steps * cost(work, self.amount) if self.amount.steps else 0
+        return work.swept(*astuple(self.rows)) + steps
+
+    def joined(self, other: Extent) -> Extent:
+        """Return what two clients of one program are padded to."""
+        rows = (max(each) for each in zip(astuple(self.rows), astuple(other.rows), strict=True))
+        return Extent(Amount(*map(max, self.amount, other.amount)), ClientSize(*rows))
+
+
+class Program(NamedTuple):
+    """Clients that train as one: their places, what they are padded to, and the images that are theirs."""
+
+    places: list[int]
+    widest: Extent
+    images: int
+
+    def with_one(self, place: int, extent: Extent, images: int) -> Program:
+        """Return the program with one more client."""
+        return Program([*self.places, place], self.widest.joined(extent), self.images + images)
+
+    def padded(self, work: ClientUpdate) -> Fraction:
+        """Return the share of its images that are no client's, from 0 to 1."""
+        whole = len(self.places) * self.widest.images(work)
+        return Fraction(whole - self.images, whole) if whole else Fraction(0)
+
+
+def grouped(work: ClientUpdate, extents: Sequence[Extent]) -> list[list[int]]:
+    """Return the places of the clients of each program, the padded share of which is `PADDED` at most.
+
+    From the largest client on, the next one joins while that holds. Within a program they stand in order.
+    """
+    images = [each.images(work) for each in extents]
+    programs: list[Program] = []
+    for place in sorted(range(len(extents)), key=lambda place: (-images[place], place)):
+        wider = programs[-1].with_one(place, extents[place], images[place]) if programs else None
+        if wider is not None and wider.padded(work) <= PADDED:
+            programs[-1] = wider
+        else:
+            programs.append(Program([place], extents[place], images[place]))
+    return [sorted(each.places) for each in programs]

@@ -1,0 +1,132 @@
+"""Which clients train as one program: by sizes alone, and with little padding, whatever the sizes are."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from scenes import begin, dataset, play, simulate, task
+
+from halfmoon.api.types import ClientUpdate
+from halfmoon.contract.checks import executors_agree
+from halfmoon.engine import client_update
+from halfmoon.engine.budget import ClientSize, natural
+from halfmoon.engine.client_update import update_together
+from halfmoon.engine.lockstep import lockstep
+from halfmoon.engine.programs import PADDED, Extent, Program, grouped
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.objectives import FixMatch
+
+
+def work(**options: object) -> ClientUpdate:
+    """Return what a client of FixMatch does."""
+    return FedAvg(FixMatch(**options)).client_updates(task())["train"]  # pyright: ignore[reportArgumentType]
+
+
+def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[Extent]:
+    """Return what clients with so many (labeled, unlabeled) rows look at."""
+    held = [ClientSize(*each) for each in sizes]
+    return [Extent(natural(batching, of, each), each) for each in held]
+
+
+ONE = Batching(1, 1)
+"""One labeled and one unlabeled image a step, as many steps as there are unlabeled rows."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs"),
+    [
+        ([6, 6, 6], [[0, 1, 2]]),  # nothing is padded
+        ([6, 4, 6], [[0, 1, 2]]),  # 2 of 18 steps
+        ([8, 6, 5, 5, 60], [[4], [0, 1, 2, 3]]),  # the large one alone: with the 8 it would be 52 of 120; 8 of 32
+        ([9, 3], [[0, 1]]),  # 6 of 18: a third may be
+        ([10, 3], [[0], [1]]),  # 7 of 20
+        ([8, 4, 2, 1], [[0, 1], [2, 3]]),  # 4 of 16, with the 2 it would be 10 of 24; 1 of 4
+        ([5], [[0]]),
+    ],
+)
+def test_programs_of_hand_made_sizes(rows, programs):
+    """Steps are as many as unlabeled rows, all of them alike: the padded share is that of steps not taken."""
+    assert grouped(work(), extents([(1, each) for each in rows], ONE, work())) == programs
+
+
+def test_images_a_step_count_as_steps_do():
+    """One step on all labeled and all unlabeled rows: 12 images of each kind beside 3 and 3 have 9 of 24 padded."""
+    batching = Batching("all", "rest", steps=1)
+    assert grouped(work(), extents([(3, 3), (12, 12)], batching, work())) == [[1], [0]]
+    assert grouped(work(), extents([(6, 6), (12, 12)], batching, work())) == [[0, 1]]
+    assert grouped(work(), extents([(12, 1), (1, 12)], batching, work())) == [[1], [0]]  # unlike in kind: half
+
+
+def test_rows_count_where_they_are_looked_at():
+    """Six equal steps for a client of 400 rows and one of 12: alike, but for a work that sweeps all rows."""
+    batching, sizes = Batching(2, 4, steps=6), [(4, 12), (4, 400)]
+    for labels, programs in (("step", [[0, 1]]), ("round", [[1], [0]])):
+        sweeping = work(labels=labels)
+        assert grouped(sweeping, extents(sizes, batching, sweeping)) == programs
+    census = BatchNormStatistics(task())
+    assert grouped(census, extents([(2, 10), (3, 12), (4, 400)], batching, census)) == [[2], [0, 1]]
+
+
+def test_no_program_is_padded_more_than_the_bound():
+    """Of 300 random cohorts: every client is in one program, and each program within the bound."""
+    drawn = random.Random(0)
+    for _ in range(300):
+        batching = drawn.choice([ONE, Batching("all", "rest"), Batching(4, 8, epochs=2), Batching(4, 8, steps=3)])
+        of = work(labels=drawn.choice(["step", "round"]))
+        sizes = [(drawn.randrange(9), drawn.randrange(1, 12) ** 2) for _ in range(drawn.randrange(1, 25))]
+        held = extents(sizes, batching, of)
+        groups = grouped(of, held)
+        assert sorted(place for group in groups for place in group) == list(range(len(sizes)))
+        for places in groups:
+            widest = held[places[0]]
+            for place in places:
+                widest = widest.joined(held[place])
+            images = sum(held[place].images(of) for place in places)
+            assert Program(places, widest, images).padded(of) <= PADDED
+
+
+def test_a_simulation_lifts_what_is_alike_and_answers_in_order(monkeypatch):
+    """Five clients of which one is far larger: it trains in the loop, and the round is as without programs."""
+    sizes = ((2, 4), (2, 40), (2, 5), (2, 4), (2, 5))
+    seen: list[list[int]] = []
+
+    def watched(context, down, tasks):
+        seen.append([each.client for each in tasks])
+        return update_together(context, down, tasks)
+
+    monkeypatch.setattr(client_update, "update_together", watched)
+    method, shared = FedAvg(FixMatch(tau=0.3)), task()
+    played = []
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
+        played.append(play(method, simulation, begin(method, shared), range(1))[0])
+    assert seen[-2:] == [[1], [0, 2, 3, 4]]
+    assert executors_agree(*([one] for one in played)) < 1e-12
+
+
+def test_runs_in_lockstep_keep_the_bound(monkeypatch):
+    """Two runs of three clients with 1, 10 and 2 steps: both large ones and a small one have 8 of 30 padded."""
+    sizes, seen = ((2, 4), (2, 40), (2, 5)), list[list[int]]()
+    update_many = client_update.update_many
+
+    def watched(contexts, down, each, tasks):
+        seen.append([task.client for task in tasks])
+        return update_many(contexts, down, each, tasks)
+
+    monkeypatch.setattr(client_update, "update_many", watched)
+
+    def run(seed):
+        def played(spread):
+            simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor="vmap", seed=seed)
+            simulation.local_clients.training = replace(simulation.local_clients.training, spread=spread)
+            return play(method, simulation, begin(method, shared), range(1))
+
+        return played
+
+    method, shared = FedAvg(FixMatch(tau=0.3)), task()
+    lockstep([run(0), run(1)])
+    assert [sorted(clients) for clients in seen] == [[1, 1, 2], [0, 0, 2]]
