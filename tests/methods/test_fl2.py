@@ -41,7 +41,7 @@ def test_a_step_as_asam_does_it():
     rows = torch.tensor([5, 1, 3, 0])
     carry = {
         "params": down["params"], "optimizer": {}, "status": confidence.mean(), "label": label,
-        "confidence": confidence, "weight": torch.ones(6).double(),
+        "confidence": confidence, "weight": torch.ones(6).double(), "real": {},
     }  # fmt: skip
     none = images(0, 0)
     batch = Batch(none, label[:0], label[:0], {"strong": strong[rows]}, rows)
