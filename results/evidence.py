@@ -59,7 +59,7 @@ SETS: dict[str, dict[str, Any]] = {
                                   "unlabeled_batch": 30, "clients": 20, "cohort": 5, "labels_per_class": 0.5,
                                   "shrink": 2, "width": 32, "server_ema": 0.9, "validation_share": 0.1,
                                   "evaluate_every": 10},
-    "cifar10": {"setting": "iid-dir", "lr": 5e-3, "rounds": 100, "steps": 5, "labeled_batch": 32, "unlabeled_batch": 64,
+    "cifar10": {"setting": "iid-iid", "lr": 5e-3, "rounds": 100, "steps": 5, "labeled_batch": 32, "unlabeled_batch": 64,
                 "clients": 20, "cohort": 10, "labels_per_class": 5.0, "network": "resnet9", "width": 16, "shrink": 2,
                 "precision": "bf16", "server_ema": 0.8, "validation_share": 0.1, "evaluate_every": 10,
                 "reference": "fedavg"},
