@@ -27,9 +27,9 @@ import torch
 from halfmoon import Config
 from halfmoon.core.allocator import keep_memory
 from halfmoon.data.partition.split import Split
-from halfmoon.engine import programs
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.local_clients import FederatedDataset, Training
+from halfmoon.engine.programs import PADDED
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
@@ -46,7 +46,7 @@ RULES: dict[str, dict[str, Any]] = {"main": {"steps": 6, "unlabeled_batch": 30},
 LARGE: dict[str, Any] = {"unlabeled_batch": 30}
 
 
-def rounds(name: str, rule: str, cohort: int, executor: Any) -> Callable[[int], None]:
+def rounds(name: str, rule: str, cohort: int, executor: Any, padded: Fraction = PADDED) -> Callable[[int], None]:
     """Return what plays the round of a number, from the same first model."""
     large = rule == "large"
     config = Config(
@@ -54,7 +54,7 @@ def rounds(name: str, rule: str, cohort: int, executor: Any) -> Callable[[int], 
         device="cpu", options=OPTIONS.get(name, {}), **(LARGE if large else RULES[rule]),
     )  # fmt: skip
     shared, method = factory.problem(config), factory.method(config)
-    training = Training(shared.batching, Budget(), shared.serving, executor)
+    training = Training(shared.batching, Budget(), shared.serving, executor, padded=padded)
     held = FederatedDataset(shared.train, one_large(len(shared.train.labels), cohort) if large else shared.split)
     simulation = Simulation(method, shared.task, held, shared.views, training, RuntimeSettings(cohort))
     server = method.start(shared.task, shared.task.network.init(torch.Generator().manual_seed(0)))
@@ -80,17 +80,16 @@ def measure(name: str, rule: str, cohort: int, turns: int) -> dict[str, float]:
 
     Of a cohort with a large client, also that of one program, "ratio_of_one".
     """
-    sides = [(rounds(name, rule, cohort, executor), programs.PADDED) for executor in ("loop", "vmap")]
+    sides = [rounds(name, rule, cohort, executor) for executor in ("loop", "vmap")]
     if rule == "large":
-        sides.append((sides[1][0], Fraction(1)))
+        sides.append(rounds(name, rule, cohort, "vmap", Fraction(1)))
     times: list[list[float]] = []
     for turn in range(turns + 1):
         spent: list[float] = []
-        for play, programs.PADDED in sides:
+        for play in sides:
             began = time.process_time()
             play(turn)
             spent.append(time.process_time() - began)
-        programs.PADDED = sides[0][1]
         times += [spent] if turn else []
     found = {"loop_ms": float(round(statistics.median(spent[0] for spent in times) * 1e3))}
     for side, ratio in enumerate(("ratio", "ratio_of_one")[: len(sides) - 1], 1):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 
 import pytest
 from scenes import Played, begin, dataset, furthest, play, same, simulate, task
@@ -12,21 +14,14 @@ from spies import Counting
 from halfmoon.api.types import Method
 from halfmoon.engine import client_update
 from halfmoon.engine import lockstep as lockstep_module
-from halfmoon.engine import programs as engine_programs
 from halfmoon.engine.client_update import Diverged
-from halfmoon.engine.lockstep import lockstep
 from halfmoon.engine.spread import Spread
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 
 CLOSE = 1e-12
+lockstep = partial(lockstep_module.lockstep, padded=Fraction(1))
 SEEDS = (0, 1, 2)
-
-
-@pytest.fixture(autouse=True)
-def unlike_clients(monkeypatch) -> None:
-    """Let clients train as one program however much of it is padding."""
-    monkeypatch.setattr(engine_programs, "PADDED", 1)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.engine import client_update
-from halfmoon.engine import programs as engine_programs
 from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -70,12 +69,6 @@ def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: B
     made = task(rounds=2, **shared)
     simulation = simulate(method, made, dataset(sizes), batching=batching, executor=executor, cohort=len(sizes))
     return play(method, simulation, begin(method, made), range(2))
-
-
-@pytest.fixture(autouse=True)
-def whole_cohorts(monkeypatch) -> None:
-    """Let clients train as one program however much of it is padding."""
-    monkeypatch.setattr(engine_programs, "PADDED", 1)
 
 
 @pytest.fixture

@@ -103,6 +103,7 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(monkeypatch):
     played = []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
+        simulation.local_clients.training = replace(simulation.local_clients.training, padded=PADDED)
         played.append(play(method, simulation, begin(method, shared), range(1))[0])
     assert seen[-2:] == [[1], [0, 2, 3, 4]]
     assert executors_agree(*([one] for one in played)) < 1e-12

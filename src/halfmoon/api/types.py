@@ -174,7 +174,7 @@ class ClientUpdate:
 
     @property
     def whole(self) -> bool:
-        """Return whether all rows are looked at together: such a client is batched only with clients of its size."""
+        """Return whether all rows are looked at together: without masks, clients of one size alone are batched."""
         return bool(self.sweep)
 
     @property

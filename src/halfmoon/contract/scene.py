@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +93,8 @@ def simulate(
     aggregators: Sequence[Aggregator] = (),
     **settings: Any,
 ) -> Simulation:
-    """Return a federation of the four clients, three a round, in batches of 4 + 4."""
-    training = Training(batching or Batching(4, 4), budget or Budget(), serving, executor)
+    """Return a federation of the four clients, three a round, in batches of 4 + 4; lifted, all are one program."""
+    training = Training(batching or Batching(4, 4), budget or Budget(), serving, executor, padded=Fraction(1))
     drawn = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
     return Simulation(method, shared, held or dataset(), views or Views(), training, drawn, store, aggregators)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ from halfmoon.engine.client_update import (
     first_memory,
 )
 from halfmoon.engine.evaluation import Examples, Quality
-from halfmoon.engine.programs import grouped
+from halfmoon.engine.programs import PADDED, grouped
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.engine.spread import Spread
 
@@ -112,7 +113,8 @@ class Training:
     """How clients train: batch rule, budget and executor, and the batch rule of the server's own training.
 
     Without `serving` the server trains by the clients' rule. `together` is how many clients vmap lifts at most as one
-    program (None: all of a cohort that are alike); `spread` says where programs, and the clients of a loop, train.
+    program (None: all of a cohort that are alike), and `padded` how much of one may be padding; `spread` says where
+    programs, and the clients of a loop, train.
     """
 
     batching: Batching
@@ -121,6 +123,7 @@ class Training:
     executor: Executor = "loop"
     spread: Spread = map
     together: int | None = None
+    padded: Fraction = PADDED
 
 
 @dataclass
@@ -206,9 +209,9 @@ class LocalClients:
             waiting.setdefault(kind, []).append(each)
             del each  # or it would be held while the next clients train
             if len(waiting[kind]) == most:
-                yield from _alike(work, waiting.pop(kind))
+                yield from _alike(work, waiting.pop(kind), self.training.padded)
         while waiting:
-            yield from _alike(work, waiting.pop(next(iter(waiting))))
+            yield from _alike(work, waiting.pop(next(iter(waiting))), self.training.padded)
 
     def _kind(
         self, work: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
@@ -236,9 +239,10 @@ class LocalClients:
         return self.memories.get(str(client)) or first_memory(context.work, down, self.seed, client)
 
 
-def _alike(work: ClientUpdate, tasks: list[ClientTask]) -> Iterator[list[ClientTask]]:
+def _alike(work: ClientUpdate, tasks: list[ClientTask], padded: Fraction) -> Iterator[list[ClientTask]]:
     """Yield the tasks that train as one program, and hold none that was yielded."""
-    programs = [[tasks[place] for place in each] for each in grouped(work, [each.extent for each in tasks])]
+    places = grouped(work, [each.extent for each in tasks], padded)
+    programs = [[tasks[place] for place in each] for each in places]
     tasks.clear()
     while programs:
         yield programs.pop(0)

@@ -9,6 +9,7 @@ their way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from threading import Event, Semaphore, Thread
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -16,7 +17,7 @@ from halfmoon.api.types import ClientUpdate
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.client_update import ClientResult, ClientTask, Query, update_joint
-from halfmoon.engine.programs import grouped
+from halfmoon.engine.programs import PADDED, grouped
 from halfmoon.engine.spread import Item, Result, Spread
 
 Value = TypeVar("Value")
@@ -30,12 +31,15 @@ class Asked(NamedTuple):
     programs: list[list[ClientTask]]
 
 
-def lockstep(plays: Sequence[Callable[[Spread], Value]], most: int | None = None) -> list[Value]:
+def lockstep(
+    plays: Sequence[Callable[[Spread], Value]], most: int | None = None, padded: Fraction = PADDED
+) -> list[Value]:
     """Play runs, each of which trains its clients through the `Spread` that it is given; return what they return.
 
     Clients of different runs train as one program where their works are equal and they are of one kind, about `most` at
-    a time (None: all); a run without company computes what it would alone, bit by bit. The first exception that a run
-    has raised is raised when the others are over; one that is no `Exception`, such as KeyboardInterrupt, ends all.
+    a time (None: all) and with a share `padded` of padding at most; a run without company computes what it would alone,
+    bit by bit. The first exception that a run has raised is raised when the others are over; one that is no
+    `Exception`, such as KeyboardInterrupt, ends all.
     """
     runs = [_Run(play) for play in plays]
     try:
@@ -44,7 +48,9 @@ def lockstep(plays: Sequence[Callable[[Spread], Value]], most: int | None = None
         while waiting := [run for run in runs if run.asked is not None]:
             first = min(_when(run.asked) for run in waiting)
             ready = [run for run in waiting if _when(run.asked) == first]
-            for run, answer in zip(ready, _answers([cast(Asked, run.asked) for run in ready], most), strict=True):
+            for run, answer in zip(
+                ready, _answers([cast(Asked, run.asked) for run in ready], most, padded), strict=True
+            ):
                 run.go_on(answer)
     finally:
         for run in runs:
@@ -126,14 +132,14 @@ def _when(asked: Asked | None) -> tuple[int, int]:
     return context.round, context.query
 
 
-def _answers(asked: Sequence[Asked], most: int | None) -> list[Results | Exception]:
+def _answers(asked: Sequence[Asked], most: int | None, padded: Fraction) -> list[Results | Exception]:
     """Return what comes of the clients of every run, or what they raise.
 
     Where one program for all fails, each run's clients train apart: who has failed then fails alone.
     """
     if len(asked) > 1:
         try:
-            return list(_joint(asked, most))
+            return list(_joint(asked, most, padded))
         except Exception:  # whatever it is, it comes again below
             pass
     return [_apart(each) for each in asked]
@@ -150,10 +156,10 @@ def _apart(asked: Asked) -> Results | Exception:
     return made
 
 
-def _joint(asked: Sequence[Asked], most: int | None) -> list[Results]:
+def _joint(asked: Sequence[Asked], most: int | None, padded: Fraction) -> list[Results]:
     """Return what comes of the clients of every run, in programs of clients of several runs."""
     made: list[Results] = [{} for _ in asked]
-    for part in _parts(asked, most):
+    for part in _parts(asked, most, padded):
         if len({run for run, _ in part}) == 1:
             run = part[0][0]
             made[run] |= asked[run].query([task for _, task in part])
@@ -164,11 +170,11 @@ def _joint(asked: Sequence[Asked], most: int | None) -> list[Results]:
     return made
 
 
-def _parts(asked: Sequence[Asked], most: int | None) -> Iterator[list[tuple[int, ClientTask]]]:
+def _parts(asked: Sequence[Asked], most: int | None, padded: Fraction) -> Iterator[list[tuple[int, ClientTask]]]:
     """Yield the clients of each program: about `most`, of one kind, and not too unlike in size (`grouped`)."""
     for kin in _alike(asked):
         work = asked[kin[0][0]].query.context.work
-        for places in grouped(work, [task.extent for _, task in kin]):
+        for places in grouped(work, [task.extent for _, task in kin], padded):
             group = [kin[place] for place in places]
             count = max(1, round(len(group) / most)) if most else 1
             yield from (group[k * len(group) // count : (k + 1) * len(group) // count] for k in range(count))

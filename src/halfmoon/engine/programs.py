@@ -55,8 +55,8 @@ class Program(NamedTuple):
         return Fraction(whole - self.images, whole) if whole else Fraction(0)
 
 
-def grouped(work: ClientUpdate, extents: Sequence[Extent]) -> list[list[int]]:
-    """Return the places of the clients of each program, the padded share of which is `PADDED` at most.
+def grouped(work: ClientUpdate, extents: Sequence[Extent], padded: Fraction = PADDED) -> list[list[int]]:
+    """Return the places of the clients of each program, of which a share `padded` is padding at most.
 
     From the largest client on, the next one joins while that holds. Within a program they stand in order.
     """
@@ -64,7 +64,7 @@ def grouped(work: ClientUpdate, extents: Sequence[Extent]) -> list[list[int]]:
     programs: list[Program] = []
     for place in sorted(range(len(extents)), key=lambda place: (-images[place], place)):
         wider = programs[-1].with_one(place, extents[place], images[place]) if programs else None
-        if wider is not None and wider.padded(work) <= PADDED:
+        if wider is not None and wider.padded(work) <= padded:
             programs[-1] = wider
         else:
             programs.append(Program([place], extents[place], images[place]))
