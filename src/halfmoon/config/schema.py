@@ -47,7 +47,7 @@ SETTINGS = (
     *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),
     *("fedloke", "fedloke-balanced", "pair-dir", "fedmatch-iid", "fedmatch-noniid", "fedmatch-stream"),
 )
-NETWORKS = ("auto", "resnet8", "resnet9", "resnet18", "resnet18-imagenet", "small", "wrn")
+NETWORKS = ("auto", "resnet8", "resnet9", "resnet18", "resnet18-imagenet", "small", "vit", "wrn")
 # Options that name a part, and those of this package.
 _PARTS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
     "network": (NETWORKS, "network"),

@@ -6,6 +6,7 @@ from halfmoon.models.resnet8 import ResNet8
 from halfmoon.models.resnet9 import ResNet9
 from halfmoon.models.resnet18 import ResNet18, ResNet18ImageNet
 from halfmoon.models.small import SmallCNN
+from halfmoon.models.vit import VisionTransformer
 from halfmoon.models.wide import WideResNet
 
 NETWORKS = {
@@ -14,6 +15,7 @@ NETWORKS = {
     "resnet18": ResNet18,
     "resnet18-imagenet": ResNet18ImageNet,
     "small": SmallCNN,
+    "vit": VisionTransformer,
     "wrn": WideResNet,
 }
 
@@ -26,6 +28,7 @@ __all__ = [
     "ResNet18",
     "ResNet18ImageNet",
     "SmallCNN",
+    "VisionTransformer",
     "WideResNet",
     "forward",
     "seen_by",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import cast, get_args
+from typing import ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Network(ABC):
     classes: int = 10
     width: int = 64
     norm: Norm = "batch"
+    own_norm: ClassVar[bool] = False  # whether `norm` is not to be chosen: the network has its own
     precision: Precision = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:

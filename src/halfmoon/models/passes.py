@@ -91,14 +91,19 @@ class Run(ABC):
             taken = side_by_side(lambda many: _largest(many, size, stride, padding), z)
         return F.max_pool2d(z, size, stride, padding) if taken is None else taken
 
+    def layer_norm(self, name: str, z: Tensor) -> Tensor:
+        """Normalize z (..., features) over its features: the same in training and evaluation."""
+        p = self.params[name]
+        return F.layer_norm(widened(z), z.shape[-1:], p["weight"], p["bias"], EPS)
+
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Map features (B, inputs) to (B, outputs)."""
+        """Map features (..., inputs) to (..., outputs)."""
         return F.linear(z, self.params[name]["weight"], self.params[name].get("bias"))
 
 
 @dataclass
 class Settled(Run):
-    """A pass under the tracked statistics; `inputs` holds what the linear layers were given."""
+    """A pass under the tracked statistics; `inputs` holds what the last linear layer was given."""
 
     stats: Tree
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -109,8 +114,8 @@ class Settled(Run):
         return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input, the features."""
-        self.inputs[name] = z
+        """Keep the input, the features; of the last such layer alone, which is the head."""
+        self.inputs = {name: z}
         return super().linear(name, z)
 
 
@@ -135,16 +140,21 @@ class Counted(Run):
         """Leave z as it is."""
         return z
 
+    def layer_norm(self, name: str, z: Tensor) -> Tensor:
+        """Leave z as it is."""
+        return z
+
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Count one product for each weight."""
+        """Count one product for each weight and row."""
         weight = self.params[name]["weight"]
-        self.products += len(z) * weight.numel()
-        return z.new_zeros(len(z), len(weight))
+        out = z.new_zeros(*z.shape[:-1], len(weight))
+        self.products += out.numel() * weight.shape[1]
+        return out
 
 
 @dataclass
 class Batched(Run):
-    """A pass under batch statistics, which it leaves in `moments`; `inputs` holds what the linear layers were given."""
+    """A pass under batch statistics, left in `moments`; `inputs` holds what the last linear layer was given."""
 
     moments: Tree = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -179,8 +189,8 @@ class Batched(Run):
         return _largest(z, size, stride, padding)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input, the features."""
-        self.inputs[name] = z
+        """Keep the input, the features; of the last such layer alone, which is the head."""
+        self.inputs = {name: z}
         return super().linear(name, z)
 
 

@@ -10,6 +10,7 @@ from halfmoon.core import hubs, plugins
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.models import NETWORKS, Network
 from halfmoon.models.modules import ModuleNetwork, from_factory
+from halfmoon.models.passes import Norm
 
 
 def names() -> list[str]:
@@ -21,11 +22,12 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: st
     """Return the network of a name for such images; raise `UserError` where it cannot be made or carried."""
     if name in NETWORKS:
         own: dict[str, Any] = {} if width is None else {"width": width}
+        if NETWORKS[name].own_norm:
+            norm = _own_norm(name, norm)
         return NETWORKS[name](channels=channels, classes=classes, norm=norm, **own)  # type: ignore[arg-type]
     if width is not None:
         raise UserError(f"width is {width}, but network {name} comes from outside and has its own: leave width out.")
-    if norm not in ("batch", "none"):
-        raise UserError(f"norm is {norm!r}, but network {name} brings its own normalization: leave norm out.")
+    _own_norm(name, norm)
     return from_factory(name, channels, classes, size)
 
 
@@ -54,6 +56,12 @@ def parsed(said: Mapping[str, Any]) -> Network:
         if type(value) is not kind or (kind is int and value < 1):
             raise UserError(f"{key} is {value!r}")
     return NETWORKS[name](**values)
+
+
+def _own_norm(name: str, norm: str) -> Norm:
+    if norm not in ("batch", "none"):
+        raise UserError(f"norm is {norm!r}, but network {name} brings its own normalization: leave norm out.")
+    return "none"
 
 
 def _from_outside(name: str, values: Mapping[str, Any]) -> Network:

@@ -237,7 +237,8 @@ def _pixels(config: Config, name: str, own: tuple[float, ...]) -> tuple[float, .
 
 def padded(config: Config, height: int, width: int) -> int | None:
     """Return the size to which images are padded as a configuration says or its network needs; None: they stay."""
-    least, multiple = {"resnet8": (8, 4), "resnet9": (16, 8), "wrn": (8, 4)}.get(network_name(config), (1, 1))
+    needs = {"resnet8": (8, 4), "resnet9": (16, 8), "vit": (4, 4), "wrn": (8, 4)}
+    least, multiple = needs.get(network_name(config), (1, 1))
     if config.image_size is not None or multiple == 1:
         return config.image_size
     return max(least, -(-max(height, width) // multiple) * multiple)
