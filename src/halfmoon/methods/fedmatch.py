@@ -70,6 +70,7 @@ from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quanti
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.halves import changes, composed, cut, patched
+from halfmoon.methods.mutual import divergence
 from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
 from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
@@ -369,11 +370,8 @@ class Disjoint(ClientUpdate):
         each = torch.zeros_like(used)
         if self.helpers:
             logits, there = helped
-            apart = F.kl_div(
-                quiet.log_softmax(-1).expand_as(logits), logits.log_softmax(-1), reduction="none", log_target=True
-            )
             share = there / there.sum().clamp_min(1)
-            each = o.consistency_weight * (share[:, None] * apart.sum(-1)).sum(0)
+            each = o.consistency_weight * (share[:, None] * divergence(logits, quiet)).sum(0)
             label = vote(label, logits.argmax(-1), there, logits.shape[-1], o.ties)
         each = each + o.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
         count = used.sum().clamp_min(1) if o.mean == "used" else padding.count(used, batch.u_real)

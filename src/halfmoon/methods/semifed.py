@@ -42,6 +42,7 @@ from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.mutual import divergence
 from halfmoon.models import forward, track
 from halfmoon.objectives.base import per_image, sweep_logits
 from halfmoon.objectives.thresholding import NONE, remembered
@@ -242,7 +243,7 @@ class Growing(ClientUpdate):
         own = own if batch.x_real is None else per_image(labeled, batch.y) @ batch.x_real.to(own.dtype)
         accepted = cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
         taught = (own + accepted.sum()) / (padding.count(batch.x, batch.x_real) + has.sum()).clamp_min(1)
-        apart = F.kl_div(loud.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        apart = divergence(target, loud)
         consistent = (apart * without).sum() / without.sum().clamp_min(1)
         confidence, guess = target.softmax(-1).max(-1)
         pseudo = Pseudo(torch.where(has > 0, stored, guess), confidence, has)
