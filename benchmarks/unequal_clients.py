@@ -1,6 +1,6 @@
 """Time rounds of unequal clients client by client and as padded programs, on the digits.
 
-    python benchmarks/unequal_clients.py [--methods NAME ...] [--cohorts 5 20] [--turns N] [--json]
+    python benchmarks/unequal_clients.py [--methods NAME ...] [--rules main rest] [--cohorts 5 20] [--turns N] [--json]
     python benchmarks/unequal_clients.py --large [--methods NAME ...] [--cohorts 5 20] [--turns N] [--json]
 
 A Dirichlet cohort under two batch rules: "main" is the main job's (six steps on 10 labeled and 30 unlabeled images at
@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time unequal clients one by one and as one program.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--rules", nargs="+", choices=[*RULES], default=[*RULES])
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--cohorts", type=int, nargs="+", default=[5, 20])
     parser.add_argument("--turns", type=int, default=9)
@@ -109,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_memory()
     found: dict[str, dict[str, float]] = {}
-    for rule in ["large"] if given.large else RULES:
+    for rule in ["large"] if given.large else given.rules:
         for name in given.methods:
             for cohort in given.cohorts:
                 found[f"{rule} {name} {cohort}"] = measure(name, rule, cohort, given.turns)
