@@ -60,6 +60,8 @@ def grouped(work: ClientUpdate, extents: Sequence[Extent], padded: Fraction = PA
 
     From the largest client on, the next one joins while that holds. Within a program they stand in order.
     """
+    if len(extents) < 2:
+        return [[place] for place in range(len(extents))]
     images = [each.images(work) for each in extents]
     programs: list[Program] = []
     for place in sorted(range(len(extents)), key=lambda place: (-images[place], place)):
