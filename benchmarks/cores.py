@@ -18,32 +18,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from peer_rounds import ours
+from peer_side import processor
 
 from halfmoon.core.allocator import keep_memory
 from halfmoon.runs.workers import Workers
 
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def children() -> float:
-    """Return the processor seconds that this process's children have spent so far (Linux)."""
-    spent = 0.0
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            spent += (int(fields[11]) + int(fields[12])) / TICKS
-    return spent
-
 
 def timed(play: Callable[[], object]) -> tuple[float, float, float]:
     """Return the seconds of a round: of this process, of its children, and of the clock."""
-    own, theirs, clock = time.process_time(), children(), time.perf_counter()
+    own, everything, clock = time.process_time(), processor(), time.perf_counter()
     play()
-    return time.process_time() - own, children() - theirs, time.perf_counter() - clock
+    wall, spent = time.perf_counter() - clock, time.process_time() - own
+    return spent, processor() - everything - spent, wall
 
 
 def main() -> None:

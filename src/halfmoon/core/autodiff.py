@@ -110,8 +110,8 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
         lazy_load_decompositions()
         level = _vmap_increment_nesting(size, "error")
         try:
-            lifted = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
-            made = function(*_rebuilt(arguments, lifted))
+            wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
+            made = function(*_rebuilt(arguments, wrapped))
             return _rebuilt(made, (_remove_batch_dim(leaf, level, size, 0) for leaf in _leaves(made)))
         finally:
             _vmap_decrement_nesting()
