@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import evidence
 from evidence import deviation, half_interval
 
 HERE = Path(__file__).parent
@@ -30,8 +32,9 @@ SHARED: dict[str, Any] = {"setting": "iid-dir", "dirichlet_alpha": 0.5, "clients
                           "threads": 1, "evaluate_every": 10, "checkpoint_every": 20, "server_epochs": 1}  # fmt: skip
 SETS: dict[str, dict[str, Any]] = {
     "fashion_mnist": {"data_share": 0.2, "shrink": 2, "width": 16, "lr": 5e-3, "labels": 100},
-    "pneumonia_mnist": {"width": 8, "lr": 8e-3, "labels": 200, "flip": False, "server_ema": 0.9},
-}
+    "pneumonia_mnist": {"width": 8, "lr": 8e-3, "labels": 200, "flip": False, "server_ema": 0.9,
+                        "validation_share": 0.1},
+}  # fmt: skip
 TAU = {"fashion_mnist": 0.7, "pneumonia_mnist": 0.9}
 """The confidence that a pseudo-label needs in the methods whose threshold is a constant (docs/training.md)."""
 
@@ -45,6 +48,8 @@ FLOORS = {"clients": "fedavg", "some": "fedavg", "server": "partially-supervised
 FIXMATCH = {"clients": "fedavg-fixmatch", "some": "fedavg-fixmatch", "server": "semifl",
             "clients, DIR": "fedavg-fixmatch"}  # fmt: skip
 """What each method is compared with beside labels alone; with labels at the server FixMatch's like is SemiFL."""
+
+PARTS = {"accuracy": "", "held": ", held-out training images"}
 
 RECEIVED: dict[str, Any] = {"labels": "round"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -108,9 +113,10 @@ def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, f
             if (data, place, row, seed) in done:
                 continue
             began = time.perf_counter()
-            summary = runner.cell(configured(data, place, row, seed, folder), runs / f"{data}-{place}-{row}-{seed}")
+            there = runs / f"{data}-{place}-{row}-{seed}"
+            summary = runner.cell(configured(data, place, row, seed, folder), there)
             line = {"data": data, "place": place, "row": row, "seed": seed, "title": summary["title"]}
-            line |= {"accuracy": summary["accuracy"]["last"], "cost": summary["cost"]}
+            line |= {"accuracy": summary["accuracy"]["last"], **evidence.held(there), "cost": summary["cost"]}
             line |= {"used": summary.get("measured", {}).get("used", {}).get("last")}
             line |= {"right": summary.get("measured", {}).get("pseudo", {}).get("last")}
             line |= {"seconds": round(time.perf_counter() - began, 1)}
@@ -124,27 +130,31 @@ def lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
 
 
-def table(data: str, place: str) -> list[dict[str, Any]]:
-    """Return a row a method, with its paired differences to labels alone and to FixMatch, in points."""
+def table(data: str, place: str, part: str = "accuracy") -> list[dict[str, Any]]:
+    """Return a row a method, with its paired differences to labels alone and to FixMatch, in points.
+
+    `part` is "accuracy", of the test images, or "held", of the training images that were set aside.
+    """
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for line in lines():
-        if (line["data"], line["place"]) == (data, place):
+        if (line["data"], line["place"]) == (data, place) and part in line:
             found.setdefault(line["row"], {})[line["seed"]] = line
     made = []
     for row in (row for row in PLAYED[place] if row in found):
         runs = found[row]
-        last = {seed: 100 * line["accuracy"] for seed, line in runs.items()}
+        last = {seed: 100 * line[part] for seed, line in runs.items()}
         one = next(iter(runs.values()))
         line: dict[str, Any] = {
             "data": data,
             "place": place,
+            "part": part,
             "row": row,
             "seeds": len(last),
             "last": fmean(last.values()),
         }
         line["deviation"] = deviation(list(last.values()))
         for name, other in (("floor", FLOORS[place]), ("fixmatch", FIXMATCH[place])):
-            base = {seed: 100 * each["accuracy"] for seed, each in found.get(other, {}).items()}
+            base = {seed: 100 * each[part] for seed, each in found.get(other, {}).items()}
             differences = [last[seed] - base[seed] for seed in last if seed in base]
             if row != other and differences:
                 line |= {name: fmean(differences), f"{name}_half": half_interval(differences)}
@@ -155,18 +165,17 @@ def table(data: str, place: str) -> list[dict[str, Any]]:
 
 def report() -> None:
     """Write the tables into choosing.md, and the numbers behind them."""
-    names = ("data", "place", "row", "seeds", "last", "deviation", "floor", "floor_half", "fixmatch", "fixmatch_half",
-             "forward", "bytes")  # fmt: skip
+    names = ("data", "place", "part", "row", "seeds", "last", "deviation", "floor", "floor_half", "fixmatch",
+             "fixmatch_half", "forward", "bytes")  # fmt: skip
     page, sheets = TABLE.read_text(), []
-    for data in SETS:
-        for place in PLACES:
-            rows = table(data, place)
-            begin, end = f"<!-- table: {data}, {place} -->\n", "<!-- /table -->"
-            if not rows or begin not in page:
-                continue
-            sheets += rows
-            before, after = page.split(begin, 1)
-            page = f"{before}{begin}\n{_markdown(rows, place)}\n{end}{after.split(end, 1)[1]}"
+    for data, place, (part, words) in itertools.product(SETS, PLACES, PARTS.items()):
+        rows = table(data, place, part)
+        begin, end = f"<!-- table: {data}, {place}{words} -->\n", "<!-- /table -->"
+        if not rows or begin not in page:
+            continue
+        sheets += rows
+        before, after = page.split(begin, 1)
+        page = f"{before}{begin}\n{_markdown(rows, place)}\n{end}{after.split(end, 1)[1]}"
     TABLE.write_text(page)
     with SHEET.open("w", newline="") as file:
         sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")

@@ -140,9 +140,13 @@ def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict
 
     place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
     summary = runner.cell(configured(data, row, seed, folder), place)
+    return {"accuracy": {**summary["accuracy"], **held(place)}, "labeled_steps": summary["cost"]["labeled_steps"]}
+
+
+def held(place: Path) -> dict[str, float]:
+    """Return {"held": the last round's accuracy on validation images}; {} where a run has none."""
     end = json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])
-    held = {"held": end["validation"]["accuracy"]} if "validation" in end else {}
-    return {"accuracy": {**summary["accuracy"], **held}, "labeled_steps": summary["cost"]["labeled_steps"]}
+    return {"held": end["validation"]["accuracy"]} if "validation" in end else {}
 
 
 def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]:
@@ -186,9 +190,9 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
 
     rounds = max(1, config.rounds * config.cohort // clients)
     task, method = replace(problem.task, rounds=rounds), factory.method(config)
-    held = FederatedDataset(problem.train, problem.split)
+    own = FederatedDataset(problem.train, problem.split)
     training, settings = Training(problem.batching, Budget()), RuntimeSettings(1, config.seed)
-    runtime = Simulation(method, task, held, problem.views, training, settings)
+    runtime = Simulation(method, task, own, problem.views, training, settings)
     server = method.start(task, initial_model(task, config.seed, runtime.device))
     for number in range(rounds):
         runtime.open(number)
