@@ -109,6 +109,20 @@ def test_who_diverges_leaves_the_others_their_way(programs: list[int]):
     agree(ours, run(fine, 1, range(4))(map))
 
 
+def test_a_program_that_fails_alone_is_said(monkeypatch):
+    """Out of memory with all seeds, but not with one: the numbers are those of runs apart, with a warning."""
+
+    def large(*rest):
+        raise RuntimeError("out of memory")
+
+    alone = [run(FedAvg(), seed)(map) for seed in SEEDS]
+    monkeypatch.setattr(lockstep_module, "update_joint", large)
+    with pytest.warns(RuntimeWarning, match="one program for all failed .out of memory."):
+        together = lockstep([run(FedAvg(), seed) for seed in SEEDS])
+    for ours, theirs in zip(together, alone, strict=True):
+        assert all(same(a.server, b.server) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_about_so_many_clients_make_a_program(monkeypatch):
     """Nine alike: in programs of about two, four of 2, 2, 2 and 3; of about seven, one."""
     seen, update_many = list[int](), client_update.update_many

@@ -8,6 +8,7 @@ their way.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from threading import Event, Semaphore, Thread
@@ -15,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from halfmoon.api.types import ClientUpdate
 from halfmoon.core import tree
+from halfmoon.core.errors import one_line
 from halfmoon.core.tree import Tree
 from halfmoon.engine.client_update import ClientResult, ClientTask, Query, update_joint
 from halfmoon.engine.programs import PADDED, grouped
@@ -135,14 +137,20 @@ def _when(asked: Asked | None) -> tuple[int, int]:
 def _answers(asked: Sequence[Asked], most: int | None, padded: Fraction) -> list[Results | Exception]:
     """Return what comes of the clients of every run, or what they raise.
 
-    Where one program for all fails, each run's clients train apart: who has failed then fails alone.
+    Where one program for all fails, each run's clients train apart: who has failed then fails alone. Where nobody has,
+    it was the program, too large for the memory perhaps, and a warning says so.
     """
+    failed: Exception | None = None
     if len(asked) > 1:
         try:
             return list(_joint(asked, most, padded))
-        except Exception:  # whatever it is, it comes again below
-            pass
-    return [_apart(each) for each in asked]
+        except Exception as error:
+            failed = error
+    made = [_apart(each) for each in asked]
+    if failed is not None and not any(isinstance(each, Exception) for each in made):
+        words = f"Seeds train one by one, which takes longer: one program for all failed ({one_line(failed)})."
+        warnings.warn(words, RuntimeWarning, stacklevel=2)
+    return made
 
 
 def _apart(asked: Asked) -> Results | Exception:
