@@ -84,6 +84,23 @@ def test_lifted_steps_equal_single_ones(ours, theirs, options):
 
 
 @EVERY
+@pytest.mark.parametrize("lift", [lambda function: function, vmap], ids=["alone", "lifted"])
+def test_a_rate_that_is_a_tensor_is_the_same_rate(ours, theirs, options, lift):
+    """Three steps, 1e-12; a step that is compiled takes its learning rate as an input."""
+    other = ours.with_lr(torch.tensor(ours.lr, dtype=torch.float64))
+    (params, gradients), found = scene(), []
+    if lift is vmap:
+        params, gradients = tree.stack([params]), [tree.stack([each]) for each in gradients]
+    for rule in (ours, other):
+        new, state = params, lift(rule.init)(params)
+        for gradient in gradients[:3]:
+            new, state = lift(rule.step)(new, gradient, state)
+        found.append(new)
+    for a, b in zip(*(tree.leaves(each) for each in found), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@EVERY
 def test_a_step_writes_into_nothing(ours, theirs, options):
     """Parameters, gradient and state are what they were."""
     params, (gradient, *_) = scene()

@@ -312,6 +312,7 @@ def test_the_first_round_has_no_unsupervised_loss():
 def test_the_ramp(round, expected):
     """min(1, t / 200), times the weight; without a ramp 1 from the first round on."""
     assert FedLoKe().ramp(round) == expected
+    assert float(FedLoKe().ramp(torch.tensor(float(round)))) == expected
     assert FedLoKe(unlabeled_weight=2.0).ramp(round) == 2 * expected
     assert FedLoKe(ramp_rounds=0).ramp(round) == 1
 

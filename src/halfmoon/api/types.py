@@ -12,7 +12,7 @@ from torch import Tensor
 from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.augment import Normalize
 from halfmoon.core import tree
-from halfmoon.core.optim import Constant, Optimizer, Schedule
+from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network
 
@@ -29,7 +29,8 @@ class Task:
 
     `statistics` says which views share a forward pass, `labeling` whether pseudo-labels come from the network under
     batch statistics (the paper's released code) or under its tracked ones, `testing` the same of test images. `rounds`
-    is the length of the whole run, for schedules and ramps; `at` gives the task of one round.
+    is the length of the whole run, for schedules and ramps; `at` gives the task of one round. Where a step is traced to
+    be compiled, what changes from round to round is a tensor () in it: `round`, `rate` and the optimizer's `lr`.
     """
 
     network: Network
@@ -41,7 +42,7 @@ class Task:
     rounds: int = 200
     schedule: Schedule = field(default_factory=Constant)
     round: int = 0
-    rate: float = 1.0  # the schedule's factor, which `optimizer` has already taken in
+    rate: Number = 1.0  # the schedule's factor, which `optimizer` has already taken in
 
     def at(self, round: int) -> Task:
         """Return the task of `round` (from 0): with that round's learning rate."""

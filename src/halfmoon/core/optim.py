@@ -14,16 +14,19 @@ from halfmoon.core.autodiff import inside
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
+Number = float | Tensor
+"""What may change from round to round: a number or, where a step is traced to be compiled, a tensor ()."""
+
 
 class Optimizer(Protocol):
     """Hyper-parameters of an optimizer; its state is a tree."""
 
     @property
-    def lr(self) -> float:
+    def lr(self) -> Number:
         """Return the learning rate."""
         ...
 
-    def with_lr(self, lr: float) -> Optimizer:
+    def with_lr(self, lr: Number) -> Optimizer:
         """Return the same optimizer with another learning rate; states are interchangeable."""
         ...
 
@@ -40,7 +43,7 @@ class Optimizer(Protocol):
 class SGD:
     """Stochastic gradient descent with momentum and coupled weight decay, as `torch.optim.SGD`."""
 
-    lr: float = 0.1
+    lr: Number = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
@@ -49,7 +52,7 @@ class SGD:
         if self.nesterov and not self.momentum:
             raise UserError("SGD with nesterov needs a momentum above 0; set one, or leave nesterov out.")
 
-    def with_lr(self, lr: float) -> SGD:
+    def with_lr(self, lr: Number) -> SGD:
         """Return the same optimizer with another learning rate."""
         return replace(self, lr=lr)
 
@@ -74,13 +77,13 @@ class SGD:
 class Adam:
     """Adam (Kingma and Ba 2015) with coupled weight decay, as `torch.optim.Adam`."""
 
-    lr: float = 5e-4
+    lr: Number = 5e-4
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def with_lr(self, lr: float) -> Adam:
+    def with_lr(self, lr: Number) -> Adam:
         """Return the same optimizer with another learning rate."""
         return replace(self, lr=lr)
 
@@ -100,20 +103,23 @@ class Adam:
         # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
         c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
         scale, shift = c1 / c2, c1 * self.eps
-        if not inside():
-            return self._at_once(params, gradient, state, (steps, c1 * self.eps, c1 / c2))
+        lr = self.lr
+        if not inside() and not isinstance(lr, Tensor):
+            return self._at_once(params, gradient, state, (steps, c1 * self.eps, c1 / c2), lr)
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
         # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
         second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
 
         def moved(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
             denominator = v.sqrt().mul_(scale.to(v.dtype)).add_(shift.to(v.dtype))
-            return torch.addcdiv(p, m, denominator, value=-self.lr)
+            if isinstance(lr, Tensor):
+                return p - lr * (m / denominator)
+            return torch.addcdiv(p, m, denominator, value=-lr)
 
         return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
 
     def _at_once(
-        self, params: Tree, gradient: Tree, state: Tree, counted: tuple[Tensor, Tensor, Tensor]
+        self, params: Tree, gradient: Tree, state: Tree, counted: tuple[Tensor, Tensor, Tensor], lr: float
     ) -> tuple[Tree, Tree]:
         """Do what `step` does with one call for all leaves, which no transform of `torch.func` could see through.
 
@@ -131,7 +137,7 @@ class Adam:
         denominator = calls._foreach_sqrt(second)
         calls._foreach_mul_(denominator, scale.to(dtype))
         calls._foreach_add_(denominator, shift.to(dtype))
-        new = calls._foreach_addcdiv(p, first, denominator, value=-self.lr)
+        new = calls._foreach_addcdiv(p, first, denominator, value=-lr)
         made = (tree.rebuilt(params, iter(each)) for each in (new, first, second))
         return next(made), {"first": next(made), "second": next(made), "steps": steps}
 
@@ -148,11 +154,11 @@ class Clipped:
     value: float | None = None
 
     @property
-    def lr(self) -> float:
+    def lr(self) -> Number:
         """Return the learning rate."""
         return self.optimizer.lr
 
-    def with_lr(self, lr: float) -> Clipped:
+    def with_lr(self, lr: Number) -> Clipped:
         """Return the same optimizer with another learning rate."""
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
@@ -184,11 +190,11 @@ class Slower:
     paths: frozenset[str]
 
     @property
-    def lr(self) -> float:
+    def lr(self) -> Number:
         """Return the learning rate of the other parameters."""
         return self.optimizer.lr
 
-    def with_lr(self, lr: float) -> Slower:
+    def with_lr(self, lr: Number) -> Slower:
         """Return the same optimizer with another learning rate."""
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
@@ -210,6 +216,16 @@ class Slower:
             else:
                 result[key] = torch.lerp(old[key], value, self.factor) if path in self.paths else value
         return result
+
+
+def at_most_one(number: Number) -> Number:
+    """Return min(1, number)."""
+    return number.clamp_max(1.0) if isinstance(number, Tensor) else min(1.0, number)
+
+
+def exp(number: Number) -> Number:
+    """Return e to a number."""
+    return number.exp() if isinstance(number, Tensor) else math.exp(number)
 
 
 class Schedule(Protocol):
@@ -252,8 +268,10 @@ class Steps:
         return self.gamma ** sum(round >= share * rounds for share in self.at)
 
 
-def descend(params: Tree, gradient: Tree, lr: float) -> Tree:
+def descend(params: Tree, gradient: Tree, lr: Number) -> Tree:
     """Return params - lr * gradient: the plain, differentiable step."""
+    if isinstance(lr, Tensor):
+        return tree.map(lambda p, g: p - lr * g, params, gradient)
     return tree.map(lambda p, g: torch.add(p, g, alpha=-lr), params, gradient)
 
 

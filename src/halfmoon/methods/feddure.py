@@ -37,7 +37,7 @@ from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.losses import cross_entropy
-from halfmoon.core.optim import SGD, Optimizer, descend
+from halfmoon.core.optim import SGD, Number, Optimizer, descend
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
@@ -388,7 +388,7 @@ def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return mean(per_image(logits, batch.y), batch.x_real)
 
 
-def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regulator"]) -> float:
+def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regulator"]) -> Number:
     """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
     chosen = {"virtual": options.virtual_lr, "coarse": options.coarse_lr, "regulator": options.regulator_lr}[which]
     return task.optimizer.lr if chosen is None else chosen * task.rate

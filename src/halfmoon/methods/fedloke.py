@@ -32,6 +32,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, P
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.optim import Number, at_most_one
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.mutual import (
@@ -115,9 +116,9 @@ class FedLoKe:
         """Return the global model; the local ones never leave their clients."""
         return model_of(server)
 
-    def ramp(self, round: int) -> float:
+    def ramp(self, round: int) -> Number:
         """Return lambda of Eq. 12, what the unsupervised losses weigh in `round` (from 0)."""
-        return self.unlabeled_weight * (min(1.0, round / self.ramp_rounds) if self.ramp_rounds else 1.0)
+        return self.unlabeled_weight * (at_most_one(round / self.ramp_rounds) if self.ramp_rounds else 1.0)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Cotraining(ClientUpdate):
         local = self._pass(carry["local"], batch, quiet) if o.local else main
         used = {"global": sure(main.guess, o.delta), "local": sure(local.guess, o.delta)}
 
-        def lesson(teacher: Tensor, mask: Tensor, weight: float) -> Callable[[Tensor, Tensor], Tensor]:
+        def lesson(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
                 apart = mean(mask * divergence(teacher, unlabeled), batch.u_real)
                 return supervised(labeled, batch.y, batch.x_real) + weight * apart

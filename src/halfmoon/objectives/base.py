@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -14,6 +13,7 @@ from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.losses import cross_entropy
+from halfmoon.core.optim import Number, at_most_one, exp
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.models import forward
 from halfmoon.objectives.thresholding import Rule, Threshold
@@ -301,13 +301,13 @@ def follow(aside: Tree, params: Tree, decay: float) -> Tree:
     return {"teacher": teacher, "teacher_steps": steps}
 
 
-def ramped(task: Task, weight: float, share: float, shape: Ramp = "linear") -> float:
+def ramped(task: Task, weight: float, share: float, shape: Ramp = "linear") -> Number:
     """Return a weight that grows from 0 over the first `share` of the run's rounds, in the round at hand; 0: no growth.
 
     All steps of a round have one weight. "sigmoid" starts at exp(-5).
     """
-    done = 1.0 if share <= 0 else min(1.0, task.round / (share * task.rounds))
-    return weight * (done if shape == "linear" else math.exp(-5 * (1 - done) ** 2))
+    done = 1.0 if share <= 0 else at_most_one(task.round / (share * task.rounds))
+    return weight * (done if shape == "linear" else exp(-5 * (1 - done) ** 2))
 
 
 def debiased(logits: Tensor, prior: Tensor) -> Tensor:
