@@ -324,8 +324,8 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
             more = {name: noise(view, x) for name, view in batch.x_views.items()}
             yield batch._replace(x=noise(batch.x, x), y=noise(batch.y, x), u=views, others=others, x_views=more)
 
-    def spoiled(datas: Any) -> Local:
-        local = padded(datas)
+    def spoiled(*given: Any) -> Local:
+        local = padded(*given)
         x, u = local.real["x"], local.real["u"]
         views = {name: noise(view, u) for name, view in local.views.items()}
         return local._replace(x=noise(local.x, x), y=noise(local.y, x), u=noise(local.u, u), views=views)

@@ -58,7 +58,7 @@ _PARTS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
 RECOMMENDED = "recommended"
 # What does not change a run's numbers, or is said by `method` and its own options.
 PLACE = {
-    *("run_dir", "data_dir", "cache", "device", "executor", "threads", "workers", "processes"),
+    *("run_dir", "data_dir", "cache", "device", "executor", "compile", "threads", "workers", "processes"),
     *("checkpoint_every", "memory_cap", "seeds_together"),
 }
 # Labeled images of each class and client where nothing says how many.
@@ -360,7 +360,7 @@ def weights_of(config: Config) -> str | None:
 def identity(config: Config, method: str) -> str:
     """Return the SHA-256 of everything that changes the numbers of `method` in this run.
 
-    Left out is where things lie and how they are computed: folders, device, executor, threads, checkpoints.
+    Left out is where things lie and how they are computed: folders, device, executor, compile, threads, checkpoints.
     Of the other methods of the run only the one that sets a shared budget counts.
     """
     from halfmoon.methods import registry  # slow to import: it brings torch

@@ -244,6 +244,9 @@ class MachineOptions:
         Literal["auto", "loop", "vmap"],
         "clients one by one, or batched; auto: vmap on a GPU, or for a tiny network; loop with a table [federation]",
     ] = "auto"
+    compile: Annotated[
+        bool, "compile the training step for each shape of batches (PyTorch's Inductor); last digits differ"
+    ] = False
     threads: Annotated[
         int | None,
         "processor threads of each process; none: 1, or all for a method that has all rows in one place",

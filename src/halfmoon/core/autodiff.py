@@ -105,14 +105,14 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `torch.func.vmap(function)`: all leaves of arguments and results (dicts, tuples) lead with K."""
 
     def many(*arguments: Any) -> Any:
-        leaves = list(_leaves(arguments))
+        leaves = list(nested_leaves(arguments))
         size = len(leaves[0])
         lazy_load_decompositions()
         level = _vmap_increment_nesting(size, "error")
         try:
             wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
-            made = function(*_rebuilt(arguments, wrapped))
-            return _rebuilt(made, (_remove_batch_dim(leaf, level, size, 0) for leaf in _leaves(made)))
+            made = function(*nested_like(arguments, wrapped))
+            return nested_like(made, (_remove_batch_dim(leaf, level, size, 0) for leaf in nested_leaves(made)))
         finally:
             _vmap_decrement_nesting()
 
@@ -197,28 +197,28 @@ def _gradient(
         # SymPy, which takes most of a second.
         heads = [tree.sum_of((outputs[k] * cotangents[k]).sum() for k in known)]
     found = torch.autograd.grad(heads, flat, retain_graph=again, allow_unused=True, materialize_grads=True)
-    return _rebuilt(marked, iter(found))
+    return nested_like(marked, iter(found))
 
 
 def _detached(value: Any) -> Any:
-    return _rebuilt(value, (leaf.detach() for leaf in _leaves(value)))
+    return nested_like(value, (leaf.detach() for leaf in nested_leaves(value)))
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
+def nested_leaves(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested dicts and tuples in order."""
     if isinstance(value, Tensor):
         yield value
     else:
         parts = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
         for each in parts:
-            yield from _leaves(each)
+            yield from nested_leaves(each)
 
 
-def _rebuilt(like: Any, leaves: Iterator[Tensor]) -> Any:
+def nested_like(like: Any, leaves: Iterator[Tensor]) -> Any:
     """Return what `like` is, with other leaves."""
     if isinstance(like, Tensor):
         return next(leaves)
     if isinstance(like, dict):
-        return {key: _rebuilt(value, leaves) for key, value in cast(Tree, like).items()}
-    parts: Iterable[Any] = (_rebuilt(each, leaves) for each in like)
+        return {key: nested_like(value, leaves) for key, value in cast(Tree, like).items()}
+    parts: Iterable[Any] = (nested_like(each, leaves) for each in like)
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

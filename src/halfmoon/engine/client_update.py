@@ -15,6 +15,7 @@ from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import lifted
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
+from halfmoon.engine.compiled import Steps
 from halfmoon.engine.programs import Extent
 from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, Wanted, batches, draw, sweep
 
@@ -57,6 +58,12 @@ class ClientContext:
     round: int
     query: int
     rows: int = 512  # images whose views are made in one call
+    compiled: bool = False  # whether steps are compiled
+
+    @property
+    def roomy(self) -> bool:
+        """Return whether rows are filled up until few shapes are left, each of which is compiled."""
+        return self.compiled and self.work.whole and self.work.masks
 
     def path(self, client: int) -> tuple[str, int, int, int]:
         """Return where the random numbers of a client update come from, with the seed."""
@@ -67,7 +74,7 @@ class ClientResult(NamedTuple):
     """What one client's update leaves: its upload, its memory, and what was counted.
 
     `swept` images went through the network outside the steps; `kept` are the bytes of the memory, wherever that is.
-    `seen` are its pseudo-labels, for whoever knows the hidden labels.
+    `seen` are its pseudo-labels, for whoever knows the hidden labels. `remark` says why its steps were not compiled.
     """
 
     up: Upload
@@ -78,6 +85,7 @@ class ClientResult(NamedTuple):
     swept: int = 0
     kept: int = 0
     seen: tuple[Observed, ...] = ()
+    remark: str = ""
 
 
 class ClientTask(NamedTuple):
@@ -143,22 +151,27 @@ def update_one(
     laid = data.x.device.type == "cpu"
     if laid:
         down, memory = tree.channels_last(down), tree.channels_last(memory)
-    data = _swept(context, client, data)
-    carry = work.begin(down, memory, data)
-    judged = _judged(work, carry, data, len(data.u))
-    visit = _drawn(context, client, data, amount, work.keep(carry, data))
-    log = _Log()
+    data = held = _swept(context, client, data)
+    if context.roomy:
+        held = _local(_padded([data], True), 0)
+        memory = _filled(work, memory, data, len(held.u))
+    carry = work.begin(down, memory, held)
+    judged = _judged(work, carry, held, len(data.u))
+    visit = _drawn(context, client, data, amount, work.keep(carry, held))
+    step, log = Steps(work, down, compiled=context.compiled), _Log()
     for stacked in batches([data], [visit], context.views, work.task.normalize, context.rows):
         batch = _one(stacked, 0)
         batch = _laid(batch) if laid else batch
-        carry, notes = work.step(down, carry, batch)
+        carry, notes = step(carry, batch)
         log.add(notes, batch.u_rows)
     samples, seen = log.of(context, client)
-    up, memory = work.finish(down, carry, data)
+    up, memory = work.finish(down, carry, held)
+    if context.roomy:
+        memory = _filled(work, memory, data)
     _check_upload(context, client, up, down, visit.amount.steps)
     traffic = work.traffic(down, up)
     made = _result(work, up.map(Tensor.contiguous), tree.contiguous(memory), samples, visit, traffic, data)
-    return made._replace(seen=judged or seen)
+    return made._replace(seen=judged or seen, remark=step.remark)
 
 
 def update_many(
@@ -173,7 +186,7 @@ def update_many(
     shared = contexts[0]
     work, views, normalize = shared.work, shared.views, shared.work.task.normalize
     datas = [_swept(context, task.client, task.data) for context, task in zip(contexts, tasks, strict=True)]
-    padded = _padded(datas)
+    padded = _padded(datas, shared.roomy)
     length = padded.u.shape[1]
     memory = tree.stack([_filled(work, task.memory, data, length) for task, data in zip(tasks, datas, strict=True)])
 
@@ -197,10 +210,9 @@ def update_many(
     device = padded.y.device
     steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
     fewest = min(visit.amount.steps for visit in visits)
-    step = merged(work.step)
-    log = _Log()
+    step, log = Steps(work, downlinks, each, True, shared.compiled), _Log()
     for t, batch in enumerate(batches(datas, visits, views, normalize, shared.rows)):
-        new, notes = step(each, carry, batch)
+        new, notes = step(carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
     told = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
@@ -215,7 +227,7 @@ def update_many(
         traffic = work.traffic(received, mine)
         samples, seen = told[k]
         made = _result(work, mine, kept, samples, visits[k], traffic, datas[k])
-        results.append(made._replace(seen=judged[k] or seen))
+        results.append(made._replace(seen=judged[k] or seen, remark=step.remark))
     return results
 
 
@@ -366,8 +378,11 @@ def _judged(work: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Ob
     return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in made)
 
 
-def _padded(datas: Sequence[Local]) -> Local:
-    """Stack clients of unequal size: rows beyond a client's own repeat them from the start."""
+def _padded(datas: Sequence[Local], roomy: bool) -> Local:
+    """Stack clients of unequal size: rows beyond a client's own repeat them from the start.
+
+    To as many as the largest has or, `roomy`, up to the next power of two.
+    """
 
     def wrap(images: Tensor, length: int) -> Tensor:
         if not len(images):
@@ -375,8 +390,10 @@ def _padded(datas: Sequence[Local]) -> Local:
         return images[torch.arange(length, device=images.device) % len(images)]
 
     longest_x, longest_u = max(len(d.x) for d in datas), max(len(d.u) for d in datas)
+    if roomy:
+        longest_x, longest_u = (1 << (each - 1).bit_length() if each else 0 for each in (longest_x, longest_u))
     real: dict[str, Tensor] = {}
-    if any(len(d.x) < longest_x or len(d.u) < longest_u for d in datas):
+    if roomy or any(len(d.x) < longest_x or len(d.u) < longest_u for d in datas):
         device = datas[0].y.device
         real["x"] = torch.stack([torch.arange(longest_x, device=device) < d.labeled for d in datas])
         real["u"] = torch.stack([torch.arange(longest_u, device=device) < d.unlabeled for d in datas])

@@ -7,8 +7,8 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -114,7 +114,8 @@ class Training:
 
     Without `serving` the server trains by the clients' rule. `together` is how many clients vmap lifts at most as one
     program (None: all of a cohort that are alike), and `padded` how much of one may be padding; `spread` says where
-    programs, and the clients of a loop, train.
+    programs, and the clients of a loop, train. With `compiled` their steps are compiled, and `say` is told once of
+    those that are not.
     """
 
     batching: Batching
@@ -124,6 +125,8 @@ class Training:
     spread: Spread = map
     together: int | None = None
     padded: Fraction = PADDED
+    compiled: bool = False
+    say: Callable[[str], None] = lambda words: None
 
 
 @dataclass
@@ -138,6 +141,7 @@ class LocalClients:
     training: Training
     seed: int
     memories: StateStore
+    _said: set[str] = field(default_factory=set[str])
 
     def visit(
         self,
@@ -162,6 +166,9 @@ class LocalClients:
                 self.memories.put(str(client), outcome.memory)
             for seen in outcome.seen:
                 quality.add(seen.pseudo, hidden[client][seen.rows], seen.models)
+            if outcome.remark not in {"", *self._said}:
+                self._said.add(outcome.remark)
+                self.training.say(outcome.remark)
             yield outcome._replace(memory={}, seen=())
             del outcome  # or it would be held while the next client trains
 
@@ -175,6 +182,7 @@ class LocalClients:
         hidden: dict[int, Tensor],
     ) -> Iterator[ClientResult]:
         """Yield what comes of the clients in their order; `hidden` gets the labels that they do not see, by client."""
+        context = replace(context, compiled=self.training.compiled)
         amounts = [self._amount(context.work, client, stage) for client in clients]
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
         remembers = bool(first_memory(context.work, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
@@ -221,8 +229,8 @@ class LocalClients:
         They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
         padding takes all that have a step to do.
         """
-        flat = tree.flatten(memory)
-        shapes = tuple(leaf.shape for path, leaf in flat.items() if path not in work.row_memory)
+        flat = sorted(tree.flatten(memory).items())  # a memory that was read, or compiled, has them in another order
+        shapes = tuple(leaf.shape for path, leaf in flat if path not in work.row_memory)
         if work.masks:
             return (min(amount.steps, 1),), shapes
         size = astuple(self.dataset.own(client, stage)) if work.whole else ()

@@ -64,6 +64,7 @@ _SILENT = {
         "cache",
         "device",
         "executor",
+        "compile",
         "threads",
         "workers",
         "processes",

@@ -9,6 +9,7 @@ import numpy as np
 from halfmoon.config.schema import check_place
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER
+from halfmoon.engine import compiled
 from halfmoon.methods import registry
 from halfmoon.runs import factory, workers
 from halfmoon.runs.callbacks import Callback
@@ -21,6 +22,8 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     config, split = jobs[0].config, shared.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
+    if config.compile:
+        compiled.check(factory.device(config))
     entries = [registry.entry(job.config.method) for job in jobs]
     for job, each in zip(jobs, entries, strict=True):
         factory.method(job.config)

@@ -326,7 +326,7 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         watch.begin(run)
         training = workers.working(config) if seat is None or executor(config) == "loop" else nullcontext(seat.spread)
         with training as spread, computing(threads(config)):
-            experiment = _experiment(config, shared, path, spread)
+            experiment = _experiment(config, shared, path, spread, watch)
             played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, played)
         network, model = shared.task.network.whole(played["model"])
@@ -380,7 +380,7 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
         yield folder
 
 
-def _experiment(config: Config, shared: Problem, path: Path, spread: Spread) -> Experiment:
+def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, watch: Callback) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
     entry = registry.entry(config.method)
     made = factory.method(config)
@@ -401,7 +401,14 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread) -> 
         ),
         shared.views,
         Training(
-            shared.batching, budget(config, shared.task), shared.serving, executor(config), spread, together(config)
+            shared.batching,
+            budget(config, shared.task),
+            shared.serving,
+            executor(config),
+            spread,
+            together(config),
+            compiled=config.compile,
+            say=watch.say,
         ),
         RuntimeSettings(
             config.cohort,

@@ -13,7 +13,7 @@ from halfmoon.core.errors import UserError
 if TYPE_CHECKING:
     from halfmoon.sweep.recipe import Recipe
 
-PLACE = ("data_dir", "cache", "device", "executor", "threads", "workers")
+PLACE = ("data_dir", "cache", "device", "executor", "compile", "threads", "workers")
 """The options of a run that change how long it takes and none of its numbers."""
 
 

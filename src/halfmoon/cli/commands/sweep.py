@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from halfmoon.sweep.sweep_folder import SweepFolder
 
 PLACE = (
-    *("data_dir", "cache", "device", "executor", "threads", "workers", "seeds_together", "memory_cap"),
+    *("data_dir", "cache", "device", "executor", "compile", "threads", "workers", "seeds_together", "memory_cap"),
     "checkpoint_every",
 )
 """The options of a run that change none of its numbers, and so can be said for a whole sweep."""

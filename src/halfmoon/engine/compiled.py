@@ -1,0 +1,237 @@
+"""The steps of a client update: as its work writes them, or compiled into one program for each shape.
+
+A compiled step is traced once (`make_fx` sees through vmap and autograd alike) and becomes one program of PyTorch's
+Inductor: C++ on a processor, Triton's kernels, replayed as CUDA graphs, on a GPU. What changes from round to round, the
+learning rate, its factor and the round, is an input, so that all rounds take the same program. Leaves are laid out in
+one way, and dictionaries sorted, so that a run that goes on from its checkpoint takes it too.
+
+What cannot be traced, because Python looks at a tensor's value, trains as it is written, and so do steps in more than
+`SHAPES` shapes; `Steps.remark` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from halfmoon.api.types import Batch, ClientUpdate, StepMetrics
+from halfmoon.core.autodiff import lifted, nested_leaves, nested_like
+from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.tree import Tree
+
+SHAPES = 8
+"""For how many shapes of its steps a work is compiled at most, in one process."""
+
+WORKS = 16
+"""Of how many works the programs are kept."""
+
+Graph = Callable[..., Sequence[Tensor]]
+Arguments = tuple[Tree, Tree, Tree, Batch]
+"""What all clients are sent, what each is, the carry and the batch of a step."""
+
+
+@dataclass
+class Steps:
+    """Takes the steps of one client update or, with `together`, of K that are lifted as one program.
+
+    `down` is what all are sent, `each` what is private to each of the K (leaves (K, ...)). Where steps should be
+    `compiled` and are not, `remark` says why.
+    """
+
+    work: ClientUpdate
+    down: Tree
+    each: Tree = field(default_factory=dict[str, Any])
+    together: bool = False
+    compiled: bool = False
+    remark: str = ""
+    _program: Program | None = None
+    _sent: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __call__(self, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Return the carry after a step, and what the step reports of itself."""
+        if self.compiled and (self._program is None or not self._program.steady):
+            self._find(carry, batch)
+        if self._program is None:
+            return _taken(self.work, self.together, self.down, self.each, carry, batch)
+        return self._program.taken(self._sent, carry, batch)
+
+    def _find(self, carry: Tree, batch: Batch) -> None:
+        """Take the program for these shapes or, where there is none, no other either."""
+        down, each = _sorted(self.down), _sorted(self.each)
+        found = _program(self.work, self.together, (down, each, _sorted(carry), batch))
+        if isinstance(found, Program):
+            numbers = batch.x.new_tensor(_numbers(self.work))
+            self._program, self._sent = found, [numbers, *found.layout.leaves((down, each))]
+        else:
+            self._program, self.compiled = None, False
+            self.remark = f"The steps of {type(self.work).__name__} train without compile: {found}."
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the leaves of compiled steps lie in memory; 4-dimensional ones channels-last where the loop lays them so."""
+
+    images: torch.memory_format
+
+    def laid(self, leaf: Tensor) -> Tensor:
+        """Return a leaf as it shall lie."""
+        return leaf.contiguous(memory_format=self.images if leaf.dim() == 4 else torch.contiguous_format)
+
+    def leaves(self, value: Any) -> list[Tensor]:
+        """Return the leaves of nested dicts and tuples, laid out."""
+        return [self.laid(leaf) for leaf in nested_leaves(value)]
+
+
+class Program(NamedTuple):
+    """A compiled step, for arguments of one shape."""
+
+    run: Graph  # of numbers, what is sent, carry and batch, leaf by leaf
+    like: tuple[Tree, StepMetrics]  # what comes of it, with other leaves
+    steady: bool  # whether the carry that comes out has the shape of the one that went in
+    layout: Layout
+    gpu: bool
+
+    def taken(self, sent: Sequence[Tensor], carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Return what comes of a step."""
+        if self.gpu:
+            torch.compiler.cudagraph_mark_step_begin()
+        made = self.run(*sent, *self.layout.leaves((_sorted(carry), batch)))
+        # A CUDA graph writes its next results over these.
+        return nested_like(self.like, (leaf.clone() for leaf in made) if self.gpu else iter(made))
+
+
+def _taken(
+    work: ClientUpdate, together: bool, down: Tree, each: Tree, carry: Tree, batch: Batch
+) -> tuple[Tree, StepMetrics]:
+    """Return what a step makes of one client or, `together`, of K at once."""
+    if not together:
+        return work.step(down, carry, batch)
+
+    def one(private: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        return work.step({**down, **private}, carry, batch)
+
+    return lifted(one)(each, carry, batch)
+
+
+def _numbers(work: ClientUpdate) -> list[Any]:
+    """Return what changes from round to round: learning rate, round, and the schedule's factor."""
+    return [work.task.optimizer.lr, work.task.round, work.task.rate]
+
+
+def _with_numbers(work: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:
+    """Return the work in another round."""
+    task = replace(work.task, optimizer=work.task.optimizer.with_lr(lr), round=round, rate=rate)
+    return replace(work, task=task)
+
+
+def _program(work: ClientUpdate, together: bool, arguments: Arguments) -> Program | str:
+    """Return the program for arguments of these shapes, made now if there was none, or why there is none."""
+    alike = _with_numbers(work, 1.0, 0, 1.0)
+    try:
+        hash(alike)
+    except TypeError:
+        return "its options cannot be compared"
+    known = _programs(alike, together, torch.get_num_threads())
+    shape = _shape(arguments)
+    if shape not in known and len(known) >= SHAPES:
+        return (
+            f"they come in more than {SHAPES} shapes, and are compiled for the first {SHAPES} of a process alone, so "
+            "that last digits depend on their order; clients are alike with a number as unlabeled_batch"
+        )
+    if shape not in known:
+        # As it is written first: what is wrong with it is raised as ever, and networks keep what they make but once.
+        _taken(work, together, *arguments)
+        try:
+            known[shape] = _compiled(work, together, arguments)
+        except Exception as error:  # whatever PyTorch cannot do
+            known[shape] = f"PyTorch cannot compile them ({type(error).__name__}: {one_line(error)[:160]})"
+    return known[shape]
+
+
+@lru_cache(maxsize=WORKS)
+def _programs(work: ClientUpdate, together: bool, threads: int) -> dict[Any, Program | str]:
+    """Return the programs by shape, to be filled, of a work in any round; a number of threads is written into them."""
+    return {}
+
+
+def _compiled(work: ClientUpdate, together: bool, arguments: Arguments) -> Program:
+    """Trace a step and compile it; raise whatever PyTorch raises."""
+    x = arguments[3].x
+    loop = not together and x.device.type == "cpu"
+    layout = Layout(torch.channels_last if loop else torch.contiguous_format)
+    made: list[tuple[Tree, StepMetrics]] = []
+
+    def flat(numbers: Tensor, *leaves: Tensor) -> list[Tensor]:
+        there = _with_numbers(work, *numbers.unbind())
+        carry, notes = _taken(there, together, *nested_like(arguments, iter(leaves)))
+        made[:] = [(_sorted(carry), notes)]
+        return layout.leaves(made[0])
+
+    run = built(flat, [x.new_ones(3), *layout.leaves(arguments)])
+    (result,) = made
+    steady = _shape(result[0]) == _shape(arguments[2])
+    like = nested_like(result, (torch.empty(0) for _ in nested_leaves(result)))
+    return Program(run, like, steady, layout, x.device.type == "cuda")
+
+
+def built(function: Graph, inputs: Sequence[Tensor]) -> Graph:
+    """Return a function of tensors as a program for others of these shapes; raise whatever PyTorch raises.
+
+    Raise ValueError where it draws random numbers.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, as the rest
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    # Without a ShapeEnv, which has nothing to do, Inductor would not look into its cache on the disk.
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        # Each is a tensor of its own: the same one in two places, as a teacher that begins as the model, is traced as
+        # one.
+        fakes = [torch.empty_like(leaf) for leaf in inputs]
+        graph = make_fx(function)(*fakes)
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ValueError(f"a step draws random numbers: {node.target}")
+    return inductor(graph, fakes)
+
+
+def inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Graph:
+    """Return a graph as a program of PyTorch's Inductor, for inputs such as these."""
+    from torch import _inductor  # slow to import
+
+    # Not torch.compile, which would walk through the graph once more, and look at all inputs at each call.
+    options = {"triton.cudagraphs": True} if inputs[0].device.type == "cuda" else None
+    return cast(Any, _inductor).compile(graph, list(inputs), options)
+
+
+def check(device: torch.device) -> None:
+    """Raise `UserError` where nothing can be compiled: without a C++ compiler, or without Triton."""
+    try:
+        x = torch.ones(8, device=device)
+        built(lambda *leaves: [leaves[0] + 1], [x])(x)
+    except Exception as error:
+        wanted = "a C++ compiler (g++ or clang++)" if device.type == "cpu" else "Triton and a C compiler"
+        raise UserError(
+            f"compile needs {wanted}, and PyTorch finds none that works ({type(error).__name__}: "
+            f"{one_line(error)[:160]}); install it, or leave compile out."
+        ) from error
+
+
+def _shape(value: Any) -> Any:
+    """Return the keys of nested dicts and tuples, with the shapes, types and devices of their leaves."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, dict):
+        return tuple((key, _shape(each)) for key, each in cast(Tree, value).items())
+    return tuple(_shape(each) for each in value)
+
+
+def _sorted(tree: Tree) -> Tree:
+    """Return a tree with sorted keys, as those of what comes from a file are."""
+    return {key: _sorted(tree[key]) if isinstance(tree[key], dict) else tree[key] for key in sorted(tree)}
