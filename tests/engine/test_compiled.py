@@ -224,18 +224,6 @@ def test_a_run_by_inductor(tmp_path: Path):
     assert same(load_file(two / "model.safetensors"), load_file(straight / "model.safetensors"))
 
 
-@COMPILER
-@pytest.mark.slow
-def test_inductors_programs_are_the_steps():
-    """FixMatch through vmap, compiled in earnest: 1e-9 in float64, and a second run has the same bits."""
-    method = registry.entry("fedavg-fixmatch").method
-    found, said = gap(method, "vmap")
-    assert found < CLOSE
-    assert not said
-    one, two = (played(method, "vmap", True)[0] for _ in range(2))
-    assert all(same(a.server, b.server) and same(a.state, b.state) for a, b in zip(one, two, strict=True))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @EXECUTORS
 def test_on_a_gpu(executor: str, tmp_path: Path):
