@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import evidence
-from evidence import deviation, half_interval
+from evidence import deviation, half_interval, interval, spread
 
 HERE = Path(__file__).parent
 LINES, TABLE, SHEET = (HERE / f"choosing.{suffix}" for suffix in ("jsonl", "md", "csv"))
@@ -188,17 +188,14 @@ def _markdown(rows: list[dict[str, Any]], place: str) -> str:
     made = f"| method | last % | to labels only | to {FIXMATCH[place]} | forward passes | MB | seeds |\n"
     made += "|---|--:|--:|--:|--:|--:|--:|\n"
     for row in rows:
-        spread = "" if row["deviation"] is None else f" ± {row['deviation']:.1f}"
-        made += f"| `{row['row']}` | {row['last']:.1f}{spread} | {_gain(row, 'floor')} | {_gain(row, 'fixmatch')} | "
+        last = spread(row["last"], row["deviation"])
+        made += f"| `{row['row']}` | {last} | {_gain(row, 'floor')} | {_gain(row, 'fixmatch')} | "
         made += f"{row['forward'] / least:.1f} | {row['bytes'] / 1e6:.0f} | {row['seeds']} |\n"
     return made
 
 
 def _gain(row: dict[str, Any], name: str) -> str:
-    if name not in row:
-        return ""
-    value, half = row[name], row[f"{name}_half"]
-    return f"{value:+.1f}" + ("" if half is None else f" [{value - half:+.1f}, {value + half:+.1f}]")
+    return interval(row[name], row[f"{name}_half"]) if name in row else ""
 
 
 def main() -> None:

@@ -291,14 +291,20 @@ def report() -> None:
 def _markdown(rows: list[dict[str, Any]]) -> str:
     head = "| method | last % | chosen % | to labels only, points (95 %) | share of the way | seeds |\n"
     return f"{head}|---|--:|--:|--:|--:|--:|\n" + "".join(
-        f"| {row['title']} | {row['last']:.1f}{_spread(row['deviation'])} | {_number(row['chosen'])} | {_gain(row)} | "
+        f"| {row['title']} | {spread(row['last'], row['deviation'])} | {_number(row['chosen'])} | {_gain(row)} | "
         f"{'' if row.get('share') is None else format(row['share'], '.0%')} | {row['seeds']} |\n"
         for row in rows
     )
 
 
-def _spread(deviation: float | None) -> str:
-    return "" if deviation is None else f" ± {deviation:.1f}"
+def spread(mean: float, deviation: float | None) -> str:
+    """Return a mean over seeds with its deviation, where there is one, for a table."""
+    return f"{mean:.1f}" + ("" if deviation is None else f" ± {deviation:.1f}")
+
+
+def interval(difference: float, half: float | None) -> str:
+    """Return a difference with its 95 % interval, where there is one, for a table."""
+    return f"{difference:+.1f}" + ("" if half is None else f" [{difference - half:+.1f}, {difference + half:+.1f}]")
 
 
 def _number(value: float | None) -> str:
@@ -306,10 +312,7 @@ def _number(value: float | None) -> str:
 
 
 def _gain(row: dict[str, Any]) -> str:
-    if "difference" not in row:
-        return ""
-    difference, half = row["difference"], row["half"]
-    return f"{difference:+.1f}" + ("" if half is None else f" [{difference - half:+.1f}, {difference + half:+.1f}]")
+    return interval(row["difference"], row["half"]) if "difference" in row else ""
 
 
 def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:

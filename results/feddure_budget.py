@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evidence import deviation, half_interval
+from evidence import deviation, half_interval, interval, spread
 
 HERE = Path(__file__).parent
 LINES, TABLE = HERE / "feddure_budget.jsonl", HERE / "feddure_budget.md"
@@ -79,22 +79,12 @@ def report() -> None:
         for method, ends in methods.items():
             floor = methods.get(FLOOR, {})
             differences = [ends[seed] - floor[seed] for seed in ends if seed in floor] if method != FLOOR else []
-            table += f"| {steps} | {schedule} | {width} | `{method}` | {_spread(list(ends.values()))} | "
-            table += f"{_gain(differences)} | {len(ends)} |\n"
+            table += f"| {steps} | {schedule} | {width} | `{method}` | "
+            last = list(ends.values())
+            gain = interval(fmean(differences), half_interval(differences)) if differences else ""
+            table += f"{spread(fmean(last), deviation(last))} | {gain} | {len(ends)} |\n"
     before, after = TABLE.read_text().split(BEGIN, 1)
     TABLE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after.split(END, 1)[1]}")
-
-
-def _spread(ends: list[float]) -> str:
-    spread = deviation(ends)
-    return f"{fmean(ends):.1f}" + ("" if spread is None else f" ± {spread:.1f}")
-
-
-def _gain(differences: list[float]) -> str:
-    if not differences:
-        return ""
-    half, mean = half_interval(differences), fmean(differences)
-    return f"{mean:+.1f}" + ("" if half is None else f" [{mean - half:+.1f}, {mean + half:+.1f}]")
 
 
 def main() -> None:
