@@ -261,6 +261,18 @@ def test_scores_are_those_of_scikit_learn() -> None:
     assert measure.scores(truth, guess, confidence, "abcd", sure=1.0)["sure"]["accuracy"] is None
 
 
+def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
+    """Counted over all pairs of an image of a class and one of another; class 3 does not occur and counts nothing."""
+    rng = np.random.default_rng(4)
+    truth, p = rng.integers(0, 3, 40), rng.dirichlet(np.ones(4), 40).round(1)
+    shares = []
+    for k in range(3):
+        own, other = p[truth == k, k], p[truth != k, k]
+        shares.append(np.mean([(a > b) + 0.5 * (a == b) for a in own for b in other]))
+    assert measure.auc(truth, p) == pytest.approx(np.mean(shares))
+    assert measure.auc(np.zeros(5, dtype=np.int64), p[:5]) is None
+
+
 def test_calibration_by_hand() -> None:
     """Five bins. (0.4, 0.6]: 0.5 right, 0.6 wrong: |1 - 1.1| = 0.1. (0.8, 1]: 0.9 and 1.0 right: |2 - 1.9| = 0.1.
 

@@ -25,14 +25,15 @@ Scores = dict[str, Any]
 
 
 def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
-    """Return the `scores` of a model on a folder of labeled images, and the images that could not be read.
+    """Return `scores` and "auc" of a model on a folder of labeled images, and the images that could not be read.
 
     Raise `UserError` as `halfmoon.inference.image_folder.find_labeled` does, and where no image can be read.
     """
     check_share(sure)
     truth, logits, unreadable = labeled_logits(model, folder)
     values = model.scaled(logits)
-    return scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure), unreadable
+    found = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
+    return {**found, "auc": auc(truth, values)}, unreadable
 
 
 def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
@@ -91,6 +92,19 @@ def scores(
         "confusion": confusion.tolist(),
         "reliability": table,
     }
+
+
+def auc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
+    """Return the area under the ROC curve of labels int64 (N,) and probabilities float (N, classes), in 0..1.
+
+    The mean over classes of one class against the rest, where both occur; None where none does. Unlike accuracy it does
+    not depend on how common a class is among the images, nor on the probability from which it is called.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    counts = np.bincount(truth, minlength=probabilities.shape[1])
+    both = np.flatnonzero((counts > 0) & (counts < len(truth)))
+    return float(np.mean([roc_auc_score(truth == k, probabilities[:, k]) for k in both])) if len(both) else None
 
 
 def confusion_matrix(truth: np.ndarray, guess: np.ndarray, classes: int) -> np.ndarray:

@@ -80,6 +80,7 @@ def _show(found: dict[str, Any], files: Sequence[str]) -> None:
         f"images: {found['images']:,}",
         f"accuracy: {_percent(found['accuracy'])} %",
         f"balanced accuracy: {_percent(found['balanced_accuracy'])} %",
+        f"area under the ROC curve: {_percent(found['auc'])} %",
         f"expected calibration error: {_percent(found['calibration_error'])} % "
         f"(temperature {found['temperature']:.3g})",
         f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images, "
