@@ -110,8 +110,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "alone": {"title": "each site alone, with its own labels (mean over sites)"},
     "forest": {"title": "random forest, all sites' labels in one place"},
 }  # fmt: skip
-PARTS = {"last": "", "held": ", held-out training images"}
-"""What the last round is measured on: the test images and, where some are set aside, the validation images."""
+PARTS = {"last": "", "auc": ", area under the ROC curve", "held": ", held-out training images"}
+"""What is measured: the last round on the test images; of two classes, the area under the ROC curve of the model that a
+run keeps; and the last round on the validation images, where some are set aside."""
 
 PICTURED = ("digits, IID labels", "digits", "pneumonia_mnist, IID labels",
             "pneumonia_mnist, IID labels, held-out training images", "pneumonia_mnist",
@@ -158,7 +159,22 @@ def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict
 
     place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
     summary = runner.cell(configured(data, row, seed, folder), place)
-    return {"accuracy": {**summary["accuracy"], **held(place)}, "labeled_steps": summary["cost"]["labeled_steps"]}
+    score = {**summary["accuracy"], **held(place), **area(data, place, folder)}
+    return {"accuracy": score, "labeled_steps": summary["cost"]["labeled_steps"]}
+
+
+def area(data: str, place: Path, folder: Path | None) -> dict[str, float]:
+    """Return {"auc": area under the ROC curve}: the kept model on the test images, where there are two classes."""
+    from halfmoon import load_data
+    from halfmoon.inference.load import load_model
+    from halfmoon.inference.measure import auc
+
+    model = load_model(place)
+    if len(model.classes) != 2:
+        return {}
+    test = load_data(SETS[data].get("data", data), folder).test
+    found = auc(test.labels, model.probabilities(test.images))
+    return {} if found is None else {"auc": found}
 
 
 def held(place: Path) -> dict[str, float]:
@@ -229,7 +245,7 @@ def lines() -> list[dict[str, Any]]:
 def table(data: str, key: str = "last") -> list[dict[str, Any]]:
     """Return a row a method that was played, with its difference to labels alone at the same seeds.
 
-    `key` is "last", the last round on the test images, or "held", the last round on the validation images.
+    `key` is one of `PARTS`.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for line in lines():
@@ -247,7 +263,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         way = [top[seed] - base[seed] for seed in both if seed in top]
         line: dict[str, Any] = {
             "data": data,
-            "images": "test" if key == "last" else "validation",
+            "images": {"last": "test", "auc": "test, area under the ROC curve", "held": "validation"}[key],
             "row": row,
             "title": ROWS[row]["title"],
             "seeds": len(last),
