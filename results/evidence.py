@@ -292,7 +292,7 @@ def half_interval(differences: list[float]) -> float | None:
 def report() -> None:
     """Write the tables, the numbers behind them, and the forest plot."""
     tables = {f"{data}{words}": table(data, key) for data in SETS for key, words in PARTS.items()}
-    tables = {title: rows for title, rows in tables.items() if rows}
+    tables = {title: rows for title, rows in tables.items() if any(row["row"] == FLOOR for row in rows)}
     names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "share")
     with SHEET.open("w", newline="") as file:
         sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
