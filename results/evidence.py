@@ -1,4 +1,4 @@
-"""What semi-supervision gains, data set by data set: play the runs; write evidence.md, evidence.csv, evidence.png.
+"""What semi-supervision gains, data set by data set: play the runs; write the tables, evidence.csv, evidence.png.
 
     python results/evidence.py play digits --runs RUNS [--data-dir DATA] [--seeds 0 1 2 3 4] [--rows fedavg feddure]
     python results/evidence.py report
@@ -19,12 +19,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 HERE = Path(__file__).parent
-LINES, TABLE, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "md", "csv", "png"))
+LINES, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "csv", "png"))
+PAGES = (HERE / "evidence.md", HERE / "evidence_older.md", HERE.parent / "docs" / "choosing.md")
+"""Where tables stand, between `<!-- table: NAME -->` and `<!-- /table -->`."""
 
 QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t at 97.5 % for so many seeds; two say nothing."""
@@ -110,14 +112,34 @@ ROWS: dict[str, dict[str, Any]] = {
     "alone": {"title": "each site alone, with its own labels (mean over sites)"},
     "forest": {"title": "random forest, all sites' labels in one place"},
 }  # fmt: skip
-PARTS = {"last": "", "auc": ", area under the ROC curve", "held": ", held-out training images"}
-"""What is measured: the last round on the test images; of two classes, the area under the ROC curve of the model that a
-run keeps; and the last round on the validation images, where some are set aside."""
 
-PICTURED = ("digits, IID labels", "digits", "pneumonia_mnist, IID labels",
-            "pneumonia_mnist, IID labels, held-out training images", "pneumonia_mnist",
-            "pneumonia_mnist, held-out training images", "fashion_mnist", "cifar10")  # fmt: skip
-"""The tables that are drawn; the others are older recipes, or say the same of other images."""
+
+class Part(NamedTuple):
+    """Something that is measured: what it adds to a table's name, on which images, and the head of its column."""
+
+    words: str
+    images: str
+    head: str
+
+
+PARTS = {
+    "last": Part("", "test", "last %"),
+    "auc": Part(", area under the ROC curve", "AUC, test", "AUC %"),
+    "held": Part(", held-out training images", "held-out training", "last %"),
+}
+"""The last round on the test images; of two classes, the area under the ROC curve of the model that a run keeps; and
+the last round on the validation images, where some are set aside."""
+
+PICTURED = (("digits, IID labels", "last"), ("digits", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
+            ("pneumonia_mnist, IID labels", "held"), ("pneumonia_mnist, IID labels", "last"),
+            ("pneumonia_mnist, IID labels", "auc"), ("pneumonia_mnist", "held"),
+            ("pneumonia_mnist", "last"))  # fmt: skip
+"""The tables that are drawn and told in short; the others are older recipes, or say the same of other images."""
+
+LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images"}
+SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global"), "FedDure": ("feddure-received", "feddure-step"),
+         "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
+"""The columns of the table in short, each the first of these rows that was played."""
 
 FLOOR, CEILING = "fedavg", "fedavg-sl"
 FLOORS = ("alone", "forest")
@@ -186,6 +208,7 @@ def held(place: Path) -> dict[str, float]:
 def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]:
     """Return the accuracy of what needs no federation: the sites' own models, or a forest on all labels."""
     from halfmoon.data.partition.split import Split
+    from halfmoon.inference.measure import auc
     from halfmoon.runs import factory
 
     config = configured(data, row, seed, folder)
@@ -198,12 +221,13 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
             rows = np.flatnonzero(split.labeled & (split.client >= 0))
             forest = RandomForestClassifier(500, random_state=seed)
             forest.fit(train.images[rows].reshape(len(rows), -1), train.labels[rows])
-            parts = {"last": test, "held": problem.source.validation}
-            score = {
-                name: float(forest.score(part.images.reshape(len(part), -1), part.labels))
-                for name, part in parts.items()
-                if part is not None
-            }
+            score = {}
+            for name, part in (("last", test), ("held", problem.source.validation)):
+                if part is not None:
+                    share = forest.predict_proba(part.images.reshape(len(part), -1))
+                    score[name] = float((forest.classes_[share.argmax(1)] == part.labels).mean())
+                    if name == "last" and share.shape[1] == 2:
+                        score |= {"auc": auc(part.labels, share)}
             return {"accuracy": score}
         shares = []
         for client in range(split.clients):
@@ -263,7 +287,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         way = [top[seed] - base[seed] for seed in both if seed in top]
         line: dict[str, Any] = {
             "data": data,
-            "images": {"last": "test", "auc": "test, area under the ROC curve", "held": "validation"}[key],
+            "images": PARTS[key].images,
             "row": row,
             "title": ROWS[row]["title"],
             "seeds": len(last),
@@ -291,32 +315,72 @@ def half_interval(differences: list[float]) -> float | None:
 
 def report() -> None:
     """Write the tables, the numbers behind them, and the forest plot."""
-    tables = {f"{data}{words}": table(data, key) for data in SETS for key, words in PARTS.items()}
-    tables = {title: rows for title, rows in tables.items() if any(row["row"] == FLOOR for row in rows)}
+    found = {(data, key): table(data, key) for data in SETS for key in PARTS}
+    found = {which: rows for which, rows in found.items() if any(row["row"] == FLOOR for row in rows)}
     names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "share")
     with SHEET.open("w", newline="") as file:
         sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         sheet.writeheader()
-        for rows in tables.values():
+        for rows in found.values():
             sheet.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    page = TABLE.read_text()
-    for title, rows in tables.items():
+    tables = {f"{data}{PARTS[key].words}": _markdown(rows, PARTS[key].head) for (data, key), rows in found.items()}
+    tables["in short"] = _short(found)
+    pages = {path: path.read_text() for path in PAGES}
+    for title, table_ in tables.items():
         begin, end = f"<!-- table: {title} -->\n", "<!-- /table -->"
-        if begin not in page:
-            raise SystemExit(f"{TABLE} has no block for {title}: write {begin.strip()} and {end} into it.")
-        before, after = page.split(begin, 1)
-        page = f"{before}{begin}\n{_markdown(rows)}\n{end}{after.split(end, 1)[1]}"
-    TABLE.write_text(page)
-    _draw(tables)
+        if not any(begin in page for page in pages.values()):
+            raise SystemExit(f"No page has a block for {title}: write {begin.strip()} and {end} into {PAGES[0]}.")
+        for path, page in pages.items():
+            if begin in page:
+                before, after = page.split(begin, 1)
+                pages[path] = f"{before}{begin}\n{table_}\n{end}{after.split(end, 1)[1]}"
+    for path, page in pages.items():
+        path.write_text(page)
+    _draw(found)
 
 
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    head = "| method | last % | chosen % | to labels only, points (95 %) | share of the way | seeds |\n"
-    return f"{head}|---|--:|--:|--:|--:|--:|\n" + "".join(
-        f"| {row['title']} | {spread(row['last'], row['deviation'])} | {_number(row['chosen'])} | {_gain(row)} | "
-        f"{'' if row.get('share') is None else format(row['share'], '.0%')} | {row['seeds']} |\n"
-        for row in rows
-    )
+def _markdown(rows: list[dict[str, Any]], head: str) -> str:
+    """Return a table; a column that nobody fills is left out."""
+    columns = {
+        "method": [row["title"] for row in rows],
+        head: [spread(row["last"], row["deviation"]) for row in rows],
+        "chosen %": ["" if row["chosen"] is None else f"{row['chosen']:.1f}" for row in rows],
+        "to labels only, points (95 %)": [_gain(row) for row in rows],
+        "share of the way": ["" if row.get("share") is None else f"{row['share']:.0%}" for row in rows],
+        "seeds": [str(row["seeds"]) for row in rows],
+    }
+    return _columns({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def _short(found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """Return the table of what is gained, a line for each table that is drawn."""
+    columns: dict[str, list[str]] = {}
+    for which in PICTURED:
+        data, key = which
+        rows = {row["row"]: row for row in found[which]}
+        line = dict(zip(("data set", "labels lie", "images"), _place(data, key), strict=True))
+        line |= {"splits": str(rows[FLOOR]["seeds"])}
+        line["labels only, %"] = f"{rows[FLOOR]['last']:.1f}"
+        for head, names in SHORT.items():
+            row = next((rows[name] for name in names if name in rows), {})
+            splits = f" ({row['seeds']})" if row and row["seeds"] != rows[FLOOR]["seeds"] else ""
+            share = f", {row['share']:.0%}" if "share" in row else ""
+            line[head] = _gain(row) + share + splits
+        for head, cell in line.items():
+            columns.setdefault(head, []).append(cell)
+    return _columns(columns)
+
+
+def _place(data: str, key: str) -> tuple[str, str, str]:
+    """Return in words the data set, how its labels lie, and the images on which is judged."""
+    return SETS[data].get("data", data), LABELS[{**SHARED, **SETS[data]}["setting"]], PARTS[key].images
+
+
+def _columns(columns: dict[str, list[str]]) -> str:
+    """Return a Markdown table: words to the left, numbers to the right."""
+    head = "| " + " | ".join(columns) + " |\n"
+    head += "|" + "|".join("---" if cells[0][:1].isalpha() else "--:" for cells in columns.values()) + "|\n"
+    return head + "".join("| " + " | ".join(cells) + " |\n" for cells in zip(*columns.values(), strict=True))
 
 
 def spread(mean: float, deviation: float | None) -> str:
@@ -329,15 +393,11 @@ def interval(difference: float, half: float | None) -> str:
     return f"{difference:+.1f}" + ("" if half is None else f" [{difference - half:+.1f}, {difference + half:+.1f}]")
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
 def _gain(row: dict[str, Any]) -> str:
     return interval(row["difference"], row["half"]) if "difference" in row else ""
 
 
-def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:
+def _draw(found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
     """Draw the paired differences with their intervals, a panel a data set."""
     import matplotlib as mpl
 
@@ -345,14 +405,14 @@ def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:
     from matplotlib import pyplot as plt
 
     shown = {
-        name: [row for row in tables.get(name, []) if row.get("half") is not None and row["row"] != "alone"]
-        for name in PICTURED
+        which: [row for row in found[which] if row.get("half") is not None and row["row"] != "alone"]
+        for which in PICTURED
     }
-    shown = {name: rows for name, rows in shown.items() if rows}
-    heights = [max(1, len(rows)) for rows in shown.values()]
+    heights = [len(rows) for rows in shown.values()]
     figure, axes = plt.subplots(len(shown), 1, figsize=(8, 0.9 + 0.34 * sum(heights) + 0.6 * len(shown)),
                                 height_ratios=heights, layout="constrained", squeeze=False)  # fmt: skip
-    for axis, (data, rows) in zip(axes[:, 0], shown.items(), strict=True):
+    for axis, (which, rows) in zip(axes[:, 0], shown.items(), strict=True):
+        data, labels, images = _place(*which)
         for place, row in enumerate(reversed(rows)):
             half = row["half"]
             above = row["difference"] - half > 0
@@ -363,10 +423,10 @@ def _draw(tables: dict[str, list[dict[str, Any]]]) -> None:
         axis.set_yticks(range(len(rows)), [row["title"] for row in reversed(rows)])
         axis.set_ylim(-0.6, len(rows) - 0.4)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_title(data, loc="right", fontsize=10, fontweight="bold")
+        axis.set_title(f"{data}: labels dealt {labels}, {images} images", loc="right", fontsize=10, fontweight="bold")
         axis.grid(axis="x", alpha=0.3)
     figure.supxlabel(
-        "points of accuracy above FedAvg on labels alone: mean over seeds and 95 % interval\n"
+        "points above FedAvg on labels alone: mean over seeds and 95 % interval\n"
         "blue: a method whose interval is above zero; orange: another; gray: for comparison",
         fontsize=9,
     )
