@@ -151,6 +151,7 @@ MISTAKES = {
     "run --seeds-together": "--seeds-together needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 "
     "--seeds-together.",
     "run --round 3": "unknown option '--round': did you mean '--rounds'?",
+    "site export digits --sites 3 --out x --seed 3": "unknown option '--seed': did you mean '--split-seed'?",
     "run --rounds": "--rounds has no value: it must be a whole number.",
     "run --rounds ten": '--rounds is "ten": it must be a whole number.',
     "run --seed -1": "seed is -1: it must be at least 0.",

@@ -113,7 +113,7 @@ def _main(words: list[str]) -> int:
         return 0
     given, rest = parser.parse_known_args(words)
     if rest:
-        raise _leftover(given.command, rest, known)
+        raise _leftover(given, rest, known)
     if given.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
     given.words = words
@@ -162,7 +162,7 @@ def _parser() -> tuple[Parser, dict[str, list[str]]]:
 
     for module in MODULES.values():
         module.add(commands)
-    return parser, {name: flags(each) for name, each in commands.choices.items()}
+    return parser, commands.choices
 
 
 def _shown(parser: argparse.ArgumentParser) -> None:
@@ -184,8 +184,11 @@ def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = 
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
 
 
-def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list[str]]) -> UserError:
-    """Return the complaint about the first argument that nobody takes; `known` are the flags of every command."""
+def _leftover(
+    given: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]
+) -> UserError:
+    """Return the complaint about the first argument that nobody takes; `known` are the parsers of the commands."""
+    command: str | None = given.command
     flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:
         return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
@@ -202,7 +205,7 @@ def _leftover(command: str | None, rest: Sequence[str], known: Mapping[str, list
         )
     if name in settings.RENAMED:
         return settings.unknown_option(name, None)
-    return UserError(f"unknown option {flag!r}: {nearest(flag, known[command])}")
+    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], given))}")
 
 
 def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:

@@ -87,11 +87,14 @@ def tracked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tracker", metavar="NAME", help=about)
 
 
-def flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the long flags that a parser takes, and those of its own commands."""
-    own = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return own + [flag for action in nested for each in action.choices.values() for flag in flags(each)]
+def flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[str]:
+    """Return the long flags that a parser takes, and those of its action that is given, or of all where none is."""
+    found = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    for nested in (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)):
+        named = getattr(given, nested.dest, None)
+        for each in nested.choices.values() if named is None else [nested.choices[named]]:
+            found += flags(each, given)
+    return found
 
 
 def print_json(value: Any) -> None:
