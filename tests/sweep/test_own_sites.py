@@ -15,6 +15,8 @@ from halfmoon import Config, UserError
 from halfmoon.cli import own_sites as command
 from halfmoon.cli.main import main
 from halfmoon.data import load
+from halfmoon.engine.loop import Row
+from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.sweep import own_sites
 
 
@@ -30,6 +32,22 @@ def site(place: Path, labels: int, count: int) -> Path:
     (place / "labels.csv").write_text("\n".join(lines))
     (place / "classes.txt").write_text("0\n1\n")
     return place
+
+
+class Told(NullCallback):
+    """Notes under which name each round was played."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self, run: RunInfo) -> None:
+        self.told.append(run.title)
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self.told.append(f"{run.title} {row['round']}")
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self.told.append(f"{run.title} ended")
 
 
 def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> None:
@@ -68,19 +86,21 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     assert len(chosen) == expected == len(plain.client) - len(rows.client) > 5
     assert rows.labeled.sum() == plain.labeled.sum() - expected
     config = Config(rounds=2, steps=1, network="small", validation_share=0.25, method="fedavg-fixmatch", threads=1)
-    table = own_sites.rehearse(config, folders, tmp_path / "r", print)
+    table = own_sites.rehearse(config, folders, tmp_path / "r", seen := Told())
     ended = json.loads((tmp_path / "r" / "labels-only" / "summary.json").read_text())["accuracy"]
     told = [json.loads(line) for line in (tmp_path / "r" / "labels-only" / "metrics.jsonl").read_text().splitlines()]
     assert ended["validation"] == max(row["validation"]["accuracy"] for row in told)
     assert sum(len(row["validation"]["per_class"]) for row in told) == 4
     assert next(row.accuracy for row in table if row.name == "federation, labels only") == ended["chosen"]
+    names = [row.name for row in table if "forest" not in row.name]
+    assert seen.told == [each for name in names for each in (name, f"{name} 1", f"{name} 2", f"{name} ended")]
 
 
 def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all."""
     folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]
-    words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--json"]
-    assert main([*words, "--channels", "1", "--run-dir", str(tmp_path / "r")]) == 0
+    words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--channels", "1"]
+    assert main([*words, "--json", "--run-dir", str(tmp_path / "r")]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["name"] for row in rows] == [
         "a alone", "bb alone", "all labels in one place", "all labels in one place, a random forest on pixels",
@@ -92,6 +112,12 @@ def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytes
     assert labels[2] == labels[3] == labels[4] == labels[7] == labels[0] + labels[1]
     assert 0 < labels[5] < labels[6] < labels[7]
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
+    assert (
+        main([word for word in words if word != "--json"] + ["--channels", "1", "--run-dir", str(tmp_path / "n")]) == 0
+    )
+    out, told = capsys.readouterr()
+    assert "a alone: round 1/1, accuracy" in told
+    assert "federation, labels only" in out
 
 
 def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tmp_path: Path) -> None:
@@ -103,7 +129,7 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
     folder = site(tmp_path / "a", 12, 14)
     for folders in ([folder], [folder, folder]):
         with pytest.raises(UserError, match="two sites or more, each once"):
-            own_sites.rehearse(Config(), folders, tmp_path / "r", print)
+            own_sites.rehearse(Config(), folders, tmp_path / "r")
 
 
 def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(

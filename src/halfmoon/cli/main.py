@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfmoon.cli import own_sites
 from halfmoon.cli.commands import (
@@ -49,6 +49,8 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
+
+Outcome = TypeVar("Outcome")
 
 MAIN_JOB: dict[str, Any] = {
     "baselines": ("fedavg", "fedavg-fixmatch", "fedavg-sl"),
@@ -123,8 +125,8 @@ def _main(words: list[str]) -> int:
 # The parser
 
 
-def _parser() -> tuple[Parser, dict[str, list[str]]]:
-    """Return the parser, and the flags of every command."""
+def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of the commands."""
     parser = Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -239,7 +241,12 @@ def _value(words: str) -> Any:
 def _run(given: argparse.Namespace) -> int:
     values, flags, file = _layers(given)
     if given.sites:
-        return own_sites.run(given, {**values, **flags}, file)
+        config, folders = own_sites.asked(given, {**values, **flags}, file)
+        assert config.run_dir is not None
+        from halfmoon.sweep.own_sites import rehearse
+
+        root, again = config.run_dir, "the same command goes on"
+        return _play(given, root, lambda watch: rehearse(config, folders, root, watch), own_sites.show, again)
     own_sites.refuse_federation(given.config, values, flags)
     if given.config is None and not {"method", "baselines"} & flags.keys():
         flags = _main_job(flags)
@@ -298,8 +305,18 @@ def _resume(given: argparse.Namespace) -> int:
     return _play(given, given.folder, lambda watch: runner.resume(given.folder, watch))
 
 
-def _play(given: argparse.Namespace, folder: Path, play: Callable[[Callback], RunResult]) -> int:
-    """Play runs before the user's eyes and print what came out."""
+def _outcome(given: argparse.Namespace, folder: Path, outcome: RunResult) -> None:
+    print_outcome(outcome, as_json=given.json, wide=given.wide)
+
+
+def _play(
+    given: argparse.Namespace,
+    folder: Path,
+    play: Callable[[Callback], Outcome],
+    show: Callable[[argparse.Namespace, Path, Outcome], None] = _outcome,
+    again: str = "",
+) -> int:
+    """Play runs before the user's eyes and show what came out; `again`: how to go on, if not by `halfmoon resume`."""
     from rich.console import Console
 
     from halfmoon.cli.console import watcher
@@ -317,7 +334,8 @@ def _play(given: argparse.Namespace, folder: Path, play: Callable[[Callback], Ru
         if given.debug:
             raise
         kept = any((folder / name).exists() for name in ("run.json", "comparison.json"))
-        return complain(f"stopped; {f'go on with: {_resuming(folder)}' if kept else 'nothing was saved yet.'}", 130)
+        again = again or (f"go on with: {_resuming(folder)}" if kept else "nothing was saved yet.")
+        return complain(f"stopped; {again}", 130)
     except Diverged as error:
         if given.debug:
             raise
@@ -325,10 +343,10 @@ def _play(given: argparse.Namespace, folder: Path, play: Callable[[Callback], Ru
     except (MemoryError, RuntimeError) as error:
         if given.debug or (words := out_of_memory(error)) is None:
             raise
-        return complain(f"{words} What was saved is intact: go on with: {_resuming(folder)}", 1)
+        return complain(f"{words} What was saved is intact: {again or f'go on with: {_resuming(folder)}'}", 1)
     if not watch.played:
         watch.say(f"{folder} is finished already; this is what came out.")
-    print_outcome(outcome, as_json=given.json, wide=given.wide)
+    show(given, folder, outcome)
     return 0
 
 

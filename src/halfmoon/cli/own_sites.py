@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import print_json
 from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from halfmoon.sweep.own_sites import Played
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +35,11 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
     )
 
 
-def run(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> int:
-    """Play the rehearsal and print its table."""
+def asked(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
+    """Return the configuration of a rehearsal, with the folder that it is played in, and the sites' folders.
+
+    Raise `UserError` for a folder whose name is none of the federation's sites.
+    """
     values = {**layer}
     values.setdefault("method", "fedavg-fixmatch")
     folders = given.sites
@@ -42,21 +48,24 @@ def run(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -
         values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
     config = settings.resolve({}, values, file)
-    from halfmoon.sweep.own_sites import HELD_OUT, rehearse
-
     root = config.run_dir or Path("runs", f"sites-{config.method}-seed{config.seed}")
-    table = rehearse(config, folders, root, lambda words: _say(words))
+    return replace(config, run_dir=root), folders
+
+
+def show(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> None:
+    """Print the table of a rehearsal that lies in `folder`."""
     if given.json:
-        print_json({"folder": str(root), "rows": [asdict(each) for each in table]})
-        return 0
+        print_json({"folder": str(folder), "rows": [asdict(each) for each in table]})
+        return
     from rich.console import Console
 
-    from halfmoon.cli.console import say, show
+    from halfmoon.cli import console as terminal
+    from halfmoon.sweep.own_sites import HELD_OUT
 
     console = Console()
-    show(console, ["trained on", "labels", "right"], [[p.name, f"{p.labels:,}", f"{p.accuracy:.2%}"] for p in table])
-    say(console, f"tested on one of {HELD_OUT} labeled images of every class and site; runs: {root}")
-    return 0
+    rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
+    terminal.show(console, ["trained on", "labels", "right"], rows)
+    terminal.say(console, f"tested on one of {HELD_OUT} labeled images of every class and site; runs: {folder}")
 
 
 def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:
@@ -87,7 +96,3 @@ def _form(table: Mapping[str, Any]) -> dict[str, Any]:
     if len(image) != 3 or image[1] != image[2]:
         return {}
     return {"channels": image[0], "resize": image[1]}
-
-
-def _say(words: str) -> None:
-    sys.stderr.write(f"halfmoon: {words}\n")

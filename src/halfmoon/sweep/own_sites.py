@@ -30,7 +30,9 @@ from halfmoon.data.partition.primitives import stream
 from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import prepared
+from halfmoon.engine.loop import Row
 from halfmoon.federation.site_data import SiteFolder, read
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
 from halfmoon.storage import atomic_io
@@ -69,13 +71,33 @@ class _Rows:
         return Split(np.where(client == site, 0, -1), labeled & (client == site), 1)
 
 
-def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[[str], None]) -> list[Played]:
+class _Titled:
+    """Tell another callback of a run under the name of its row."""
+
+    def __init__(self, watch: Callback, name: str) -> None:
+        self.watch, self.name = watch, name
+
+    def begin(self, run: RunInfo) -> None:
+        self.watch.begin(replace(run, title=self.name))
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self.watch.round(replace(run, title=self.name), row)
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self.watch.end(replace(run, title=self.name), summary)
+
+    def say(self, words: str) -> None:
+        self.watch.say(words)
+
+
+def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callback = NULL_CALLBACK) -> list[Played]:
     """Play all rows in the folder `root`, or go on there, and return the table.
 
-    `config.method` is the one with semi-supervision. Raise `UserError` where the folders cannot be read, where their
-    images need a size (--resize) or channels, or where too few are labeled.
+    `config.method` is the one with semi-supervision, and `watch` is told of each run under its row's name.
+    Raise `UserError` where the folders cannot be read, where their images need a size (--resize) or channels, or where
+    too few are labeled.
     """
-    rows = _written(config, folders, root / "data", say)
+    rows = _written(config, folders, root / "data", watch.say)
     base = replace(config, data=str(root / "data"), cache=root / "cache", baselines=(), image_size=config.image_size)
     base = replace(base, clients=len(folders), cohort=min(config.cohort, len(folders)), resize=None, channels=None)
     base = replace(base, crop=False, window=None, reference=config.reference or config.method)
@@ -87,18 +109,16 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, say: Callable[
         split.save(path)
         one = replace(base, method=method, split=path, clients=split.clients, cohort=min(base.cohort, split.clients))
         options = one.options if method == config.method else {}
-        summary = cell(replace(one, options=options), root / word)
+        summary = cell(replace(one, options=options), root / word, _Titled(watch, name))
         right = summary["accuracy"]["chosen" if base.validation_part else "last"]
         table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), right))
-        say(f"{name}: {table[-1].accuracy:.2%} with {table[-1].labels:,} labels")
 
     for number, name in enumerate(rows.names):
         play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
     play("all labels in one place", "together", "partially-supervised", rows.split())
-    right = forest(root / "data", rows.labeled, say)
+    right = forest(root / "data", rows.labeled, watch.say)
     if right is not None:
         table.append(Played("all labels in one place, a random forest on pixels", int(rows.labeled.sum()), right))
-        say(f"{table[-1].name}: {right:.2%} with {table[-1].labels:,} labels")
     play("federation, labels only", "labels-only", "fedavg", rows.split())
     for share in SHARES:
         kept = _share(rows, share)
