@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -14,6 +15,7 @@ from PIL import Image
 from halfmoon import Config, UserError
 from halfmoon.cli import own_sites as command
 from halfmoon.cli.main import main
+from halfmoon.config import schema as settings
 from halfmoon.data import load
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
@@ -105,8 +107,9 @@ def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytes
     assert [row["name"] for row in rows] == [
         "a alone", "bb alone", "all labels in one place", "all labels in one place, a random forest on pixels",
         "federation, labels only",
-        "federation, fedavg-fixmatch, 25% of the labels", "federation, fedavg-fixmatch, 50% of the labels",
-        "federation, fedavg-fixmatch, all labels",
+        "federation, fedavg-fixmatch-global, 25% of the labels",
+        "federation, fedavg-fixmatch-global, 50% of the labels",
+        "federation, fedavg-fixmatch-global, all labels",
     ]  # fmt: skip
     labels = [row["labels"] for row in rows]
     assert labels[2] == labels[3] == labels[4] == labels[7] == labels[0] + labels[1]
@@ -118,6 +121,28 @@ def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytes
     out, told = capsys.readouterr()
     assert "a alone: round 1/1, accuracy" in told
     assert "federation, labels only" in out
+
+
+def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
+    """Another method keeps its own options, another network its width, and epochs are not steps; a file is the rule."""
+    file = tmp_path / "wards.toml"
+    file.write_text('rounds = 7\n[federation]\nsites = ["a", "b"]\nimage = [1, 8, 8]\n')
+    for name in "ab":
+        (tmp_path / name).mkdir()
+
+    def asked(config: Path | None = None, **said: object) -> Config:
+        given = argparse.Namespace(config=config, sites=[tmp_path / "a", tmp_path / "b"])
+        return command.asked(given, said, "the file")[0]
+
+    plain = asked()
+    recipe = {name: getattr(plain, name) for name in command.RECIPE}
+    assert recipe == command.RECIPE
+    assert (plain.clients, plain.cohort) == (2, 2)
+    assert asked(options={"ramp": 0.5}).options == {"tau": 0.8, "ramp": 0.5}
+    other = asked(method="feddure", network="small", epochs=2, rounds=3)
+    assert (other.options, other.width, other.steps, other.server_ema, other.lr) == ({}, None, None, 0, plain.lr)
+    ruled = asked(file, **settings.load(file))
+    assert (ruled.rounds, ruled.steps, ruled.options) == (7, None, {})
 
 
 def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tmp_path: Path) -> None:

@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from halfmoon.sweep.own_sites import Played
 
 
+RECIPE: dict[str, Any] = {
+    "method": "fedavg-fixmatch-global", "options": {"tau": 0.8}, "network": "resnet9", "width": 16, "rounds": 100,
+    "steps": 10, "unlabeled_batch": 30, "lr": 2e-3, "server_ema": 0.9, "evaluate_every": 10,
+}  # fmt: skip
+"""What a rehearsal without a file plays: few steps between two averages, and a network that a processor trains in
+minutes. Found on validation images (docs/training.md#a-few-sites)."""
+
+
+DROPPED = {
+    "method": ("options",), "network": ("width",), "epochs": ("steps",), "epoch": ("steps",), "rounds": ("server_ema",)
+}  # fmt: skip
+"""What of the recipe goes where this is said: a short run, say, ends before an average over its rounds has begun."""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Let the command take --sites."""
     about = "simulate a federation of these site folders: each alone, labels together, the federation, fewer labels"
@@ -38,10 +52,10 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
 def asked(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
     """Return the configuration of a rehearsal, with the folder that it is played in, and the sites' folders.
 
-    Raise `UserError` for a folder whose name is none of the federation's sites.
+    What a federation's file says is played as it says; without a file `RECIPE` fills in what is not said. Raise
+    `UserError` for a folder whose name is none of the federation's sites.
     """
-    values = {**layer}
-    values.setdefault("method", "fedavg-fixmatch")
+    values = {"method": RECIPE["method"], **layer} if given.config else _filled(layer)
     folders = given.sites
     if isinstance(table := settings.read(given.config).get(settings.TABLE) if given.config else None, Mapping):
         folders = _of_federation(folders, table, given.config)
@@ -66,6 +80,16 @@ def show(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> No
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
     terminal.show(console, ["trained on", "labels", "right"], rows)
     terminal.say(console, f"tested on one of {HELD_OUT} labeled images of every class and site; runs: {folder}")
+
+
+def _filled(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is said over the recipe, without what belongs to another method, network or number of steps."""
+    rest = dict(RECIPE)
+    for name, those in DROPPED.items():
+        for each in those if name in said else ():
+            rest.pop(each, None)
+    own = settings.joined(rest.get("options", {}), said.get("options", {}), "--option")
+    return {**rest, **said, "options": own}
 
 
 def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:
