@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -37,16 +38,18 @@ def site(place: Path, labels: int, count: int) -> Path:
 
 
 class Told(NullCallback):
-    """Notes under which name each round was played."""
+    """Notes under which name each round was played, and how many pseudo-labels were said to be right."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.right: list[float | None] = []
 
     def begin(self, run: RunInfo) -> None:
         self.told.append(run.title)
 
     def round(self, run: RunInfo, row: Row) -> None:
         self.told.append(f"{run.title} {row['round']}")
+        self.right.append((row["pseudo"] or {}).get("accuracy"))
 
     def end(self, run: RunInfo, summary: Row) -> None:
         self.told.append(f"{run.title} ended")
@@ -96,6 +99,7 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     assert next(row.accuracy for row in table if row.name == "federation, labels only") == ended["chosen"]
     names = [row.name for row in table if "forest" not in row.name]
     assert seen.told == [each for name in names for each in (name, f"{name} 1", f"{name} 2", f"{name} ended")]
+    assert set(seen.right) == {None}
 
 
 def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +119,13 @@ def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytes
     assert labels[2] == labels[3] == labels[4] == labels[7] == labels[0] + labels[1]
     assert 0 < labels[5] < labels[6] < labels[7]
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
-    assert (
-        main([word for word in words if word != "--json"] + ["--channels", "1", "--run-dir", str(tmp_path / "n")]) == 0
-    )
+    assert main([*words, "--run-dir", str(tmp_path / "told")]) == 0
     out, told = capsys.readouterr()
     assert "a alone: round 1/1, accuracy" in told
     assert "federation, labels only" in out
+    tests = pq.read_metadata(tmp_path / "told" / "data" / "test.parquet").num_rows
+    assert {row["tests"] for row in rows} == {tests}
+    assert f"{tests} in all: a row is good to {98 / tests**0.5:.0f} points or better" in " ".join(out.split())
 
 
 def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:

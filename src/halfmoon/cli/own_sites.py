@@ -79,7 +79,13 @@ def show(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> No
     console = Console()
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
     terminal.show(console, ["trained on", "labels", "right"], rows)
-    terminal.say(console, f"tested on one of {HELD_OUT} labeled images of every class and site; runs: {folder}")
+    tests = table[0].tests
+    terminal.say(
+        console,
+        f"tested on one of {HELD_OUT} labeled images of every class and site, {tests:,} in all: "
+        f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
+    )
+    terminal.say(console, f"runs: {folder}")
 
 
 def _filled(said: Mapping[str, Any]) -> dict[str, Any]:

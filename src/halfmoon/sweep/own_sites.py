@@ -46,11 +46,12 @@ SHARES = (0.25, 0.5)
 
 @dataclass(frozen=True)
 class Played:
-    """One row of the table: what was trained, on how many labels, and how often it is right on the held-out images."""
+    """One row of the table: what was trained on how many labels, and how often it is right on how many images."""
 
     name: str
     labels: int
     accuracy: float
+    tests: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class _Rows:
     labels: np.ndarray  # (N,) int64, 0 where there is none
     labeled: np.ndarray  # (N,) bool
     names: tuple[str, ...]  # of the sites
+    tests: int  # images that are held out
 
     def split(self, keep: np.ndarray | None = None, site: int | None = None) -> Split:
         """Return the split with these labels alone (others belong to nobody), or with one site's rows as one client."""
@@ -72,7 +74,10 @@ class _Rows:
 
 
 class _Titled:
-    """Tell another callback of a run under the name of its row."""
+    """Tell another callback of a run under the name of its row, but not how many pseudo-labels are right.
+
+    Nobody knows: the data set has images without a label as if they were of the first class.
+    """
 
     def __init__(self, watch: Callback, name: str) -> None:
         self.watch, self.name = watch, name
@@ -81,7 +86,8 @@ class _Titled:
         self.watch.begin(replace(run, title=self.name))
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self.watch.round(replace(run, title=self.name), row)
+        seen = {"pseudo": {**row["pseudo"], "accuracy": None}} if row.get("pseudo") else {}
+        self.watch.round(replace(run, title=self.name), {**row, **seen})
 
     def end(self, run: RunInfo, summary: Row) -> None:
         self.watch.end(replace(run, title=self.name), summary)
@@ -111,14 +117,15 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
         options = one.options if method == config.method else {}
         summary = cell(replace(one, options=options), root / word, _Titled(watch, name))
         right = summary["accuracy"]["chosen" if base.validation_part else "last"]
-        table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), right))
+        table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), right, rows.tests))
 
     for number, name in enumerate(rows.names):
         play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
     play("all labels in one place", "together", "partially-supervised", rows.split())
     right = forest(root / "data", rows.labeled, watch.say)
     if right is not None:
-        table.append(Played("all labels in one place, a random forest on pixels", int(rows.labeled.sum()), right))
+        name = "all labels in one place, a random forest on pixels"
+        table.append(Played(name, int(rows.labeled.sum()), right, rows.tests))
     play("federation, labels only", "labels-only", "fedavg", rows.split())
     for share in SHARES:
         kept = _share(rows, share)
@@ -195,7 +202,7 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
             _write(place / f"{name}.parquet", rows, classes)
     labels = np.array([label for _, label in parts["train"]], np.int64)
     names = tuple(site.folder.resolve().name for site in sites)
-    return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names)
+    return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names, len(parts["test"]))
 
 
 def _classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
