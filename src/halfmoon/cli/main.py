@@ -38,7 +38,7 @@ from halfmoon.cli.commands import (
     tune,
     watch,
 )
-from halfmoon.cli.commands.base import Parser, command, complain, flags, option, print_json, said, tracked
+from halfmoon.cli.commands.base import Parser, command, complain, leftover, option, print_json, said, tracked
 from halfmoon.cli.ends import catch_end, out_of_memory
 from halfmoon.cli.outcome import print_outcome
 from halfmoon.config import schema as settings
@@ -115,7 +115,7 @@ def _main(words: list[str]) -> int:
         return 0
     given, rest = parser.parse_known_args(words)
     if rest:
-        raise _leftover(given, rest, known)
+        raise leftover(given, rest, known)
     if given.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
     given.words = words
@@ -184,30 +184,6 @@ def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = 
         group = parser.add_argument_group("options of a method (see halfmoon methods)")
         about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
-
-
-def _leftover(
-    given: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]
-) -> UserError:
-    """Return the complaint about the first argument that nobody takes; `known` are the parsers of the commands."""
-    command: str | None = given.command
-    flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
-    if flag is None:
-        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
-    name = flag[2:].replace("-", "_")
-    if command is None:
-        return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
-    if command == "resume" and name in settings.kinds():
-        return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
-    if command in ("run", "tune") and name == "seeds_together":
-        return UserError(f"{flag} needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 {flag}.")
-    if command == "compare" and name in ("method", "baselines", "seed"):
-        return UserError(
-            f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
-        )
-    if name in settings.RENAMED:
-        return settings.unknown_option(name, None)
-    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], given))}")
 
 
 def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:

@@ -7,13 +7,13 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import expected
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, nearest
 
 EVERY = 5.0
 """Seconds between two lines about how far a command is."""
@@ -95,6 +95,28 @@ def flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[st
         for each in nested.choices.values() if named is None else [nested.choices[named]]:
             found += flags(each, given)
     return found
+
+
+def leftover(given: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]) -> UserError:
+    """Return the complaint about the first argument that nobody takes; `known` are the parsers of the commands."""
+    command: str | None = given.command
+    flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
+    if flag is None:
+        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
+    name = flag[2:].replace("-", "_")
+    if command is None:
+        return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
+    if command == "resume" and name in settings.kinds():
+        return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
+    if command in ("run", "tune") and name == "seeds_together":
+        return UserError(f"{flag} needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 {flag}.")
+    if command == "compare" and name in ("method", "baselines", "seed"):
+        return UserError(
+            f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
+        )
+    if name in settings.RENAMED:
+        return settings.unknown_option(name, None)
+    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], given))}")
 
 
 def print_json(value: Any) -> None:
