@@ -25,7 +25,6 @@ RECIPE: dict[str, Any] = {
 """What a rehearsal without a file plays: few steps between two averages, and a network that a processor trains in
 minutes. Found on validation images (docs/training.md#a-few-sites)."""
 
-
 DROPPED = {
     "method": ("options",), "network": ("width",), "epochs": ("steps",), "epoch": ("steps",), "rounds": ("server_ema",)
 }  # fmt: skip
