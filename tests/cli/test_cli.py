@@ -117,6 +117,18 @@ def test_the_main_job_is_a_recipe_that_flags_override(fake: Fake) -> None:
     assert (fake.config.rounds, fake.config.baselines, fake.config.options) == (config.Config.rounds, (), {})
 
 
+def test_other_data_take_the_recipe_for_few_labels(fake: Fake) -> None:
+    """A recipe for 8x8 digits is none for other images; a protocol or a preset that is named is not overruled by it."""
+    assert cli.main(["run", "--data", "xrays", "--cohort", "3"]) == 0
+    chosen = fake.config
+    assert (chosen.network, chosen.lr, chosen.steps, chosen.cohort) == ("resnet9", 2e-3, 5, 3)
+    assert (chosen.method, chosen.baselines) == ("feddure", ("fedavg", "fedavg-fixmatch-global", "fedavg-sl"))
+    assert cli.main(["run", "--protocol", "sage"]) == 0
+    assert (fake.config.rounds, fake.config.steps, len(fake.config.baselines)) == (300, 95, 3)
+    assert cli.main(["run", "--preset", "paper"]) == 0
+    assert (fake.config.lr, fake.config.schedule, fake.config.options) == (5e-4, "constant", {})
+
+
 def test_a_flag_that_is_true_or_false_takes_no_value(fake: Fake) -> None:
     """Alone it says yes, with no- before it no, and without it the default stands."""
     words = "run --nesterov --momentum 0.9 --optimizer sgd --no-reuse-labeled --labeled-batch all"

@@ -59,6 +59,9 @@ MAIN_JOB: dict[str, Any] = {
 }  # fmt: skip
 """What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
 
+OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-sl")
+"""The methods beside FedDure where `halfmoon run` names other data and no method."""
+
 MODULES: dict[str, ModuleType] = {
     "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "federation": federation,
     "site": site, "serve": serve, "predict": predict, "evaluate": evaluate, "review": review, "watch": watch,
@@ -236,7 +239,11 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the main job's options under those of the command line."""
+    """Return the main job's options under those of the command line; other data take the recipe for few labels."""
+    if {"protocol", "preset"} & flags.keys():
+        return {"baselines": MAIN_JOB["baselines"], **flags}
+    if flags.get("data", Config.data) != Config.data:
+        return {"baselines": OTHER_DATA, "protocol": "few-labels", **flags}
     said = dict(MAIN_JOB)
     if {"epochs", "epoch"} & flags.keys():
         del said["steps"]

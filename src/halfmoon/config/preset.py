@@ -1,5 +1,5 @@
 """What lies under everything that is said: `preset = "paper"`, what the main method's paper fixes of a run, and under
-that a protocol by name, the experiment in which papers compare methods."""
+that a protocol by name: the experiment in which papers compare methods, or the recipe for few labels."""
 
 from __future__ import annotations
 
@@ -33,6 +33,26 @@ FEDMATCH: dict[str, Any] = {
 }
 """FedMatch's own experiment with labels at clients (ICLR 2021, and its code): of its tables none is a recipe."""
 
+FEW_LABELS: dict[str, Any] = {
+    "setting": "iid-dir",
+    "cohort": 2,
+    "rounds": 500,
+    "steps": 5,
+    "labeled_batch": 32,
+    "unlabeled_batch": 48,
+    "network": "resnet9",
+    "width": 8,
+    "lr": 2e-3,
+    "server_ema": 0.9,
+    "evaluate_every": 10,
+    "checkpoint_every": 10,
+    "options": {
+        "feddure": {"regulator_bias": 0.0},
+        **{name: {"tau": 0.8} for name in ("fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global")},
+    },
+}
+"""The recipe for images of any kind with few labels, as Fashion-MNIST has it (docs/training.md), in minutes a row."""
+
 
 def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
     """Return what the protocol that `given` values name says of a run, without what they say in other words."""
@@ -41,10 +61,13 @@ def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Seq
         file = resources.files("halfmoon") / "recipes" / f"{SHIPPED[name]}.toml"
         values = toml.loads(file.read_text("utf-8"))["protocol"]
     else:
-        values = FEDMATCH if name == "fedmatch" else {}
+        values = {"fedmatch": FEDMATCH, "few-labels": FEW_LABELS}.get(name, {})
     without = _said_otherwise(given, amounts, scenario)
     if {"epochs", "epoch"} & given.keys():
         without.add("steps")
+    if name == "few-labels":  # its width is that of its network, and a short run ends before its average has begun
+        without |= {"width"} if "network" in given else set()
+        without |= {"server_ema"} if "rounds" in given else set()
     return {name: value for name, value in values.items() if name not in without}
 
 

@@ -264,7 +264,8 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
     given = {**paper, **given}
     under = protocol_run(given, AMOUNTS, SCENARIO)
     given["protocol"] = "none"  # its values stand in its place
-    return Config(**{**under, **given})
+    options = joined(under.get("options", {}), given.get("options", {}), "options")
+    return Config(**{**under, **given, "options": options})
 
 
 def recommended(place: str) -> str:

@@ -25,9 +25,9 @@ class MethodOptions:
     baselines: Annotated[tuple[str, ...], "methods to train beside it on the same split and cohorts"] = ()
     preset: Annotated[Literal["none", "paper"], "paper: what the method's paper fixes, where you say nothing"] = "none"
     protocol: Annotated[
-        Literal["none", "sage", "fedloke", "fedmatch"],
-        "an experiment by name, where you say nothing: SAGE's (20 clients, 8 a round), FedLoKe's (50, 20), "
-        "FedMatch's (100, 5)",
+        Literal["none", "few-labels", "sage", "fedloke", "fedmatch"],
+        "an experiment by name, where you say nothing: few-labels, a recipe for images of your own; SAGE's (20 "
+        "clients, 8 a round), FedLoKe's (50, 20), FedMatch's (100, 5)",
     ] = "none"
     options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
         field(default_factory=dict[str, Any])
