@@ -165,6 +165,14 @@ def test_the_site_has_every_page() -> None:
     assert "::: halfmoon.federation.site.client\n" in site.reference("federation")
 
 
+def test_the_index_of_results_names_every_page() -> None:
+    """The site's navigation has the pages of results/ in the order of their index."""
+    named = re.findall(r"\]\((\w+\.md)\)", (ROOT / "results" / "README.md").read_text())
+    assert sorted(set(named)) == sorted(
+        path.name for path in (ROOT / "results").glob("*.md") if path.name != "README.md"
+    )
+
+
 # The checks
 
 

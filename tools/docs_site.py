@@ -76,9 +76,11 @@ def moved(text: str, name: str, known: dict[str, str]) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the sections `results/` and `api/` of the navigation."""
-    results = sorted(place for place in places().values() if place.startswith("results/") and place.endswith(".md"))
-    results.sort(key=lambda place: place != "results/index.md")
+    """Fill the sections `results/` and `api/` of the navigation, the first in the order of its index."""
+    results = [place for place in places().values() if place.startswith("results/") and place.endswith(".md")]
+    named = re.findall(r"\]\((\w+\.md)\)", (ROOT / "results" / "README.md").read_text("utf-8"))
+    order = ["results/index.md", *(f"results/{name}" for name in named)]
+    results.sort(key=order.index)
     filled: dict[str, Any] = {"results/": results, "api/": [f"api/{name}.md" for name in packages()]}
     config.nav = [{key: filled.get(value, value) if isinstance(value, str) else value}
                   for entry in config.nav or [] for key, value in entry.items()]  # fmt: skip
