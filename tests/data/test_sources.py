@@ -374,7 +374,6 @@ def good() -> bytes:
             r"row 1: the image is 7x7 RGB, but .*train.parquet, row 0 is 6x6 RGB",
         ),
         ([good(), encode_mode("L")], [0, 1], {}, r"row 1: the image is 6x6 gray, but .*row 0 is 6x6 RGB"),
-        ([good(), good()], [0, None], {}, r"train.parquet, row 1: the label is missing"),
         ([good(), good()], [0, -1], {}, r"train.parquet, row 1: label -1 is negative"),
         (
             [good()],

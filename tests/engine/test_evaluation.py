@@ -170,6 +170,23 @@ def test_quality_of_nothing_is_none():
     assert row["share_above"] == row["share_used"] == 0
 
 
+def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
+    """Three of four are used; of the two whose truth is known one is right, and it is used."""
+    ones, unused = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    quality = Quality(CLASSES, 0.95, torch.device("cpu"))
+    quality.add(Pseudo(torch.tensor([0, 1, 2, 0]), ones, unused), torch.tensor([0, -1, -1, 1]))
+    row = quality.row()
+    assert row is not None
+    assert (row["accuracy"], row["share_used"], row["accuracy_used"], row["accuracy_above"]) == (0.5, 0.75, 1.0, 0.5)
+    assert row["per_class"][:3] == [1.0, 0.0, None]
+    unjudged = Quality(CLASSES, 0.95, torch.device("cpu"))
+    unjudged.add(Pseudo(torch.tensor([0, 1, 2, 0]), ones, unused), torch.full((4,), -1))
+    row = unjudged.row()
+    assert row is not None
+    assert (row["accuracy"], row["share_used"], row["accuracy_used"]) == (None, 0.75, None)
+    assert measured([{"round": 1, "pseudo": row}]) == {"used": {"last": 0.75, "best": 0.75, "best_round": 1}}
+
+
 def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
     """The local model is right of 3 in 4, the global one of 1 in 4; what teaches is the global one's."""
     hidden = torch.tensor([0, 1, 2, 3])

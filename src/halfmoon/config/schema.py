@@ -264,8 +264,8 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
     given = {**paper, **given}
     under = protocol_run(given, AMOUNTS, SCENARIO)
     given["protocol"] = "none"  # its values stand in its place
-    options = joined(under.get("options", {}), given.get("options", {}), "options")
-    return Config(**{**under, **given, "options": options})
+    given["options"] = joined(under.get("options", {}), given.get("options", {}), "options")
+    return Config(**{**under, **given})
 
 
 def recommended(place: str) -> str:

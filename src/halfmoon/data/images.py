@@ -11,6 +11,9 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.primitives import stream
 
+UNKNOWN = -1
+"""The label of a training image that nobody has labeled, not even to check pseudo-labels by."""
+
 
 @dataclass(frozen=True, eq=False)
 class Images:
@@ -40,7 +43,8 @@ class Source:
 
     `mirror` says whether a mirrored image is still of its class (False for digits); `mean` and `std` are one
     number a channel, of the training pixels in 0..1. `validation` are training images that were set aside:
-    nobody trains on them. Raise UserError where the parts and the classes disagree.
+    nobody trains on them. A training image whose label nobody knows has `UNKNOWN`; a saved split says who has it.
+    Raise UserError where the parts and the classes disagree.
     """
 
     name: str
@@ -63,8 +67,13 @@ class Source:
             if not len(part):
                 raise UserError(f"{self.name}: the {word} part has no images.")
             low, high = int(part.labels.min()), int(part.labels.max())
-            if low < 0 or high >= len(self.classes):
-                row = int(np.flatnonzero((part.labels < 0) | (part.labels >= len(self.classes)))[0])
+            if low == UNKNOWN and word != "train":
+                row = int(np.flatnonzero(part.labels == UNKNOWN)[0])
+                raise UserError(
+                    f"{self.name}: row {row} of {word} has no label, but only training images can go without one."
+                )
+            if low < UNKNOWN or high >= len(self.classes):
+                row = int(np.flatnonzero((part.labels < UNKNOWN) | (part.labels >= len(self.classes)))[0])
                 raise UserError(
                     f"{self.name}: row {row} of {word} has label {int(part.labels[row])}, "
                     f"but the {len(self.classes)} classes are numbered 0 to {len(self.classes) - 1}."
@@ -160,7 +169,8 @@ def hold_out(source: Source, share: float) -> Source:
     """
     if not share:
         return source
-    held, train = _chosen(source, share, "validation"), source.train
+    train = source.train
+    held = _chosen(source, share, "validation") & (train.labels != UNKNOWN)
     lost = np.setdiff1d(train.labels[held], train.labels[~held])
     if len(lost):
         raise UserError(

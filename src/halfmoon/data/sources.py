@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.data.images import Images, Source, statistics
+from halfmoon.data.images import UNKNOWN, Images, Source, statistics
 from halfmoon.data.known import KNOWN, Known
 from halfmoon.data.partition.primitives import apportion, stream
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
@@ -175,7 +175,7 @@ def _check_known(place: object, name: str, train: Images, classes: tuple[str, ..
 
 
 def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
-    counts = np.bincount(labels)
+    counts = np.bincount(labels[labels != UNKNOWN])
     if not counts.all():
         empty = int(np.flatnonzero(counts == 0)[0])
         raise UserError(

@@ -153,12 +153,12 @@ class Quality:
 
     def __init__(self, classes: int, threshold: float, device: torch.device) -> None:
         self.classes, self.threshold = classes, threshold
-        self.totals = torch.zeros(6, dtype=torch.float64, device=device)
+        self.totals = torch.zeros(9, dtype=torch.float64, device=device)
         self.per_class = torch.zeros(2, classes, dtype=torch.float64, device=device)
         self.models: dict[str, Quality] = {}
 
     def add(self, pseudo: Pseudo, hidden: Tensor, models: Mapping[str, Pseudo] = NO_MODELS) -> None:
-        """Compare pseudo-labels (b,) with the labels (b,) that the method does not see.
+        """Compare pseudo-labels (b,) with the labels (b,) that the method does not see, below 0 where nobody knows.
 
         Those that each of several `models` makes are counted apart, by its name.
         """
@@ -167,33 +167,27 @@ class Quality:
                 self.models[name] = Quality(self.classes, self.threshold, self.totals.device)
             self.models[name].add(each, hidden)
         right = (pseudo.label == hidden).double()
-        above = (pseudo.confidence >= self.threshold).double()
-        used = (pseudo.weight > 0).double()
-        self.totals += torch.stack(
-            [
-                right.new_tensor(len(right)),
-                right.sum(),
-                above.sum(),
-                (above * right).sum(),
-                used.sum(),
-                (used * right).sum(),
-            ]
-        )
-        belongs = F.one_hot(hidden, self.classes).double()
+        kinds = torch.ones_like(right), (pseudo.confidence >= self.threshold).double(), (pseudo.weight > 0).double()
+        known = (hidden >= 0).double()
+        self.totals += torch.cat([torch.stack([each, each * known, each * right]).sum(1) for each in kinds])
+        belongs = F.one_hot(hidden.clamp(min=0), self.classes).double() * known[:, None]
         self.per_class += torch.stack([(belongs * right[:, None]).sum(0), belongs.sum(0)])
 
     def row(self) -> dict[str, Any] | None:
-        """Return the shares and accuracies, None where nothing was counted; "models" holds those of several models."""
-        seen, right, above, above_right, used, used_right = numbers(self.totals)
+        """Return the shares and accuracies, None where nothing was counted; "models" holds those of several models.
+
+        An accuracy is that over the images whose label is known.
+        """
+        seen, known, right, above, above_known, above_right, used, used_known, used_right = numbers(self.totals)
         if not seen:
             return None
         hits, rows = (numbers(part) for part in self.per_class)
         return {
-            "accuracy": right / seen,
+            "accuracy": right / known if known else None,
             "share_above": above / seen,
-            "accuracy_above": above_right / above if above else None,
+            "accuracy_above": above_right / above_known if above_known else None,
             "share_used": used / seen,
-            "accuracy_used": used_right / used if used else None,
+            "accuracy_used": used_right / used_known if used_known else None,
             "per_class": [h / n if n else None for h, n in zip(hits, rows, strict=True)],
             **({"models": {name: each.row() for name, each in self.models.items()}} if self.models else {}),
         }

@@ -376,7 +376,8 @@ def measured(rows: Sequence[Row]) -> Row:
             each = {"pseudo": made["accuracy"], "used": made["share_used"]}
             each |= {f"pseudo.{name}": its["accuracy"] for name, its in made.get("models", {}).items()}
             for name, value in each.items():
-                found.setdefault(name, []).append((value, row["round"]))
+                if value is not None:  # of pseudo-labels whose truth nobody knows
+                    found.setdefault(name, []).append((value, row["round"]))
     return {name: _last_and_best(values) for name, values in found.items()}
 
 

@@ -123,7 +123,7 @@ class Simulation(ServerRuntime):
         """Return how many of the training rows are of each class, (classes,)."""
         labels = self.dataset.train.labels
         held = labels[tensor_of(rows).to(labels.device)]
-        return torch.bincount(held, minlength=self.task.network.classes).cpu().numpy()
+        return torch.bincount(held[held >= 0], minlength=self.task.network.classes).cpu().numpy()
 
     def state(self) -> Tree:
         """Return a copy of all that is remembered of and by the clients; a checkpoint commits the store instead."""

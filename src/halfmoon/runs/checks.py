@@ -8,6 +8,7 @@ import numpy as np
 
 from halfmoon.config.schema import check_place
 from halfmoon.core.errors import UserError
+from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import compiled
 from halfmoon.methods import registry
@@ -30,6 +31,10 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         workers.count(job.config)
         if each.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
+    unknown = int((shared.source.train.labels == UNKNOWN).sum())
+    for each in entries if unknown else ():
+        if each.all_labels:
+            raise UserError(f"method {each.name} needs all labels, but {unknown:,} training images have none.")
     needing = [each for each in entries if not each.all_labels and not each.pooled]
     served = bool((split.client == SERVER).any())
     counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)

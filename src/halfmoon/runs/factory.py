@@ -25,6 +25,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Slower, Steps
 from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
 from halfmoon.data import load as load_source
+from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
 from halfmoon.engine.budget import Budget, largest
 from halfmoon.engine.evaluation import Examples
@@ -269,6 +270,12 @@ def split_of(config: Config, data: Source) -> Split:
         split = Split.load(config.split)
         split.check(data)
         return split
+    unknown = int((data.train.labels == UNKNOWN).sum())
+    if unknown:
+        raise UserError(
+            f"{data.name}: {unknown:,} training images have no label, which no split rule can deal; say who holds them "
+            "with --split."
+        )
     return scenario(config).split(data.train.labels, data.classes, data.name)
 
 

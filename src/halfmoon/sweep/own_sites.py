@@ -26,6 +26,7 @@ from PIL import Image
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
+from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import stream
 from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
@@ -59,7 +60,7 @@ class _Rows:
     """The training rows of all sites."""
 
     client: np.ndarray  # (N,) int64
-    labels: np.ndarray  # (N,) int64, 0 where there is none
+    labels: np.ndarray  # (N,) int64, UNKNOWN where there is none
     labeled: np.ndarray  # (N,) bool
     names: tuple[str, ...]  # of the sites
     tests: int  # images that are held out
@@ -74,10 +75,7 @@ class _Rows:
 
 
 class _Titled:
-    """Tell another callback of a run under the name of its row, but not how many pseudo-labels are right.
-
-    Nobody knows: the data set has images without a label as if they were of the first class.
-    """
+    """Tell another callback of a run under the name of its row."""
 
     def __init__(self, watch: Callback, name: str) -> None:
         self.watch, self.name = watch, name
@@ -86,8 +84,7 @@ class _Titled:
         self.watch.begin(replace(run, title=self.name))
 
     def round(self, run: RunInfo, row: Row) -> None:
-        seen = {"pseudo": {**row["pseudo"], "accuracy": None}} if row.get("pseudo") else {}
-        self.watch.round(replace(run, title=self.name), {**row, **seen})
+        self.watch.round(replace(run, title=self.name), row)
 
     def end(self, run: RunInfo, summary: Row) -> None:
         self.watch.end(replace(run, title=self.name), summary)
@@ -173,13 +170,13 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
     classes = _classes(sites)
     how = preparation(config)
     channels = how.channels or 3
-    parts: dict[str, list[tuple[bytes, int]]] = {"train": [], "test": [], "validation": []}
+    parts: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
     client, labeled = list[int](), list[bool]()
     for number, site in enumerate(sites):
         part = _parts(site, config.validation_share)
         for row, path in enumerate(site.paths):
             label = int(site.labels[row])
-            named = classes.index(site.classes[label]) if label >= 0 else 0
+            named = classes.index(site.classes[label]) if label >= 0 else None
             try:
                 data = _png((site.folder / path).read_bytes(), path, replace(how, channels=channels))
             except (UserError, OSError) as error:
@@ -200,7 +197,7 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
     for name, rows in parts.items():
         if rows:
             _write(place / f"{name}.parquet", rows, classes)
-    labels = np.array([label for _, label in parts["train"]], np.int64)
+    labels = np.array([UNKNOWN if label is None else label for _, label in parts["train"]], np.int64)
     names = tuple(site.folder.resolve().name for site in sites)
     return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names, len(parts["test"]))
 
@@ -232,10 +229,11 @@ def _png(data: bytes, name: str, how: Preparation) -> bytes:
     return file.getvalue()
 
 
-def _write(path: Path, rows: Sequence[tuple[bytes, int]], classes: Sequence[str]) -> None:
+def _write(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
     """Write a part as the readers of data sets take it; one that is the same already stays."""
     kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
-    table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": [label for _, label in rows]})
+    labels = pa.array([label for _, label in rows], pa.int64())
+    table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": labels})
     file = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(kind)}), file)
     data = file.getvalue().to_pybytes()

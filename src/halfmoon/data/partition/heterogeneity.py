@@ -11,17 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER, Split
 
 
 def counts(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows of each client and class, labeled and unlabeled, each int64 (clients, classes)."""
+    """Return rows of each client and class, labeled and unlabeled, each int64 (clients, classes).
+
+    Rows whose label nobody knows are left out.
+    """
 
     def of(mine: np.ndarray) -> np.ndarray:
         cells = split.client[mine] * classes + labels[mine]
         return np.bincount(cells, minlength=split.clients * classes).reshape(split.clients, classes)
 
-    held = split.client >= 0
+    held = (split.client >= 0) & (labels != UNKNOWN)
     return of(held & split.labeled), of(held & ~split.labeled)
 
 

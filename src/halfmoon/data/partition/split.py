@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from halfmoon.core.errors import UserError, one_line
-from halfmoon.data.images import Source
+from halfmoon.data.images import UNKNOWN, Source
 from halfmoon.storage import atomic_io, toml
 
 SERVER = -2
@@ -114,6 +114,9 @@ class Split:
                 f"{made}, but the labels of {source.name} differ from its labels or stand in another order; "
                 "load that data set or make a new split."
             )
+        bare = np.flatnonzero(self.labeled & (source.train.labels == UNKNOWN))
+        if len(bare):
+            raise UserError(f"the split has row {bare[0]} of {source.name} as a labeled one, but it has no label.")
 
     def save(self, path: Path) -> None:
         """Write the split as parquet: row, client, labeled, and stage where it has stages; its origin is metadata.

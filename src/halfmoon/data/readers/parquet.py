@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from halfmoon.core.errors import UserError, one_line
-from halfmoon.data.images import Images
+from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers.decode import stack
 from halfmoon.storage import atomic_io
@@ -85,13 +85,12 @@ def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
         values = file.read(columns=[name]).column(name)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
-    if values.null_count:
-        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise UserError(f"{path}, row {row}: the label is missing; every row of a data set needs one.")
-    labels = values.to_numpy().astype(np.int64)
-    if len(labels) and labels.min() < 0:
-        row = int(np.flatnonzero(labels < 0)[0])
-        raise UserError(f"{path}, row {row}: label {labels[row]} is negative; labels are numbered from 0.")
+    known = values.is_valid().to_numpy()
+    labels = np.full(len(values), UNKNOWN, np.int64)
+    labels[known] = values.drop_null().to_numpy()
+    wrong = np.flatnonzero(known & (labels < 0))
+    if len(wrong):
+        raise UserError(f"{path}, row {wrong[0]}: label {labels[wrong[0]]} is negative; labels are numbered from 0.")
     return labels
 
 

@@ -1,0 +1,73 @@
+"""Training images that nobody has labeled: no rule deals them, no method takes them as labeled, no guess is judged."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.data import Split, hold_out, load, summary
+from halfmoon.runs.runner import start
+
+
+def write(path: Path, labels: list[int | None]) -> None:
+    """Write as many noisy images of 8x8 pixels with these labels."""
+    rows = []
+    for pixels in np.random.default_rng(0).integers(0, 256, (len(labels), 8, 8), np.uint8):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        rows.append({"bytes": file.getvalue()})
+    pq.write_table(pa.table({"image": rows, "label": pa.array(labels, pa.int64())}), path)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return the folder of six training images, of which two have no label, and two test images."""
+    write(tmp_path / "train.parquet", [0, 1, None, 0, 1, None])
+    write(tmp_path / "test.parquet", [0, 1])
+    return tmp_path
+
+
+def test_a_saved_split_says_who_holds_them(place: Path) -> None:
+    source = load(str(place))
+    assert source.train.labels.tolist() == [0, 1, -1, 0, 1, -1]
+    config = Config(data=str(place), network="small", clients=1, cohort=1, rounds=1, steps=1, run_dir=place / "run")
+    with pytest.raises(UserError, match=r"2 training images have no label, which no split rule can deal"):
+        start(config)
+    split = Split(np.zeros(6, np.int64), np.array([True, True, False, False, False, False]), 1)
+    split.save(place / "split.parquet")
+    config = replace(config, split=place / "split.parquet")
+    with pytest.raises(UserError, match=r"method fedavg-sl needs all labels, but 2 training images have none"):
+        start(replace(config, method="fedavg-sl"))
+    assert summary(split, source.train.labels, source.classes)["each"][0]["unlabeled_classes"] == [1, 1]
+    outcome = start(replace(config, method="fedavg-fixmatch"))
+    (row,) = (json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines())
+    assert row["pseudo"]["accuracy"] is not None  # of the two whose truth is known
+
+
+def test_a_split_with_one_as_labeled_is_refused(place: Path) -> None:
+    Split(np.zeros(6, np.int64), np.array([True, True, True, False, False, False]), 1).save(place / "split.parquet")
+    config = Config(data=str(place), split=place / "split.parquet", clients=1, cohort=1, run_dir=place / "run")
+    with pytest.raises(UserError, match=r"the split has row 2 of .* as a labeled one, but it has no label"):
+        start(config)
+
+
+def test_they_are_not_set_aside_for_validation(place: Path) -> None:
+    held = hold_out(load(str(place)), 0.5)
+    assert held.validation is not None
+    assert sorted(held.validation.labels.tolist()) == [0, 1]
+
+
+def test_a_test_image_needs_its_label(place: Path) -> None:
+    write(place / "test.parquet", [0, None])
+    with pytest.raises(UserError, match=r"row 1 of test has no label, but only training images can go without one"):
+        load(str(place))
