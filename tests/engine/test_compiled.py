@@ -206,7 +206,6 @@ def test_a_run_by_inductor(tmp_path: Path):
     """
     config = Config(**TINY, compile=True)
     straight = runner.start(replace(config, run_dir=tmp_path / "straight")).folder
-    compiled._programs.cache_clear()
     with pytest.raises(KeyboardInterrupt):
         runner.start(replace(config, run_dir=tmp_path / "resumed"), Stop())
     compiled._programs.cache_clear()

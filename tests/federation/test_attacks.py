@@ -22,8 +22,11 @@ pytestmark = [
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]
 
-SLOW = {"unknown-key", "no-key", "same-key", "large", "garbage"}
-"""Attacks that the benchmark alone plays: they are like others, but need one more SuperNode, or hundreds of MB."""
+SLOW = {"unknown-key", "no-key", "same-key", "large", "garbage", "expired", "other-host"}
+"""Attacks that the benchmark alone plays: they are like others, but need one more SuperNode, or hundreds of MB.
+
+A certificate that has run out and one of another host are refused in test_pki.py.
+"""
 ROUNDS = 2
 """One whose answer can be replayed in the next, which is the last and waits; each is played twice, spoiled at first."""
 NAMES = SITES[:2]
