@@ -86,6 +86,14 @@ def test_the_recipe_for_few_labels_lies_under_what_is_said():
     assert resolve(tomllib.loads(text(recipe)), {}) == recipe
 
 
+@pytest.mark.parametrize("protocol", ["sage", "fedloke", "fedmatch", "few-labels"])
+def test_a_width_is_that_of_the_network_it_was_said_of(protocol):
+    """Another network takes its own width, not that of the protocol's; a width that is said stays."""
+    assert Config.of(protocol=protocol).width is not None
+    assert Config.of(protocol=protocol, network="small").width is None
+    assert Config.of(protocol=protocol, network="small", width=4).width == 4
+
+
 def test_a_protocol_is_put_in_place_before_a_configuration_is_made():
     assert Config.of(protocol="sage").protocol == "none"
     with pytest.raises(UserError, match=r"use Config\.of\(protocol="):

@@ -41,6 +41,7 @@ from halfmoon.cli.commands import (
 from halfmoon.cli.commands.base import Parser, command, complain, leftover, option, print_json, said, tracked
 from halfmoon.cli.ends import catch_end, out_of_memory
 from halfmoon.cli.outcome import print_outcome
+from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import expected
 from halfmoon.config.schema import Config
@@ -244,11 +245,8 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
         return {"baselines": MAIN_JOB["baselines"], **flags}
     if flags.get("data", Config.data) != Config.data:
         return {"baselines": OTHER_DATA, "protocol": "few-labels", **flags}
-    said = dict(MAIN_JOB)
-    if {"epochs", "epoch"} & flags.keys():
-        del said["steps"]
-    if "split" in flags:  # which says who holds what
-        del said["setting"]
+    without = preset.overruled(flags)
+    said = {name: value for name, value in MAIN_JOB.items() if name not in without}
     return {**said, **flags, "options": settings.joined(said["options"], flags.get("options", {}), "--option")}
 
 

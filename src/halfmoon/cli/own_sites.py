@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import print_json
+from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
@@ -24,11 +25,6 @@ RECIPE: dict[str, Any] = {
 }  # fmt: skip
 """What a rehearsal without a file plays: few steps between two averages, and a network that a processor trains in
 minutes. Found on validation images (docs/training.md#a-few-sites)."""
-
-DROPPED = {
-    "method": ("options",), "network": ("width",), "epochs": ("steps",), "epoch": ("steps",), "rounds": ("server_ema",)
-}  # fmt: skip
-"""What of the recipe goes where this is said: a short run, say, ends before an average over its rounds has begun."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +85,8 @@ def show(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> No
 
 def _filled(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is said over the recipe, without what belongs to another method, network or number of steps."""
-    rest = dict(RECIPE)
-    for name, those in DROPPED.items():
-        for each in those if name in said else ():
-            rest.pop(each, None)
+    without = preset.overruled(said) | ({"options"} if "method" in said else set())
+    rest = {name: value for name, value in RECIPE.items() if name not in without}
     own = settings.joined(rest.get("options", {}), said.get("options", {}), "--option")
     return {**rest, **said, "options": own}
 

@@ -54,6 +54,18 @@ FEW_LABELS: dict[str, Any] = {
 """The recipe for images of any kind with few labels, as Fashion-MNIST has it (docs/training.md), in minutes a row."""
 
 
+OVERRULED = {
+    "epochs": ("steps",), "epoch": ("steps",), "network": ("width",), "rounds": ("server_ema",), "split": ("setting",)
+}  # fmt: skip
+"""What of a recipe goes where this is said: epochs replace its steps, a width is that of its network, a short run ends
+before an average over its rounds has begun, and a saved split says who holds what."""
+
+
+def overruled(given: Mapping[str, Any]) -> set[str]:
+    """Return what a recipe no longer says where these values are given."""
+    return {each for name in given if given[name] is not None for each in OVERRULED.get(name, ())}
+
+
 def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
     """Return what the protocol that `given` values name says of a run, without what they say in other words."""
     name = given.get("protocol", "none")
@@ -62,12 +74,7 @@ def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Seq
         values = toml.loads(file.read_text("utf-8"))["protocol"]
     else:
         values = {"fedmatch": FEDMATCH, "few-labels": FEW_LABELS}.get(name, {})
-    without = _said_otherwise(given, amounts, scenario)
-    if {"epochs", "epoch"} & given.keys():
-        without.add("steps")
-    if name == "few-labels":  # its width is that of its network, and a short run ends before its average has begun
-        without |= {"width"} if "network" in given else set()
-        without |= {"server_ema"} if "rounds" in given else set()
+    without = _said_otherwise(given, amounts, scenario) | overruled(given)
     return {name: value for name, value in values.items() if name not in without}
 
 
