@@ -493,6 +493,13 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+def test_class_folders_without_a_test_part_are_told_how_to_lie(tmp_path: Path) -> None:
+    (tmp_path / "ant").mkdir()
+    (tmp_path / "ant" / "0.png").write_bytes(good())
+    with pytest.raises(UserError, match=r"no test part.*train/CLASS.*test/CLASS"):
+        load(str(tmp_path))
+
+
 def test_an_unknown_name_or_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'cifar10'"):
         load("cifar-10")

@@ -135,6 +135,11 @@ def _read(
         raise UserError(
             f"{folder}: {name} is not here; expected {known.files}, or train*.parquet and {known.held}*.parquet."
         )
+    if any(class_folders.images_in(each) for each in folder.iterdir() if each.is_dir()):
+        raise UserError(
+            f"{folder}: its class folders have no test part beside them; move most images of each class to "
+            f"{folder / 'train'}/CLASS and the rest, from other patients or objects, to {folder / test}/CLASS."
+        )
     raise UserError(
         f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
         f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR or Tiny ImageNet (docs/data.md names them)."
