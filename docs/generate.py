@@ -122,7 +122,10 @@ class Measured(NamedTuple):
 
 
 def costs() -> str:
-    """Return a table of what every method sends and keeps, in words and as measured, and where it departs from what."""
+    """Return a table of what every method sends and keeps, in words and as measured, and where it departs from what.
+
+    The catalog's table on the same page has its title, its paper and the labels that it needs.
+    """
     rows, first = [], {}
     for name in registry.names():
         each = registry.entry(name)
@@ -130,9 +133,9 @@ def costs() -> str:
         moves = f"as `{before}`" if before != name else _moves(type(each.method))
         moves, cells = (_NOWHERE, ["-"] * 4) if each.pooled else (moves, [_units(value) for value in measured(name)])
         links = ", ".join(f"[{part.__name__}](#departures-of-{part.__name__.lower()})" for part in _parts(name))
-        rows.append([f"`{name}`", each.title, each.paper, each.labels, moves, *cells, links])
-    header = ["name", "method", "paper", "labels needed", "what travels and what stays"]
-    return table([*header, "down", "up", "a client keeps", "the server keeps", "departures"], rows)
+        rows.append([f"`{name}`", moves, *cells, links])
+    header = ["name", "what travels and what stays", "down", "up", "a client keeps", "the server keeps", "departures"]
+    return table(header, rows)
 
 
 def departures() -> str:
@@ -367,7 +370,7 @@ def _units(value: float) -> str:
     if not value:
         return "0"
     value = float(f"{value:.1e}")
-    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f} P"
+    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}&nbsp;P"
 
 
 def passes() -> str:
