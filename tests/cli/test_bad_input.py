@@ -217,6 +217,16 @@ def test_fewer_labels_than_a_batch_are_noticed_and_repeat(capsys: pytest.Capture
     )
 
 
+@pytest.mark.parametrize(("capability", "remarks"), [("AVX2", 1), ("AVX512", 0)])
+def test_a_processor_without_bfloat16_is_noticed(
+    capability: str, remarks: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    words = f"run --method fedavg {TINY} --precision bf16 --device cpu"
+    assert cli.main(words.split()) == 0
+    assert capsys.readouterr().err.count("has no bfloat16") == remarks
+
+
 def test_resnet9_pads_digits_to_16(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(f"run --method fedavg --network resnet9 {TINY} --run-dir r".split()) == 0
     from safetensors import safe_open

@@ -35,6 +35,11 @@ def multiplying(precision: Precision, device: torch.device) -> AbstractContextMa
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
+def emulated(precision: Precision, device: torch.device) -> bool:
+    """Return whether products are made in a form that the processor has no instructions for (x86 before AVX-512)."""
+    return precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def widened(z: Tensor) -> Tensor:
     """Return activations in bfloat16 as float32, others as they are."""
     return z.float() if z.dtype == torch.bfloat16 else z

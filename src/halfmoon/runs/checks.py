@@ -12,6 +12,7 @@ from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import compiled
 from halfmoon.methods import registry
+from halfmoon.models.passes import emulated
 from halfmoon.runs import factory, workers
 from halfmoon.runs.callbacks import Callback
 from halfmoon.runs.factory import Problem
@@ -23,8 +24,14 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     config, split = jobs[0].config, shared.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
+    device = factory.device(config)
     if config.compile:
-        compiled.check(factory.device(config))
+        compiled.check(device)
+    if emulated(config.precision, device):
+        watch.say(
+            "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "
+            "gains nothing; leave it out, or take a GPU or a processor with AVX-512."
+        )
     entries = [registry.entry(job.config.method) for job in jobs]
     for job, each in zip(jobs, entries, strict=True):
         factory.method(job.config)
