@@ -160,32 +160,18 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     return config
 
 
-def play(
-    data: str,
-    rows: list[str],
-    seeds: list[int],
-    runs: Path,
-    folder: Path | None,
-    file: Path = LINES,
-    whole: bool = False,
-) -> None:
-    """Play what is missing in `file`, seed by seed, so that what was played at any moment compares.
-
-    `whole`: in float32, for a processor that has no bfloat16; the lines say so.
-    """
-    done = {(line["data"], line["row"], line["seed"]) for line in lines(file)}
-    said = {"precision": "float32"} if whole else {}
-    SETS[data] |= said
+def play(data: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
+    """Play what is missing, seed by seed, so that what was played at any moment compares."""
+    done = {(line["data"], line["row"], line["seed"]) for line in lines()}
     for seed in seeds:
         for row in rows:
             if (data, row, seed) in done:
                 continue
             began = time.perf_counter()
             made = floor(data, row, seed, folder) if row in FLOORS else run(data, row, seed, runs, folder)
-            line = {"data": data, "row": row, "seed": seed, **said, **made}
-            line["seconds"] = round(time.perf_counter() - began, 1)
-            with file.open("a") as stream:
-                stream.write(json.dumps(line) + "\n")
+            line = {"data": data, "row": row, "seed": seed, **made, "seconds": round(time.perf_counter() - began, 1)}
+            with LINES.open("a") as file:
+                file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
 
 
@@ -275,9 +261,9 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
     return found
 
 
-def lines(file: Path = LINES) -> list[dict[str, Any]]:
+def lines() -> list[dict[str, Any]]:
     """Return what was played."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
 
 
 def table(data: str, key: str = "last") -> list[dict[str, Any]]:
@@ -456,15 +442,13 @@ def main() -> None:
     playing.add_argument("--runs", type=Path, required=True)
     playing.add_argument("--data-dir", type=Path)
     playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    playing.add_argument("--float32", action="store_true", help="for a processor that has no bfloat16")
-    playing.add_argument("--lines", type=Path, default=LINES, help="the file of lines")
     playing.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":
         report()
     else:
-        play(given.data, given.rows, given.seeds, given.runs, given.data_dir, given.lines, given.float32)
+        play(given.data, given.rows, given.seeds, given.runs, given.data_dir)
 
 
 if __name__ == "__main__":
