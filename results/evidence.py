@@ -58,6 +58,11 @@ SETS: dict[str, dict[str, Any]] = {
                       "unlabeled_batch": 48, "clients": 20, "cohort": 2, "labels_per_class": 0.5, "network": "resnet9",
                       "width": 8, "precision": "bf16", "server_ema": 0.9, "validation_share": 0.1,
                       "evaluate_every": 50, "checkpoint_every": 100, "reference": "fedavg"},
+    "fashion_mnist, float32": {"data": "fashion_mnist", "setting": "iid-dir", "lr": 2e-3, "rounds": 500, "steps": 5,
+                               "labeled_batch": 32, "unlabeled_batch": 48, "clients": 20, "cohort": 2,
+                               "labels_per_class": 0.5, "network": "resnet9", "width": 8, "server_ema": 0.9,
+                               "validation_share": 0.1, "evaluate_every": 50, "checkpoint_every": 100,
+                               "reference": "fedavg"},
     "fashion_mnist, 14x14": {"data": "fashion_mnist", "setting": "iid-dir", "lr": 3e-3, "rounds": 80, "steps": 20,
                              "labeled_batch": 32, "unlabeled_batch": 48, "clients": 20, "cohort": 8,
                              "labels_per_class": 0.5, "shrink": 2, "width": 32, "validation_share": 0.1,
@@ -86,6 +91,7 @@ TAU = {
     "pneumonia_mnist": 0.9,
     "pneumonia_mnist, IID labels": 0.9,
     "fashion_mnist": 0.8,
+    "fashion_mnist, float32": 0.8,
     "fashion_mnist, 14x14": 0.8,
     "cifar10": 0.8,
     "cifar10, 10 a round": 0.8,
@@ -109,7 +115,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedloke": {"title": "FedLoKe", "options": {"ramp_rounds": 20}},
     "fedavg-sl": {"title": "FedAvg, all labels"},
     "supervised": {"title": "the same network, all images and labels in one place"},
-    "alone": {"title": "each site alone, with its own labels (mean over sites)"},
+    "alone": {"title": "each site alone, with its own labels (mean over sites)", "precision": "float32"},
     "forest": {"title": "random forest, all sites' labels in one place"},
 }  # fmt: skip
 
