@@ -54,6 +54,10 @@ SETS: dict[str, dict[str, Any]] = {
                                     "steps": 6, "labeled_batch": 10, "unlabeled_batch": 20, "clients": 20,
                                     "cohort": 5, "labels_per_class": 5.0, "width": 8, "flip": False,
                                     "server_ema": 0.9, "validation_share": 0.1, "evaluate_every": 5},
+    "pneumonia_mnist, ResNet-9": {"data": "pneumonia_mnist", "setting": "iid-dir", "lr": 2e-3, "rounds": 150,
+                                  "steps": 6, "labeled_batch": 10, "unlabeled_batch": 20, "clients": 20, "cohort": 5,
+                                  "labels_per_class": 5.0, "network": "resnet9", "width": 8, "flip": False,
+                                  "server_ema": 0.9, "validation_share": 0.1, "evaluate_every": 5},
     "fashion_mnist": {"setting": "iid-dir", "lr": 2e-3, "rounds": 500, "steps": 5, "labeled_batch": 32,
                       "unlabeled_batch": 48, "clients": 20, "cohort": 2, "labels_per_class": 0.5, "network": "resnet9",
                       "width": 8, "precision": "bf16", "server_ema": 0.9, "validation_share": 0.1,
@@ -90,6 +94,7 @@ SETS: dict[str, dict[str, Any]] = {
 TAU = {
     "pneumonia_mnist": 0.9,
     "pneumonia_mnist, IID labels": 0.9,
+    "pneumonia_mnist, ResNet-9": 0.9,
     "fashion_mnist": 0.8,
     "fashion_mnist, float32": 0.8,
     "fashion_mnist, 14x14": 0.8,
