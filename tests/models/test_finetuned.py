@@ -53,7 +53,10 @@ def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree 
 
 
 def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
-    """A frozen backbone leaves 36 numbers; the whole has all tensors, and every pass says what the whole one says."""
+    """A frozen backbone leaves 36 numbers; the whole has all tensors, and every pass says what the whole one says.
+
+    To rounding: where in memory a weight lies decides how some processors add up (seen with AVX2 alone).
+    """
     model, which = given(), partly(tmp_path, "backbone")
     mine = which.init(rng.generator(0, "model"))
     assert {path: leaf.shape for path, leaf in tree.flatten(mine).items()} == {
@@ -65,9 +68,8 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
     assert same(whole, model)
     x = torch.randn(6, 1, 8, 8)
     logits, features = OURS.represent(model["params"], model["stats"], x)
-    assert torch.equal(which.predict(mine["params"], {}, x), logits)
-    for one, two in zip(which.embed(mine["params"], x), (logits, features, {}), strict=True):
-        assert torch.equal(one, two) if isinstance(two, torch.Tensor) else one == two
+    torch.testing.assert_close(which.predict(mine["params"], {}, x), logits)
+    torch.testing.assert_close(which.embed(mine["params"], x), (logits, features, {}))
     with torch.device("meta"):
         assert tree.size(which.init(torch.Generator())) == 36
 
