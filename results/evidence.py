@@ -54,19 +54,10 @@ SETS: dict[str, dict[str, Any]] = {
                                     "steps": 6, "labeled_batch": 10, "unlabeled_batch": 20, "clients": 20,
                                     "cohort": 5, "labels_per_class": 5.0, "width": 8, "flip": False,
                                     "server_ema": 0.9, "validation_share": 0.1, "evaluate_every": 5},
-    "pneumonia_mnist, ResNet-9": {"data": "pneumonia_mnist", "setting": "iid-dir", "lr": 2e-3, "rounds": 150,
-                                  "steps": 6, "labeled_batch": 10, "unlabeled_batch": 20, "clients": 20, "cohort": 5,
-                                  "labels_per_class": 5.0, "network": "resnet9", "width": 8, "flip": False,
-                                  "server_ema": 0.9, "validation_share": 0.1, "evaluate_every": 5},
     "fashion_mnist": {"setting": "iid-dir", "lr": 2e-3, "rounds": 500, "steps": 5, "labeled_batch": 32,
                       "unlabeled_batch": 48, "clients": 20, "cohort": 2, "labels_per_class": 0.5, "network": "resnet9",
                       "width": 8, "precision": "bf16", "server_ema": 0.9, "validation_share": 0.1,
                       "evaluate_every": 50, "checkpoint_every": 100, "reference": "fedavg"},
-    "fashion_mnist, float32": {"data": "fashion_mnist", "setting": "iid-dir", "lr": 2e-3, "rounds": 500, "steps": 5,
-                               "labeled_batch": 32, "unlabeled_batch": 48, "clients": 20, "cohort": 2,
-                               "labels_per_class": 0.5, "network": "resnet9", "width": 8, "server_ema": 0.9,
-                               "validation_share": 0.1, "evaluate_every": 50, "checkpoint_every": 100,
-                               "reference": "fedavg"},
     "fashion_mnist, 14x14": {"data": "fashion_mnist", "setting": "iid-dir", "lr": 3e-3, "rounds": 80, "steps": 20,
                              "labeled_batch": 32, "unlabeled_batch": 48, "clients": 20, "cohort": 8,
                              "labels_per_class": 0.5, "shrink": 2, "width": 32, "validation_share": 0.1,
@@ -90,6 +81,9 @@ SETS: dict[str, dict[str, Any]] = {
                             "reference": "fedavg"},
 }  # fmt: skip
 """The recipe of each data set, the same for all methods."""
+
+SETS["pneumonia_mnist, ResNet-9"] = {**SETS["pneumonia_mnist, IID labels"], "lr": 2e-3, "network": "resnet9"}
+SETS["fashion_mnist, float32"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "precision": "float32"}
 
 TAU = {
     "pneumonia_mnist": 0.9,
