@@ -83,12 +83,15 @@ SETS: dict[str, dict[str, Any]] = {
 """The recipe of each data set, the same for all methods."""
 
 SETS["pneumonia_mnist, ResNet-9"] = {**SETS["pneumonia_mnist, IID labels"], "lr": 2e-3, "network": "resnet9"}
+SETS["pneumonia_mnist, 80 labels"] = {**SETS["pneumonia_mnist, ResNet-9"], "labels_per_class": 2.0,
+                                      "unlabeled_batch": 60, "strong_view": "fedloke"}  # fmt: skip
 SETS["fashion_mnist, float32"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "precision": "float32"}
 
 TAU = {
     "pneumonia_mnist": 0.9,
     "pneumonia_mnist, IID labels": 0.9,
     "pneumonia_mnist, ResNet-9": 0.9,
+    "pneumonia_mnist, 80 labels": 0.9,
     "fashion_mnist": 0.8,
     "fashion_mnist, float32": 0.8,
     "fashion_mnist, 14x14": 0.8,
