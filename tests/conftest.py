@@ -14,8 +14,8 @@ import pytest
 import torch
 
 WORKERS = 2
-"""How many processes share the whole suite: with more, files that share what is costly are torn apart; three took a
-tenth longer on two cores (11:15 for 9:57)."""
+"""How many processes share the whole suite: with more, files that share what is costly are torn apart; three took an
+eighth longer on two cores (11:15 for 9:57)."""
 
 torch.set_num_threads(1)
 
