@@ -127,3 +127,14 @@ def test_the_command_prints_the_best_first(tmp_path: Path, capsys: pytest.Captur
     assert f"halfmoon run --config {tmp_path / 't' / 'best.toml'}" in said.out
     best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
     assert (best.seed, best.validation_share) == (0, 0.2)
+
+
+@pytest.mark.parametrize(("more", "told"), [("", True), ("--reference feddure", False), ("--steps 1", False)])
+def test_whose_budget_was_searched_with(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, told: bool):
+    """By its own rule labels only takes one step for five labels, where a comparison gives it FedDure's."""
+    words = "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --network small --width 4 --data-share 0.2"
+    where = ["--knob", "lr=1e-3,1e-2", "--trials", "1", "--run-dir", str(tmp_path / "t")]
+    assert cli.main([*words.split(), *more.split(), *where]) == 0
+    assert ("Budget: what fedavg takes by its own rule." in capsys.readouterr().out) == told
+    best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
+    assert best.reference == ("feddure" if "feddure" in more else None)

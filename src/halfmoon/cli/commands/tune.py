@@ -50,5 +50,8 @@ def tune(given: argparse.Namespace, values: Mapping[str, Any], flags: Mapping[st
         for each in trials[:10]
     ]
     show(Console(), ["trial", "validation %", *names], cells)
+    if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
+        words = f"Budget: what {config.method} takes by its own rule. compare gives every method what the one that "
+        say(Console(), words + "takes most takes: name that one with --reference to search for a comparison.")
     say(Console(), f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}")
     return 0
