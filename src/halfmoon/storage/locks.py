@@ -20,6 +20,9 @@ from typing import Any
 
 from halfmoon.storage import atomic_io
 
+GAP = 0.001
+"""Seconds that a lock which others may wait for stays free: who takes it again at once would keep them out."""
+
 OWNER = ".owner"
 """What the file is called, behind the name of the one that cannot be locked."""
 
@@ -81,6 +84,8 @@ def held(path: Path, patience: float = 0.0) -> Iterator[Lock]:
         yield lock
     finally:
         lock.free()
+        if patience:
+            time.sleep(GAP)
 
 
 def _claim(owner: Path) -> None:
