@@ -248,6 +248,7 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
         split, train, test = problem.split, problem.source.train, problem.source.test
         if row == "forest":
             from sklearn.ensemble import RandomForestClassifier
+            from sklearn.metrics import balanced_accuracy_score
 
             rows = np.flatnonzero(split.labeled & (split.client >= 0))
             forest = RandomForestClassifier(500, random_state=seed)
@@ -256,11 +257,11 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
             for name, part in (("last", test), ("held", problem.source.validation)):
                 if part is not None:
                     share = forest.predict_proba(part.images.reshape(len(part), -1))
-                    right = forest.classes_[share.argmax(1)] == part.labels
-                    score[name] = float(right.mean())
+                    guesses = forest.classes_[share.argmax(1)]
+                    score[name] = float((guesses == part.labels).mean())
                     if share.shape[1] == 2:
-                        each = [float(right[part.labels == label].mean()) for label in (0, 1)]
-                        score["balanced" if name == "last" else "held_balanced"] = statistics.fmean(each)
+                        found = float(balanced_accuracy_score(part.labels, guesses))
+                        score["balanced" if name == "last" else "held_balanced"] = found
                     if name == "last" and share.shape[1] == 2:
                         score |= {"auc": auc(part.labels, share)}
             return {"accuracy": score}

@@ -51,7 +51,7 @@ def tune(given: argparse.Namespace, values: Mapping[str, Any], flags: Mapping[st
     ]
     show(Console(), ["trial", "validation %", *names], cells)
     if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
-        words = f"Budget: what {config.method} takes by its own rule. compare gives every method what the one that "
-        say(Console(), words + "takes most takes: name that one with --reference to search for a comparison.")
+        words = f"Budget: what {config.method} takes by its own rule. compare gives every method the largest budget: "
+        say(Console(), words + "to search for a comparison, name the method that takes most with --reference.")
     say(Console(), f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}")
     return 0
