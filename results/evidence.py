@@ -87,6 +87,8 @@ SETS: dict[str, dict[str, Any]] = {
 SETS["pneumonia_mnist, ResNet-9"] = {**SETS["pneumonia_mnist, IID labels"], "lr": 2e-3, "network": "resnet9"}
 SETS["pneumonia_mnist, 80 labels"] = {**SETS["pneumonia_mnist, ResNet-9"], "labels_per_class": 2.0,
                                       "unlabeled_batch": 60, "strong_view": "fedloke"}  # fmt: skip
+SETS["fashion_mnist, sites alike"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "setting": "iid-iid",
+                                      "unlabeled_batch": 128, "strong_view": "fedloke"}  # fmt: skip
 SETS["fashion_mnist, float32"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "precision": "float32"}
 SETS["cifar10, float32"] = {**SETS["cifar10"], "data": "cifar10", "precision": "float32"}
 
@@ -97,6 +99,7 @@ TAU = {
     "pneumonia_mnist, 80 labels": 0.95,
     "fashion_mnist": 0.8,
     "fashion_mnist, float32": 0.8,
+    "fashion_mnist, sites alike": 0.8,
     "fashion_mnist, 14x14": 0.8,
     "cifar10": 0.8,
     "cifar10, float32": 0.8,
@@ -115,6 +118,8 @@ ROWS: dict[str, dict[str, Any]] = {
                               "options": {"labels": "round", "tau": 0.9}, **RECEIVED},
     "fixmatch-global": {"title": "FixMatch, labels of the received model at each step",
                         "method": "fedavg-fixmatch-global"},
+    "fixmatch-debiased": {"title": "the same with FedDB's debiased labels (FedDPL)",
+                          "method": "fedavg-fixmatch-global", "options": {"debias": True}},
     "feddure": {"title": "FedDure"},
     "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
                          "options": {"labels": "round", "regulator_bias": 0.0}, **RECEIVED},
@@ -179,7 +184,7 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     said = {name: value for name, value in ROWS[row].items() if name != "title"}
     values = {"data": data, "split_seed": seed, "method": row if row not in FLOORS else FLOOR}
     values |= {**SHARED, **SETS[data], **said}
-    if row in ("fixmatch-received", "fixmatch-global"):
+    if row in ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"):
         values["options"] = {**values.get("options", {}), "tau": TAU.get(data, 0.7)}
     config = Config(**values, seed=seed, data_dir=folder)
     if row == "supervised":  # as many steps in one place as all clients of a round take together
