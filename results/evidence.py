@@ -124,9 +124,15 @@ ROWS: dict[str, dict[str, Any]] = {
     "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
                          "options": {"labels": "round", "regulator_bias": 0.0}, **RECEIVED},
     "feddure-step": {"title": "FedDure, labels of each step", "method": "feddure", "options": {"regulator_bias": 0.0}},
+    "feddb": {"title": "FedDB", **RECEIVED},
+    "fixmatch-feddpl": {"title": "FixMatch-FedDPL: FedDB, averaged by rows", **RECEIVED},
+    "fedavg-kept": {"title": "FedAvg, labels only, optimizer kept", "method": "fedavg",
+                    "options": {"keep_optimizer": True}},
     "fedmatch": {"title": "FedMatch"},
     "fedloke": {"title": "FedLoKe", "options": {"ramp_rounds": 20}},
     "fedavg-sl": {"title": "FedAvg, all labels"},
+    "fedavg-sl-kept": {"title": "FedAvg, all labels, optimizer kept", "method": "fedavg-sl",
+                       "options": {"keep_optimizer": True}},
     "supervised": {"title": "the same network, all images and labels in one place"},
     "alone": {"title": "each site alone, with its own labels (mean over sites)", "precision": "float32"},
     "forest": {"title": "random forest, all sites' labels in one place"},
@@ -173,7 +179,11 @@ SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global"), "FedDure": ("fedd
          "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
 """The columns of the table in short, each the first of these rows that was played."""
 
+GUESSING = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
+"""The rows that take `TAU`."""
 FLOOR, CEILING = "fedavg", "fedavg-sl"
+COMPARED = (CEILING, "fedavg-sl-kept", "supervised")
+"""The rows that see all labels."""
 FLOORS = ("alone", "forest")
 
 
@@ -184,7 +194,7 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     said = {name: value for name, value in ROWS[row].items() if name != "title"}
     values = {"data": data, "split_seed": seed, "method": row if row not in FLOORS else FLOOR}
     values |= {**SHARED, **SETS[data], **said}
-    if row in ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"):
+    if row in GUESSING:
         values["options"] = {**values.get("options", {}), "tau": TAU.get(data, 0.7)}
     config = Config(**values, seed=seed, data_dir=folder)
     if row == "supervised":  # as many steps in one place as all clients of a round take together
@@ -338,7 +348,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         if row != FLOOR and differences:
             line["difference"] = statistics.fmean(differences)
             line["half"] = half_interval(differences)
-            if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
+            if row not in (*COMPARED, "fedavg-kept", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
                 line["share"] = statistics.fmean(differences) / statistics.fmean(way)
         made.append(line)
     return made
@@ -465,7 +475,11 @@ def _draw(found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
             half = row["half"]
             above = row["difference"] - half > 0
             color = (
-                "tab:gray" if row["row"] in (CEILING, "supervised", *FLOORS) else "tab:blue" if above else "tab:orange"
+                "tab:gray"
+                if row["row"] in (*COMPARED, "fedavg-kept", *FLOORS)
+                else "tab:blue"
+                if above
+                else "tab:orange"
             )
             axis.errorbar(row["difference"], place, xerr=half, fmt="o", color=color, capsize=3)
         axis.set_yticks(range(len(rows)), [row["title"] for row in reversed(rows)])
