@@ -466,11 +466,60 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     assert work.passes(10, 12).forward == step.passes(10, 12).forward - 12
 
 
+def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for():
+    """FedDB, Eq. 8 and 14: p / (mean of p over the client's rows), normalized; F-reg and C-reg learn from these labels.
+
+    The rows of the client are those of the minibatch, so p is written down here, under tracked statistics.
+    """
+    network, rules = SmallCNN(1, 5, 4), {"labeling": "running", "size": 8}
+    plain, before, down, batches, _ = scene(network, SGD(0.1), FedDure(), torch.float64, **rules)
+    weak = batches[0].u["weak"]
+    p = network.predict(down["params"], down["stats"], weak).softmax(-1)
+    divided = p / p.mean(0)
+    divided = divided / divided.sum(-1, keepdim=True)
+    assert (divided.argmax(-1) != p.argmax(-1)).any()
+    nothing, counts = torch.zeros(0, 1, 1, 1, dtype=torch.uint8), (torch.tensor(10), torch.tensor(12))
+    data = Local(nothing, torch.zeros(0), nothing, *counts, views={"weak": weak})
+    for options in (FedDure(debias=True), FedDure(debias=True, labels="round"), FedDure(debias=True, coarse=False)):
+        work = replace(plain, options=options)
+        begun = work.begin(down, {"regulator": before["regulator"]}, data)
+        _, notes = work.step(down, begun, batches[0])
+        assert torch.equal(notes.pseudo[0].label, divided.argmax(-1))
+        assert torch.allclose(notes.pseudo[0].confidence, divided.amax(-1), atol=1e-12)
+    for coarse in (True, False):  # a mean prediction that is uniform changes nothing, weak views pass with the others
+        step, carry, down, batches, _ = scene(network, SGD(0.1), FedDure(coarse=coarse), torch.float64)
+        work = replace(step, options=FedDure(coarse=coarse, debias=True))
+        uniform = {**carry, "ready": {"prior": torch.full((5,), 0.2, dtype=torch.float64)}}
+        (one, _), (two, _) = step.step(down, carry, batches[0]), work.step(down, uniform, batches[0])
+        for name in ("params", "regulator"):
+            assert distance(list(tree.leaves(one[name])), list(tree.leaves(two[name]))) < 1e-12
+    assert FedDure(debias=True).client_updates(plain.task)["train"].sweep == ("weak",)
+    assert FedDure(debias=True).client_updates(plain.task)["train"].views == ("weak", "strong")
+
+
+def test_the_optimizer_is_kept_where_it_is_asked_for():
+    """Two visits of a step each from one model are two steps of one Adam: its second step differs from a first one."""
+    nothing, ends = torch.zeros(0, 1, 1, 1, dtype=torch.uint8), {}
+    local = Local(nothing, torch.zeros(0), nothing, torch.tensor(3), torch.tensor(4))
+    for kept in (False, True):
+        options = FedDure(keep_optimizer=kept)
+        work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), options, torch.float64)
+        carry, _ = work.step(down, carry, batches[0])
+        _, memory = work.finish(down, carry, local)
+        assert ("optimizer" in memory) == kept
+        again = work.begin(down, memory, local)
+        assert float(again["optimizer"]["steps"]) == (1 if kept else 0)
+        if kept:
+            assert distance(list(tree.leaves(again["optimizer"])), list(tree.leaves(carry["optimizer"]))) == 0
+        ends[kept] = work.step(down, again, batches[1])[0]["params"]
+    assert distance(list(tree.leaves(ends[True])), list(tree.leaves(ends[False]))) > 1e-3
+
+
 def test_loop_equals_vmap_with_every_option():
     """Unequal clients, with padded labels, steps counted, a mean of rewards and a regulator of each client's own."""
     method = FedDure(
         regulator_start="client", coarse_step="plain", judge_prior=True, labeled_first=1, reward_baseline=0.9,
-        reward_bound=0.1,
+        reward_bound=0.1, debias=True, keep_optimizer=True,
     )  # fmt: skip
     shared, ends = task(SmallCNN(1, CLASSES, 4)), []
     for executor in ("loop", "vmap"):

@@ -9,8 +9,8 @@ their tangent along v only, which `Network.tangent` takes from the activations o
 to differentiate in w is the MLP, whose derivatives are written out (`halfmoon.methods.fine_regulator`).
 
 server: params, stats, round.  down: params, stats, gate.  memory: regulator (its parameters and optimizer state) or,
-without F-reg, the state of thresholds that run; with `reward_baseline` the mean of past rewards.  up: params, stats,
-weight.
+without F-reg, the state of thresholds that run; with `reward_baseline` the mean of past rewards; with
+`keep_optimizer` the optimizer's state.  up: params, stats, weight.
 
 Departures: where the authors' released code departs from the paper, this file follows the paper, which is what others
 compare with. That code has no trained F-reg, the opposite sign of d (`sign`), soft pseudo-labels above a threshold of
@@ -76,7 +76,9 @@ class FedDure:
     (less in the first ones, where it is their plain mean); `reward_bound` then clips it to +- this.
     `warmup` rounds learn from labels alone, while the regulators train; so do the `labeled_first` steps at the start
     of every client update, in which the regulators stand still.
-    `labels`: Eq. 1 asks the model of the moment at each "step", or the received model once a "round".
+    `labels`: Eq. 1 asks the model of the moment at each "step", or the received model once a "round"; `debias` divides
+    its answers by the client's mean prediction of the round first (FedDB's FedDPL, IJCAI 2024, Eq. 14).
+    `keep_optimizer`: the local model's optimizer goes on where the client's last update ended.
     """
 
     coarse: bool = True
@@ -103,7 +105,9 @@ class FedDure:
     keep_regulator_optimizer: bool = True
     warmup: int = 0
     labels: Literal["step", "round"] = "step"
+    debias: bool = False
     labeled_first: int = 0
+    keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.reward_baseline is not None and not 0 <= self.reward_baseline < 1:
@@ -125,9 +129,9 @@ class FedDure:
     def guessing(self) -> PseudoLabeling:
         """Return where the pseudo-labels of Eq. 1 come from, and which count where no F-reg weighs them."""
         if self.fine:
-            return PseudoLabeling(labels=self.labels)
+            return PseudoLabeling(labels=self.labels, debias=self.debias)
         rule: dict[str, Any] = {"thresholding": self.thresholding, "threshold_decay": self.threshold_decay}
-        return PseudoLabeling(labels=self.labels, tau=self.threshold, **rule)
+        return PseudoLabeling(labels=self.labels, debias=self.debias, tau=self.threshold, **rule)
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model and the number of rounds played."""
@@ -230,13 +234,15 @@ class Regulated(ClientUpdate):
                 "params": params,
                 "optimizer": optimizer_of(self.options, self.task, "regulator").init(params),
             }
+        if self.options.keep_optimizer:
+            memory["optimizer"] = self.task.optimizer.init(down["params"])
         if self.options.reward_baseline is not None:
             memory["baseline"] = {"mean": like.new_zeros(()), "count": like.new_zeros((), dtype=torch.float64)}
         return memory
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start the local model and C-reg as copies of the server's model, F-reg as it was left."""
-        optimizer = self.task.optimizer.init(down["params"])
+        optimizer = memory["optimizer"] if self.options.keep_optimizer else self.task.optimizer.init(down["params"])
         ready = self.options.guessing.prepare(self.task, down, data)
         carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, "ready": ready}
         carry |= self.options.guessing.begin(self.task, memory, data, ready)
@@ -273,7 +279,8 @@ class Regulated(ClientUpdate):
         if self.options.coarse:
             student = coarse_student(self.task, carry["coarse"]["params"], batch)
         else:
-            student = local_student(self.task, carry["params"], batch, (labeled, strong), pull, bool(self.sweep))
+            apart = self.options.labels == "round"
+            student = local_student(self.task, carry["params"], batch, (labeled, strong), pull, apart)
         judged = self._judge(carry, batch, student, label, strong, counted)
         gate, regulators = down["gate"].to(strong.dtype), judged.carry
         if self.options.labeled_first:
@@ -304,6 +311,7 @@ class Regulated(ClientUpdate):
         up = Upload({"params": carry["params"], "stats": carry["stats"]}, weight)
         running = () if self.options.fine else self.options.guessing.remember(self.task, down)
         keeps = {"regulator": self.options.fine and self.options.keep_regulator, "baseline": "baseline" in carry}
+        keeps["optimizer"] = self.options.keep_optimizer
         return up, {name: carry[name] for name in (*(name for name in keeps if keeps[name]), *running)}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
