@@ -89,6 +89,8 @@ SETS["pneumonia_mnist, 80 labels"] = {**SETS["pneumonia_mnist, ResNet-9"], "labe
                                       "unlabeled_batch": 60, "strong_view": "fedloke"}  # fmt: skip
 SETS["fashion_mnist, sites alike"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "setting": "iid-iid",
                                       "unlabeled_batch": 128, "strong_view": "fedloke"}  # fmt: skip
+for _name in ("digits", "digits, IID labels"):
+    SETS[f"{_name}, kept optimizer"] = {**SETS[_name], "data": "digits", "options": {"keep_optimizer": True}}
 SETS["fashion_mnist, float32"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "precision": "float32"}
 SETS["cifar10, float32"] = {**SETS["cifar10"], "data": "cifar10", "precision": "float32"}
 
@@ -124,18 +126,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
                          "options": {"labels": "round", "regulator_bias": 0.0}, **RECEIVED},
     "feddure-step": {"title": "FedDure, labels of each step", "method": "feddure", "options": {"regulator_bias": 0.0}},
-    "feddure-debiased": {"title": "the same with FedDB's debiased labels, optimizer kept", "method": "feddure",
-                         "options": {"labels": "round", "regulator_bias": 0.0, "debias": True, "keep_optimizer": True},
-                         **RECEIVED},
+    "feddure-debiased": {"title": "FedDure, debiased labels of the received model (FedDPL)", "method": "feddure",
+                         "options": {"labels": "round", "regulator_bias": 0.0, "debias": True}, **RECEIVED},
     "feddb": {"title": "FedDB", **RECEIVED},
     "fixmatch-feddpl": {"title": "FixMatch-FedDPL: FedDB, averaged by rows", **RECEIVED},
-    "fedavg-kept": {"title": "FedAvg, labels only, optimizer kept", "method": "fedavg",
-                    "options": {"keep_optimizer": True}},
     "fedmatch": {"title": "FedMatch"},
     "fedloke": {"title": "FedLoKe", "options": {"ramp_rounds": 20}},
     "fedavg-sl": {"title": "FedAvg, all labels"},
-    "fedavg-sl-kept": {"title": "FedAvg, all labels, optimizer kept", "method": "fedavg-sl",
-                       "options": {"keep_optimizer": True}},
     "supervised": {"title": "the same network, all images and labels in one place"},
     "alone": {"title": "each site alone, with its own labels (mean over sites)", "precision": "float32"},
     "forest": {"title": "random forest, all sites' labels in one place"},
@@ -161,7 +158,9 @@ PARTS = {
 the last round on the validation images, where some are set aside. "balanced" is the mean over two classes of the share
 of their images that is found, which does not depend on how common they are."""
 
-PICTURED = (("digits, IID labels", "last"), ("digits", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
+PICTURED = (("digits, IID labels", "last"), ("digits, IID labels, kept optimizer", "last"),
+            ("digits", "last"), ("digits, kept optimizer", "last"),
+            ("fashion_mnist", "last"), ("fashion_mnist, sites alike", "last"), ("cifar10", "last"),
             ("pneumonia_mnist, 80 labels", "held"), ("pneumonia_mnist, 80 labels", "held_balanced"),
             ("pneumonia_mnist, 80 labels", "last"), ("pneumonia_mnist, 80 labels", "balanced"),
             ("pneumonia_mnist, 80 labels", "auc"),
@@ -173,20 +172,21 @@ PICTURED = (("digits, IID labels", "last"), ("digits", "last"), ("fashion_mnist"
 FIRST = (("digits, IID labels", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
          ("pneumonia_mnist, 80 labels", "held"), ("pneumonia_mnist, 80 labels", "held_balanced"))  # fmt: skip
 """The tables that README tells in short, without the columns `LATER`."""
-LATER = ("labels lie", "in one place")
+LATER = ("FedDB", "in one place")
 
 LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images",
-          "pneumonia_mnist, 80 labels": "evenly, 80 in all"}  # fmt: skip
+          "pneumonia_mnist, 80 labels": "evenly, 80 in all",
+          "digits, IID labels, kept optimizer": "evenly; optimizer kept",
+          "digits, kept optimizer": "unevenly; optimizer kept"}  # fmt: skip
 """How labels lie, in words: by the setting, or by the recipe where that says more."""
-SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global"), "FedDure": ("feddure-received", "feddure-step"),
+SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"),
+         "FedDure": ("feddure-debiased", "feddure-received", "feddure-step"), "FedDB": ("feddb",),
          "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
 """The columns of the table in short, each the first of these rows that was played."""
 
 GUESSING = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
 """The rows that take `TAU`."""
 FLOOR, CEILING = "fedavg", "fedavg-sl"
-COMPARED = (CEILING, "fedavg-sl-kept", "supervised")
-"""The rows that see all labels."""
 FLOORS = ("alone", "forest")
 
 
@@ -197,8 +197,9 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     said = {name: value for name, value in ROWS[row].items() if name != "title"}
     values = {"data": data, "split_seed": seed, "method": row if row not in FLOORS else FLOOR}
     values |= {**SHARED, **SETS[data], **said}
+    values["options"] = {**SETS[data].get("options", {}), **said.get("options", {})}
     if row in GUESSING:
-        values["options"] = {**values.get("options", {}), "tau": TAU.get(data, 0.7)}
+        values["options"]["tau"] = TAU.get(data, 0.7)
     config = Config(**values, seed=seed, data_dir=folder)
     if row == "supervised":  # as many steps in one place as all clients of a round take together
         return replace(config, steps=config.cohort * (config.steps or 1), budget="none")
@@ -351,7 +352,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         if row != FLOOR and differences:
             line["difference"] = statistics.fmean(differences)
             line["half"] = half_interval(differences)
-            if row not in (*COMPARED, "fedavg-kept", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
+            if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
                 line["share"] = statistics.fmean(differences) / statistics.fmean(way)
         made.append(line)
     return made
@@ -478,11 +479,7 @@ def _draw(found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
             half = row["half"]
             above = row["difference"] - half > 0
             color = (
-                "tab:gray"
-                if row["row"] in (*COMPARED, "fedavg-kept", *FLOORS)
-                else "tab:blue"
-                if above
-                else "tab:orange"
+                "tab:gray" if row["row"] in (CEILING, "supervised", *FLOORS) else "tab:blue" if above else "tab:orange"
             )
             axis.errorbar(row["difference"], place, xerr=half, fmt="o", color=color, capsize=3)
         axis.set_yticks(range(len(rows)), [row["title"] for row in reversed(rows)])
