@@ -120,7 +120,7 @@ ROWS: dict[str, dict[str, Any]] = {
                               "options": {"labels": "round", "tau": 0.9}, **RECEIVED},
     "fixmatch-global": {"title": "FixMatch, labels of the received model at each step",
                         "method": "fedavg-fixmatch-global"},
-    "fixmatch-debiased": {"title": "the same with FedDB's debiased labels (FedDPL)",
+    "fixmatch-debiased": {"title": "FixMatch, debiased labels of the received model (FedDPL)",
                           "method": "fedavg-fixmatch-global", "options": {"debias": True}},
     "feddure": {"title": "FedDure"},
     "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
@@ -172,7 +172,7 @@ PICTURED = (("digits, IID labels", "last"), ("digits, IID labels, kept optimizer
 FIRST = (("digits, IID labels", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
          ("pneumonia_mnist, 80 labels", "held"), ("pneumonia_mnist, 80 labels", "held_balanced"))  # fmt: skip
 """The tables that README tells in short, without the columns `LATER`."""
-LATER = ("FedDB", "in one place")
+LATER = ("labels lie", "FedDB", "in one place")
 
 LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images",
           "pneumonia_mnist, 80 labels": "evenly, 80 in all",
