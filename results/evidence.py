@@ -180,7 +180,7 @@ LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all
           "digits, kept optimizer": "unevenly; optimizer kept"}  # fmt: skip
 """How labels lie, in words: by the setting, or by the recipe where that says more."""
 SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"),
-         "FedDure": ("feddure-debiased", "feddure-received", "feddure-step"), "FedDB": ("feddb",),
+         "FedDure": ("feddure-received", "feddure-step", "feddure-debiased"), "FedDB": ("feddb",),
          "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
 """The columns of the table in short, each the first of these rows that was played."""
 
