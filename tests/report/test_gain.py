@@ -33,6 +33,14 @@ def test_the_share_of_the_way_is_said_in_a_sentence():
     assert gain(three(0.861, 0.851, 0.956)) == "FedDure ended 1.0 points below FedAvg (labeled only)."
 
 
+def test_a_method_above_all_labels_has_won_no_part_of_a_way():
+    """5.6 of 2.5 points are no share: all labels were not trained to their end."""
+    assert gain(three(0.7, 0.756, 0.725)) == (
+        "FedDure ended 5.6 points above FedAvg (labeled only) and 3.1 above FedAvg-SL (all labels). "
+        "All labels are no upper bound here: more rounds or another rate would be needed."
+    )
+
+
 def test_it_is_said_of_the_mean_over_the_seeds():
     runs = [*three(0.8, 0.9, 1.0), *[{**each, "seed": 1} for each in three(0.7, 0.7, 0.9)]]
     assert gain(runs) == (

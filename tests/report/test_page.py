@@ -679,6 +679,10 @@ def test_the_headline_says_what_came_out(tmp_path: Path) -> None:
         (((*LOW, 0.6),), "FedAvg (labeled only) ends at 60.0 %."),
         (((*LOW, 0.7), ("feddure", "FedDure", 0.6), (*TOP, 0.8)), "No method is above labels alone (70.0 %)."),
         (((*LOW, 0.7), ("feddure", "FedDure", 0.8), (*TOP, 0.6)), "so this is no upper bound"),
+        (
+            ((*LOW, 0.7), ("feddure", "FedDure", 0.8), (*TOP, 0.75)),
+            "(all labels) ends below FedDure, so this is no upper",
+        ),
     ],
 )
 def test_the_headline_hides_nothing(tmp_path: Path, shares: tuple[tuple[str, str, float], ...], words: str) -> None:

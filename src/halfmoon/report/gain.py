@@ -9,6 +9,8 @@ from halfmoon.report.tables import spread
 
 FLOOR = "fedavg"
 """The method that learns from labels alone."""
+NO_BOUND = "no upper bound here: more rounds or another rate would be needed"
+"""What all labels are where something ends above them."""
 
 
 def gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> str | None:
@@ -35,4 +37,7 @@ def gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> s
     over = f", in the mean of {len(ends[name])} seeds" if len(ends[name]) > 1 else ""
     if won < 0:
         return f"{titles[name]} ended {-won:.1f} points below {titles[FLOOR]}{over}."
+    if won > whole:
+        above = f"{won:.1f} points above {titles[FLOOR]} and {won - whole:.1f} above {titles[top]}{over}"
+        return f"{titles[name]} ended {above}. All labels are {NO_BOUND}."
     return f"{titles[name]} won {won:.1f} of the {whole:.1f} points between {titles[FLOOR]} and {titles[top]}{over}."

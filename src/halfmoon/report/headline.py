@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.report.comparison import Column, final
-from halfmoon.report.gain import FLOOR
+from halfmoon.report.gain import FLOOR, NO_BOUND
 from halfmoon.report.study import Study
 from halfmoon.report.tables import Spread
 
@@ -58,17 +58,13 @@ def _between(ends: Sequence[tuple[str, str, Spread]]) -> str:
         return ""
     whole = top[2].mean - floor[2].mean
     if whole <= 0:
-        return (
-            f" {top[1]} ends below {floor[1]}, so this is no upper bound: more rounds or another rate would be needed."
-        )
+        return f" {top[1]} ends below {floor[1]}, so this is {NO_BOUND}."
     won = rivals[0][2].mean - floor[2].mean
     if won <= 0:
         return f" No method is above labels alone ({floor[2].mean:.1f} %)."
-    return (
-        f" It has {won:.1f} of the {whole:.1f} points between labels alone and all labels."
-        if (rivals[0][2].mean >= max(each[2].mean for each in ends if not each[1].endswith(CEILING)))
-        else ""
-    )
+    if won > whole:
+        return f" {top[1]} ends below {rivals[0][1]}, so this is {NO_BOUND}."
+    return f" It has {won:.1f} of the {whole:.1f} points between labels alone and all labels."
 
 
 def _several(study: Study, marks: dict[Column, list[tuple[str, str, Spread]]]) -> str:
