@@ -18,13 +18,11 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
-from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedmatch import Disjoint, FedMatch, composed, nearest, noise, vote
 from halfmoon.models import Network, SmallCNN
 from halfmoon.models.network import kernels
 from halfmoon.models.passes import Run
-from halfmoon.objectives import FixMatch
 
 BARE = SmallCNN(1, CLASSES, 4, "none")
 """Without normalization or bias, as FedMatch's authors have it: everything is a kernel."""
@@ -411,21 +409,6 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
         assert furthest(one.server["psi"], server["psi"]) < 1e-15  # a mean of equal numbers
         assert one.report.cost["labeled_images"] == two.report.cost["labeled_images"]
     assert furthest(ours[-1].server["sigma"], server["sigma"]) > 1e-2
-
-
-def test_semifls_version_without_labels_is_fixmatch():
-    """SemiFL's version starts as the network does; where nobody has labels, psi moves as FixMatch moves theta."""
-    held, shared = dataset(((0, 8),) * 4), task(BARE, optimizer=SGD(0.1))
-    method = registry.make("fedmatch-semifl", {"tau": 0.3})
-    other = FedAvg(FixMatch(tau=0.3, mean="used"))
-    server, plain = begin(method, shared), begin(other, shared)
-    assert furthest(method.solution(shared, server), plain) < 1e-15
-    ours = play(method, simulate(method, shared, held), server, range(2))
-    theirs = play(other, simulate(other, shared, held), plain, range(2))
-    for one, two in zip(ours, theirs, strict=True):
-        assert furthest(method.solution(shared, one.server)["params"], two.server["params"]) < 1e-12
-        assert same(one.server["sigma"], server["sigma"])
-    assert furthest(ours[-1].server["psi"], server["psi"]) > 1e-2
 
 
 def test_the_server_teaches_sigma_and_clients_psi():

@@ -17,6 +17,7 @@ from halfmoon.api.types import Batch, Local
 from halfmoon.api.uploads import Upload
 from halfmoon.augment import Plain
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.client_update import ClientContext, update_one
@@ -312,6 +313,85 @@ def test_training_side_by_side_by_hand():
         assert value(server["params"]) == pytest.approx(0.4)
 
 
+def test_the_share_of_two_groups_by_hand():
+    """FedRGD in SemiFL's code: the server comes to .7, four clients to .4; it weighs 1 / (4 / 2 + 1) = 1/3: .5.
+
+    As two groups of two clients and a copy each: ((.3 + .4 + .7) / 3 + (.4 + .5 + .7) / 3) / 2 = .5. g = .7 - .5 = v.
+    """
+    fed = told([[(0.3, 1), (0.4, 1), (0.4, 1), (0.5, 1)]], [lambda w: 0.7])
+    server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+    server = SemiFL(fine_tune=False, server_share="groups").round(task(Pixel()), server, fed)
+    assert [value(server["params"]), value(server["momentum"])] == pytest.approx([0.5, 0.2])
+
+
+HALVES = SemiFL(tau=0.3, labels="step", mix_weight=0.0, halves=True)
+
+
+def test_halves_are_whole_networks_that_add_up():
+    """sigma is the first model's kernels, psi those of another draw; head, biases and normalizations are in neither."""
+    server, model = begin(HALVES, task()), begin(FedAvg(), task())
+    theta = tree.flatten(HALVES.solution(task(), server)["params"])
+    sigma, psi = (tree.flatten(server[name]) for name in ("sigma", "psi"))
+    assert sigma.keys() == psi.keys() == {path for path in theta if path.endswith("conv/weight")}
+    for path, leaf in tree.flatten(model["params"]).items():
+        if path in sigma:
+            assert bool((theta[path] == leaf + psi[path]).all())
+            assert 0.5 < float(psi[path].std() / leaf.std()) < 2
+            assert not bool((psi[path] == leaf).any())
+        else:
+            assert bool((theta[path] == leaf).all())
+
+
+def test_clients_train_psi_and_the_server_sigma():
+    """One step of each, written out with autograd: FixMatch in psi, cross-entropy in sigma; SGD without momentum."""
+    shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
+    works, server = HALVES.client_updates(shared), begin(HALVES, shared)
+    down = {name: part for name, part in server.items() if name != "momentum"}
+    batch, sweep = random_batch(6, 4)
+    for name, part, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
+        data = client(sweep, 0 if name == "train" else 6)
+        given = batch if name == "fine-tune" else batch._replace(x=batch.x[:0], y=batch.y[:0], x_rows=batch.x_rows[:0])
+        carry = works[name].begin(down, works[name].remember(down, torch.Generator()), data)
+        after, _ = works[name].step(down, carry, given)
+        (sent, _), leaves = works[name].finish(down, after, data), tree.map(torch.clone, down[part])
+        for leaf in tree.leaves(leaves):
+            leaf.requires_grad_()
+        theta = HALVES.parameters({**down, part: leaves})
+        if images == "x":
+            loss = F.cross_entropy(shared.network.train(theta, batch.x)[0], batch.y)
+        else:
+            guess = shared.network.train(theta, batch.u["weak"])[0].detach().softmax(-1)
+            used = (guess.amax(-1) >= 0.3).double()
+            each = F.cross_entropy(
+                shared.network.train(theta, batch.u["strong"])[0], guess.argmax(-1), reduction="none"
+            )
+            loss = (each * used).sum() / used.sum()
+        loss.backward()
+        assert sent.update.keys() == {part}
+        moved = tree.map(lambda leaf: (leaf - 0.1 * leaf.grad).detach(), leaves)
+        assert furthest(sent.update[part], moved) < 1e-12
+        assert furthest(sent.update[part], down[part]) > 1e-4
+
+
+def test_momentum_of_halves_is_psis_alone():
+    """Labels at the server: psi moves by the momentum that the server keeps, sigma by its training, the rest not."""
+    shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
+    simulation = simulate(HALVES, shared, dataset(place="server"))
+    one, two = play(HALVES, simulation, begin(HALVES, shared), range(2))
+    first = begin(HALVES, shared)
+    assert furthest(one.server["psi"], tree.map(torch.sub, first["psi"], one.server["momentum"])) < 1e-15
+    assert furthest(two.server["psi"], tree.map(torch.sub, one.server["psi"], two.server["momentum"])) < 1e-15
+    for name in ("psi", "sigma"):
+        assert furthest(two.server[name], one.server[name]) > 1e-4
+    assert same(two.server["rest"], first["rest"])
+
+
+def test_halves_are_refused_beside_the_clients():
+    """Where the server trains beside the clients there is nothing to average: its half is another."""
+    with pytest.raises(UserError, match="halves"):
+        SemiFL(halves=True, fine_tune=False)
+
+
 @pytest.mark.parametrize(("sbn", "who"), [("all", [[0, 1], [2, 3]]), ("cohort", [[0, 1]]), ("server", [])])
 def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who):
     """Whose rows are counted; before round 1 for its labels, then once a round, for the next labels and the test."""
@@ -450,8 +530,11 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
         SemiFL(tau=0.3, labels="step", debias=True),
         SemiFL(tau=0.3, labels="step", mix_weight=0.0, fine_tune=False, sbn="cohort"),
         SemiFL(tau=0.3, keep_optimizer=False, server_momentum=0.0, fine_tune=False),
+        SemiFL(tau=0.3, fine_tune=False, server_share="groups"),
+        SemiFL(tau=0.3, halves=True),
+        SemiFL(tau=0.3, labels="step", debias=True, mix_weight=0.0, halves=True, sbn="cohort", keep_optimizer=False),
     ],
-    ids=["step-debias", "step-parallel", "parallel"],
+    ids=["step-debias", "step-parallel", "parallel", "groups", "halves", "step-halves"],
 )
 def test_every_variant_lifts(method, place):
     """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
@@ -463,7 +546,8 @@ def test_every_variant_lifts(method, place):
     assert furthest(runs[1].server, runs[0].server) < 1e-9
     assert furthest(runs[1].state, runs[0].state) < 1e-9
     assert runs[1].report.cost == runs[0].report.cost
-    assert furthest(runs[0].server["params"], begin(method, task())["params"]) > 1e-3
+    first = method.solution(task(), begin(method, task()))
+    assert furthest(method.solution(task(), runs[0].server)["params"], first["params"]) > 1e-3
 
 
 def test_a_server_without_labels_keeps_nothing():

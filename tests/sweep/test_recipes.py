@@ -23,6 +23,7 @@ from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config, identity, method_options
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
+from halfmoon.methods.semifl import SemiFL
 from halfmoon.runs import factory, runner
 from halfmoon.storage import toml
 from halfmoon.sweep import recipe
@@ -355,6 +356,9 @@ def test_protocols_by_hand() -> None:
     assert (table.width, table.labels, table.server_batch, table.rounds) == (8, 2500, 250, 800)
     digits = cell_at("semifl-table1", dataset="svhn", setting="iid", labels="high", method="fedrgd").configs[0]
     assert (digits.labels, digits.server_batch, digits.norm, digits.flip) == (1000, 10, "batch", None)
+    assert registry.make("semifl", method_options(digits, "semifl")) == SemiFL(
+        labels="step", mix_weight=0.0, fine_tune=False, server_share="groups"
+    )
     few = cell_at("semifl-table1", dataset="cifar10", setting="iid", labels="low", method="fedmatch").configs[0]
     assert (few.labels, few.server_batch, few.method) == (250, 10, "fedmatch-semifl")
     alone = cell_at(

@@ -33,9 +33,7 @@ Departures from the authors' code:
   one step, and from twice that it diverges: their rate, 1e-3, moves it by 2 % a step.
 - For labels at the server they set l1_weight, l1_threshold and delta_threshold to 1e-5.
 
-`fedmatch-semifl` of the registry has the settings of SemiFL's table, but is not SemiFL's version of it: theirs gives
-psi a momentum at the server, keeps the clients' optimizers, starts both halves as whole networks and leaves the head
-out of sigma.
+SemiFL's tables have a version of their own, which is that method's loop: `halfmoon.methods.semifl`, `fedmatch-semifl`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ where a cohort is drawn, "their group's mean" goes to the group that a client fa
 - Batch-normalization statistics, which GroupNorm does not have, are averaged like parameters.
 - Momentum survives the averaging there; here it does with `keep_optimizer`.
 
-SemiFL's table plays a version of its own: the loss is a mean over used rows (`mean`), the server has a momentum of 0.5,
-and batch statistics are counted, not tracked. The last two are not here.
+SemiFL's tables have a version of their own, which is that method's loop with the weights of two groups:
+`halfmoon.methods.semifl`, `server_share`.
 """
 
 from __future__ import annotations

@@ -35,3 +35,16 @@ def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
     """Return how many entries `patched` takes over, as float64."""
     pairs = zip(tree.leaves(old), tree.leaves(new), strict=True)
     return tree.sum_of((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
+
+
+def apart(params: Tree) -> tuple[Tree, Tree]:
+    """Return the kernels of all layers but the head, and the rest: biases, normalizations and the head."""
+    flat = tree.flatten(params)
+    kernel = {path for path, leaf in flat.items() if leaf.dim() > 1 and not path.startswith("head/")}
+    parts = ({path: leaf for path, leaf in flat.items() if (path in kernel) is own} for own in (True, False))
+    return tree.unflatten(next(parts)), tree.unflatten(next(parts))
+
+
+def joined(rest: Tree, kernel: Tree) -> Tree:
+    """Return what `apart` has taken apart."""
+    return tree.unflatten({**tree.flatten(rest), **tree.flatten(kernel)})

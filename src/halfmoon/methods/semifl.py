@@ -10,10 +10,11 @@ The server averages those who trained, takes a step with momentum, and then fine
 the clients (FedDB's table, IJCAI 2024) the same file adds CE on the client's labeled images, and the server, which has
 no rows, takes no step.
 
-server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server; with
-`labels` "step" and thresholds that adapt, theirs.
-up: params, weight (1, or 0 from a client that was sure of nothing). For the statistics the model travels once more, to
-all whose rows are counted (`static`): with `sbn` "all", as in the authors' code, to every client in every round.
+server: params, stats, momentum; with `halves` rest, sigma and psi in place of params.  down: all but the momentum.
+memory: the optimizer's state, at clients and server; with `labels` "step" and thresholds that adapt, theirs.
+up: params (psi), weight (1, or 0 from a client that was sure of nothing). For the statistics the model travels once
+more, to all whose rows are counted (`static`): with `sbn` "all", as in the authors' code, to every client in every
+round.
 
 Departures: the paper's text names few hyper-parameters; the defaults are those of the authors' code, but for these.
 
@@ -29,6 +30,15 @@ Departures: the paper's text names few hyper-parameters; the defaults are those 
   control of the control.
 - A client with labels but sure of nothing draws from all its rows and learns from its labels alone, so that labels at
   the clients can set off (FedDB's code does so).
+
+The rows "FedRGD" and "FedMatch" of the paper's tables are this method's loop with labels "step" and `mix_weight` 0:
+
+- FedRGD: `fine_tune` False and `server_share` "groups". Two groups of n / 2 clients, each with a copy of the server's
+  model, average to 1 / (n / 2 + 1) of that model, whoever is in which.
+- FedMatch: `halves`. Each kernel is sigma + psi, the server trains sigma and the clients psi; nobody trains biases,
+  normalizations and the head, which are in neither half there. There, the server trains the first half of sigma's
+  output channels alone, by a slip (here all), and gradients of what is not trained pile up in the norm that is clipped
+  (here they count nothing). psi is drawn from one seed, for a method draws no random number.
 """
 
 from __future__ import annotations
@@ -54,12 +64,14 @@ from halfmoon.api.types import (
     sample,
 )
 from halfmoon.api.uploads import Uplink, Upload
-from halfmoon.core import padding, tree
+from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import combine
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
 from halfmoon.methods.fedavg import LocalTraining
+from halfmoon.methods.halves import apart, joined
 from halfmoon.models import forward
 from halfmoon.objectives import Supervised
 from halfmoon.objectives.base import chunks, debiased, per_image, prior, supervised
@@ -75,8 +87,11 @@ class SemiFL:
     but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `mix_weight` 0 leaves the
     mix set out; `thresholding` and `threshold_decay` say which rows a client is sure of; `concentration` is a of the
     Beta(a, a). `debias` divides every guess by the client's mean prediction (FedDPL, FedDB Eq. 14) before it is judged.
-    `fine_tune` False: the server trains beside the clients, and has half the weight. `sbn`: whose rows the statistics
-    are counted over. `unlabeled_weight` stands before the whole loss on unlabeled images.
+    `fine_tune` False: the server trains beside the clients, and has `server_share` of the average: "half", or that of
+    FedRGD's "groups". `halves`: FedMatch's kernels in two parts. `sbn`: whose rows the statistics are counted over.
+    `unlabeled_weight` stands before the whole loss on unlabeled images.
+
+    Raise `UserError` for halves without fine-tuning: what would be averaged are different halves.
     """
 
     tau: float = 0.95
@@ -86,16 +101,37 @@ class SemiFL:
     labels: Literal["round", "step"] = "round"
     debias: bool = False
     fine_tune: bool = True
+    server_share: Literal["half", "groups"] = "half"
+    halves: bool = False
     server_momentum: float = 0.5
     sbn: Over = "all"
     keep_optimizer: bool = True
     thresholding: Rule = "fixed"
     threshold_decay: float = 0.999
 
+    def __post_init__(self) -> None:
+        if self.halves and not self.fine_tune:
+            raise UserError(
+                "halves is set and fine_tune is not: clients train one half of each kernel and the server the other, "
+                "so there is nothing to average; set fine_tune, or leave halves out."
+            )
+
     @property
     def threshold(self) -> Threshold:
         """Return which rows a client is sure of."""
         return Threshold(self.thresholding, self.tau, self.threshold_decay)
+
+    @property
+    def trained(self) -> str:
+        """Return the name of the part of the model that clients train."""
+        return "psi" if self.halves else "params"
+
+    def parameters(self, model: Tree, trained: Tree | None = None) -> Tree:
+        """Return the network's parameters in `model`, with `trained` for the part that clients train."""
+        if not self.halves:
+            return model["params"] if trained is None else trained
+        psi = model["psi"] if trained is None else trained
+        return joined(model["rest"], tree.map(torch.add, model["sigma"], psi))
 
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""
@@ -112,32 +148,88 @@ class SemiFL:
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the clients' training, the server's, and the look that statistics are counted from."""
         own_labels = LocalTraining(task, (), Supervised(), keep_optimizer=self.keep_optimizer)
+        teaching = SigmaTraining(task, (), self) if self.halves else own_labels
         views = ("weak", "strong") if self.mix_weight or self.labels == "step" else ("strong",)
-        return {"train": Mixing(task, views, self), "fine-tune": own_labels, "census": BatchNormStatistics(task)}
+        return {"train": Mixing(task, views, self), "fine-tune": teaching, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and a momentum of zero."""
-        return {**model, "momentum": tree.zeros_like(model["params"])}
+        """Remember the model, and a momentum of zero; with `halves` take the kernels apart, and draw others as psi."""
+        if not self.halves:
+            return {**model, "momentum": tree.zeros_like(model["params"])}
+        like = next(tree.leaves(model["params"]))
+        sigma, rest = apart(model["params"])
+        other, _ = apart(task.network.init(rng.generator(0, "semifl", "psi"))["params"])
+        psi = tree.to(other, like.device, like.dtype)
+        stats = {"stats": model["stats"]} if "stats" in model else {}
+        return {"rest": rest, "sigma": sigma, "psi": psi, **stats, "momentum": tree.zeros_like(psi)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, average, fine-tune on the server's labels, and count the statistics."""
-        stats = server.get("stats", {})
+        model: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "momentum"}}
         if task.round == 0:
-            stats = estimate(federation, server, self.sbn)
-        params, share = server["params"], 0.0
-        model = {"params": params, "stats": stats}
-        mean = federation.average("train", model)
+            model = {**model, "stats": estimate(federation, self.solution(task, model), self.sbn)}
+        mean, old, share = federation.average("train", model), model[self.trained], 0.0
         if federation.labeled and not self.fine_tune:
-            params, share = federation.ask_server("fine-tune", model).update["params"], 0.5
-        params, momentum = combine(params, mean, server["momentum"], self.server_momentum, share)
+            old = federation.ask_server("fine-tune", model).update["params"]
+            share = 0.5 if self.server_share == "half" else 1 / (float(mean.weight) / 2 + 1)
+        mean = mean._replace(update={"params": mean.update[self.trained]})
+        new, momentum = combine(old, mean, server["momentum"], self.server_momentum, share)
+        model = {**model, self.trained: new}
         if federation.labeled and self.fine_tune:
-            params = federation.ask_server("fine-tune", {**model, "params": params}).update["params"]
-        new = {"params": params, "stats": stats, "momentum": momentum}
-        return {**new, "stats": estimate(federation, new, self.sbn)}
+            taught = federation.ask_server("fine-tune", model).update
+            model = {**model, **taught, "stats": model["stats"]}
+        return {**model, "stats": estimate(federation, self.solution(task, model), self.sbn), "momentum": momentum}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the server's model, with the statistics counted for it."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
+        return {"params": self.parameters(server), "stats": server.get("stats", {})}
+
+
+@dataclass(frozen=True)
+class SigmaTraining(ClientUpdate):
+    """The server's own training where kernels are in halves: sigma on its labels, under the batch's statistics."""
+
+    options: SemiFL = SemiFL()
+
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        """Return a fresh optimizer where it is kept."""
+        return {"optimizer": self.task.optimizer.init(down["sigma"])} if self.options.keep_optimizer else {}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        """Start from the server's sigma, with a fresh optimizer or the one that was kept."""
+        kept = self.options.keep_optimizer
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["sigma"])
+        return {"sigma": down["sigma"], "optimizer": optimizer}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step on CE(y, f(x; sigma + psi))."""
+        gradient, loss, _ = grad_and_value(self._loss, carry["sigma"], down, batch)
+        sigma, optimizer = self.task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])
+        return {"sigma": sigma, "optimizer": optimizer}, StepMetrics(loss, {}, ())
+
+    @property
+    def uplink(self) -> Uplink:
+        """Return that sigma comes back."""
+        return Uplink(("sigma",), ())
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        """Return sigma."""
+        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        return Upload({"sigma": carry["sigma"]}, (data.labeled > 0).double()), memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        """Count one forward and one backward pass of the labeled images."""
+        return Passes(labeled, labeled)
+
+    def _loss(self, sigma: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
+        theta = self.options.parameters({**down, "sigma": sigma})
+        logits, _ = self.task.network.train(theta, batch.x, real=batch.x_real)
+        return supervised(logits, batch.y, batch.x_real), ()
 
 
 @dataclass(frozen=True)
@@ -179,22 +271,25 @@ class Mixing(ClientUpdate):
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept, and the first state of thresholds that run."""
-        kept = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
-        like = next(tree.leaves(down["params"]))
+        first = down[self.options.trained]
+        kept = {"optimizer": self.task.optimizer.init(first)} if self.options.keep_optimizer else {}
+        like = next(tree.leaves(first))
         state = self.options.threshold.remember(self.task.network.classes, like)
         return {**kept, "thresholds": state} if state and self.options.labels == "step" else kept
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Label all rows with the received model under its static statistics."""
         kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
-        carry = {"params": down["params"], "optimizer": optimizer, "thresholds": {}}
+        first = down[self.options.trained]
+        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(first)
+        carry = {"params": first, "optimizer": optimizer, "thresholds": {}}
         rule, by_step = self.options.threshold, self.options.labels == "step"
         if by_step and not rule.sweeps:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
         if not self.sweep:
             return carry
-        parts = [self._predict(down["params"], down["stats"], part) for part in chunks(data.views["weak"])]
+        received = self.options.parameters(down)
+        parts = [self._predict(received, down["stats"], part) for part in chunks(data.views["weak"])]
         guess = torch.cat(parts)
         expected = prior(guess, data.u_real)
         p = self._predicted(guess, expected)
@@ -235,7 +330,7 @@ class Mixing(ClientUpdate):
     @property
     def uplink(self) -> Uplink:
         """Return that the parameters go up alone; statistics are counted."""
-        return Uplink(("params",), (), "one")
+        return Uplink((self.options.trained,), (), "one")
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters; they weigh 1 if there was a row to train on."""
@@ -243,7 +338,7 @@ class Mixing(ClientUpdate):
         trained = rows if drawn is None else rows & drawn.any()
         names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
         memory = {name: carry[name] for name in names if name != "thresholds" or self._runs}
-        return Upload({"params": carry["params"]}, trained.double()), memory
+        return Upload({self.options.trained: carry["params"]}, trained.double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count strong and mixed images, and with labels "step" the weak views of both sets."""
@@ -259,8 +354,9 @@ class Mixing(ClientUpdate):
         """Return whether thresholds have a state that stays at the client."""
         return self.options.labels == "step" and self.options.threshold.runs
 
-    def _loss(self, params: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
+    def _loss(self, trained: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
         mixes, o = bool(self.options.mix_weight), self.options
+        params = o.parameters(down, trained)
         weak = [batch.u[view] for view in self.views if view == "weak"]
         taught, share = [batch.x, batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
         if mixes:
