@@ -5,19 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fakes import Pixel, Told, value, weight
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local
-from halfmoon.api.uploads import stack
+from halfmoon.api.uploads import Upload, stack
 from halfmoon.augment import Plain
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.methods.averaging import average
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch
+from halfmoon.methods.feddb import FedDB
+from halfmoon.methods.fedrgd import FedRGD
+from halfmoon.methods.proxyfl import ProxyTuning
+from halfmoon.models import SmallCNN
+from halfmoon.objectives import UDA, FixMatch
+from halfmoon.objectives.pseudo import PseudoLabel
 
 
 def local(labeled: int, unlabeled: int) -> Local:
@@ -194,3 +201,70 @@ def test_equal_clients_come_back_as_one():
     ]
     assert furthest(runs[0], runs[1]) < 1e-12
     assert furthest(runs[0], server) > 1e-3
+
+
+def test_the_average_of_the_servers_models_by_hand():
+    """The server comes to 1, .4 and .1. The average: 1; (1 + .4) / 2 = .7; (1 + .4 + .1) / 3 = .5, as .9 > 2 / 3.
+
+    With a decay of .25: 1; .25 + .75 * .4 = .55; .25 * .55 + .75 * .1 = .2125. It goes down beside the model.
+    """
+    for keep, averages in ((0.9, (1.0, 0.7, 0.5)), (0.25, (1.0, 0.55, 0.2125))):
+        trained = iter((1.0, 0.4, 0.1))
+        train = lambda down, who: [Upload({"params": weight(w)}, torch.ones(())) for w in (next(trained),)]  # noqa: B023, E731
+        fed, shared = Told({"train": train}), task(Pixel())
+        method = FedAvg(FixMatch(teacher="average", teacher_decay=keep))
+        server = method.start(shared, {"params": weight(9.0), "stats": {}})
+        for number, expected in enumerate(averages):
+            server = method.round(shared.at(number), server, fed)
+            assert value(server["average"]["params"]) == pytest.approx(expected)
+            assert value(method.solution(shared, {"stats": {}, **server})["params"]) == (1.0, 0.4, 0.1)[number]
+
+
+@pytest.mark.parametrize("objective", [FixMatch, UDA, PseudoLabel])
+@pytest.mark.parametrize(("labels", "like"), [("step", "global"), ("round", "local")])
+def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, like):
+    """Before the second round has ended the average is the server's model; with a decay of 0 it always is."""
+    held, shared = dataset(((2, 8),) * 4), task(labeling="running", optimizer=SGD(0.5))
+    runs = {}
+    for name, options in {
+        "received": {"teacher": like},
+        "average": {"teacher": "average"},
+        "newest": {"teacher": "average", "teacher_decay": 0.0},
+    }.items():
+        method = FedAvg(objective(tau=0.3, labels=labels, **options))
+        runs[name] = play(method, simulate(method, shared, held), begin(method, shared), range(4))
+    ends = {name: [each.server["params"] for each in played] for name, played in runs.items()}
+    for number in range(4):
+        assert same(ends["newest"][number], ends["received"][number])
+        assert number > 1 or same(ends["average"][number], ends["received"][number])
+    assert not same(ends["average"][-1], ends["received"][-1])
+    sent = [played[-1].report.cost for played in (runs["average"], runs["received"])]
+    assert sent[0]["bytes_up"] == sent[1]["bytes_up"]
+    assert sent[0]["bytes_down"] == 2 * sent[1]["bytes_down"]
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_loop_and_vmap_agree_where_the_average_teaches(norm):
+    """As everywhere, to rounding, with statistics and without."""
+    method, runs = FedAvg(FixMatch(tau=0.3, teacher="average", debias=True)), []
+    shared = task(SmallCNN(1, CLASSES, 4, norm))
+    for executor in ("loop", "vmap"):
+        simulation = simulate(method, shared, dataset(), executor=executor)
+        runs.append(play(method, simulation, begin(method, shared), range(3))[-1])
+    assert furthest(runs[1].server, runs[0].server) < 1e-9
+    assert runs[1].report.cost == runs[0].report.cost
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedRGD(FixMatch(teacher="average")),
+        lambda: FedDB(teacher="average"),
+        lambda: ProxyTuning(FedAvg(FixMatch(teacher="average"))),
+        lambda: FixMatch(teacher="average", teacher_decay=1.0),
+    ],
+)
+def test_an_average_that_nobody_keeps_is_refused(make):
+    """By methods whose servers keep none, and with a decay that would never change."""
+    with pytest.raises(UserError, match=r"average|teacher_decay"):
+        make()

@@ -148,6 +148,16 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     return mean.mean
 
 
+def moving_average(average: Tree, model: Tree, round: int, keep: float) -> Tree:
+    """Return the average of a run's models after `model` of `round` (from 0): keep average + (1 - keep) model.
+
+    `keep` is at most round / (round + 1), so that the first models count alike and what was there before them not at
+    all. Tracked statistics are averaged with the same weights as the parameters that they belong to.
+    """
+    new = 1 - min(keep, round / (round + 1))
+    return map(lambda old, now: old + new * (now - old), average, model) if new < 1 else model
+
+
 def squared_norm(tree: Tree) -> Tensor:
     """Return the sum of squares over all leaves, a scalar."""
     return sum_of(leaf.square().sum() for leaf in leaves(tree))

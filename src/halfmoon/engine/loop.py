@@ -112,7 +112,8 @@ class Experiment:
 
     With `validation` images, or where clients have some of their own, the model of the round that is best on them is
     the run's. With `ema` > 0 what is evaluated
-    is an average of the server's models, which keeps that share of itself in each round (`averaged`).
+    is an average of the server's models, which keeps that share of itself in each round
+    (`tree.moving_average`).
     """
 
     method: Method
@@ -203,23 +204,12 @@ def _round(experiment: Experiment, number: int, state: _State) -> Tree:
             experiment.runtime.again(few)
 
 
-def averaged(average: Tree, model: Tree, round: int, keep: float) -> Tree:
-    """Return the average of the server's models after `model` of `round` (from 0): keep average + (1 - keep) model.
-
-    `keep` is at most round / (round + 1), so that the first models count alike and the initial one not at all. Tracked
-    statistics are averaged with the same weights as the parameters that they belong to.
-    """
-    if not average:
-        return model
-    new = 1 - min(keep, round / (round + 1))
-    return tree.map(lambda old, now: old + new * (now - old), average, model)
-
-
 def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
     """Return the average of the server's models after round `number`; {} where none is wanted."""
     if not experiment.ema:
         return {}
-    return averaged(average, experiment.method.solution(experiment.task, server), number, experiment.ema)
+    model = experiment.method.solution(experiment.task, server)
+    return tree.moving_average(average, model, number, experiment.ema) if average else model
 
 
 def _tally(experiment: Experiment, model: Tree, images: Examples) -> Tally:

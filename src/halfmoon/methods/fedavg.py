@@ -7,11 +7,12 @@ loss.
 What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and
 is averaged with it. An averaged teacher's batch statistics are counted at the end of a client update over all local
 rows, un-augmented and without a step (`batchnorm_stats.counted`). A client that has nothing to train on (no labels, and
-an objective that wants them) weighs nothing.
+an objective that wants them) weighs nothing. Where the average of the server's models gives the pseudo-labels
+(`teacher` "average"), the server keeps it and sends it down beside the model.
 
-server: params, stats and what the objective keeps beside.  down: the same.  memory: with `keep_optimizer`, the
-optimizer's state; with thresholds that adapt, running means or the rows' labels.  up: what came down, trained, and
-weight.
+server: params, stats and what the objective keeps beside, or average.  down: the same.  memory: with `keep_optimizer`,
+the optimizer's state; with thresholds that adapt, running means or the rows' labels.  up: what came down, trained, less
+the average, and weight.
 
 Departures: FedProx (Algorithm 2) draws clients in proportion to their rows and averages them alike; here, as in FedAvg,
 they are drawn alike and averaged by rows, so that the term is all that differs. A row counts whether it is labeled or
@@ -90,7 +91,8 @@ class LocalTraining(ClientUpdate):
         optimizer = memory["optimizer"] if self.keep_optimizer else self.task.optimizer.init(down["params"])
         ready = self.objective.prepare(self.task, down, data)
         own = self.objective.begin(self.task, memory, data, ready)
-        return {**down, **own, "optimizer": optimizer, "ready": ready}
+        model = {name: down[name] for name in self.uplink.update if name in down}
+        return {**model, **own, "optimizer": optimizer, "ready": ready}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on objective + proximal term."""
@@ -127,7 +129,8 @@ class LocalTraining(ClientUpdate):
             rows, total = data.labeled + data.unlabeled, counted(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
-        return Upload({name: new[name] for name in down}, weight), {name: carry[name] for name in kept}
+        sent = {name: new[name] for name in self.uplink.update if name in new}
+        return Upload(sent, weight), {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the objective's images."""
@@ -163,11 +166,16 @@ class FedAvg:
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and what the objective keeps beside it."""
-        return self.objective.start(task, model)
+        first = self.objective.start(task, model)
+        return first if self.objective.averages is None else {**first, "average": model}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average."""
-        return federation.average("train", server).update
+        new, keep = federation.average("train", server).update, self.objective.averages
+        if keep is None:
+            return new
+        model = {name: new.get(name, {}) for name in server["average"]}  # without batch normalization no "stats" come
+        return {**new, "average": tree.moving_average(server["average"], model, task.round, keep)}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         """Return the averaged model, or its averaged teacher."""

@@ -44,7 +44,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average, momentum_step
 from halfmoon.models import track
 from halfmoon.objectives import FixMatch
-from halfmoon.objectives.base import Teacher, prior, sweep_logits
+from halfmoon.objectives.base import Teacher, no_average, prior, sweep_logits
 from halfmoon.objectives.thresholding import Rule
 
 DMA = Literal["paper", "released", "logits", "uniform", "size"]
@@ -61,7 +61,7 @@ class FedDB:
     "step" (one more forward pass of the minibatch), from one more sweep when all steps are taken ("finish"), or not at
     all ("none"). `accumulate_over` "used" counts in p_e only images whose pseudo-label is used (of a "step").
     Pseudo-labels always come from the APP-U of the round's start; what is accumulated goes to the server. `dma_steps`
-    and `dma_lr` are the iterations of Algorithm 2 and their rate.
+    and `dma_lr` are the iterations of Algorithm 2 and their rate. Raises `UserError` for the teacher "average".
     """
 
     tau: float = 0.95
@@ -80,6 +80,9 @@ class FedDB:
     teacher: Teacher = "local"
     thresholding: Rule = "fixed"
     threshold_decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        no_average("FedDB", self.objective)
 
     @property
     def objective(self) -> FixMatch:

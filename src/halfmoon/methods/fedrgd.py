@@ -41,6 +41,7 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.objectives import FixMatch, Supervised
+from halfmoon.objectives.base import no_average
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class FedRGD:
 
     `return_group`: whether a client starts from the mean of the group that it falls into, or from the mean over groups.
     `keep_optimizer`: whether a client's momentum lives on between its rounds; a copy at the server begins afresh.
-    Raises `UserError` without a group.
+    Raises `UserError` without a group, or for an average of the server's models as teacher: there are groups' means.
     """
 
     objective: FixMatch = field(default_factory=FixMatch)
@@ -60,6 +61,7 @@ class FedRGD:
     def __post_init__(self) -> None:
         if self.groups < 1:
             raise UserError(f"FedRGD's groups is {self.groups}: it must be at least 1.")
+        no_average("FedRGD", self.objective)
 
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""

@@ -35,6 +35,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.objectives.base import no_average
 from halfmoon.objectives.icpl import ICPL
 
 WIDEST = 100.0
@@ -58,6 +59,8 @@ class ProxyTuning:
         for name, value, least in (("passes", self.tuning_passes, 0), ("batch", self.tuning_batch, 1)):
             if value < least:
                 raise UserError(f"tuning_{name} is {value}: it must be at least {least}.")
+        if isinstance(self.method, FedAvg):
+            no_average("proxy tuning", self.method.objective)
 
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""

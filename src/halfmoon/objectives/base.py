@@ -21,8 +21,9 @@ from halfmoon.objectives.thresholding import Rule, Threshold
 Ramp = Literal["linear", "sigmoid"]
 """How a weight grows: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017), for t from 0 to 1."""
 
-Teacher = Literal["local", "global", "both"]
-"""Who gives pseudo-labels: the model in training, the received one, or the surer of the two."""
+Teacher = Literal["local", "global", "both", "average"]
+"""Who gives pseudo-labels: the model in training, the received one, the surer of the two, or the average of the
+server's models over the rounds."""
 
 NOTHING: Tree = {}
 CHUNK = 250
@@ -86,6 +87,14 @@ class Objective:
         return {}
 
     @property
+    def averages(self) -> float | None:
+        """Return the share that an average of the server's models keeps in each round, if it needs one to come down.
+
+        It comes down as "average", {"params", "stats"}, beside the model.
+        """
+        return None
+
+    @property
     def travels(self) -> tuple[str, ...]:
         """Return what `start` puts beside the model: it goes down and up with it, and is averaged."""
         return () if self.decay is None else ("teacher", "teacher_steps", "teacher_stats")
@@ -140,27 +149,42 @@ class PseudoLabeling:
 
     labels: "step" guesses on the views of each step, "round" once a client update with the received model (FedDB Alg.
     3). teacher: who guesses in a step, the model in training ("local"), the received one ("global": it stays as it
-    came,
-        under its tracked statistics), or for each image the more confident of the two ("both").
+    came, under its tracked statistics), for each image the more confident of the two ("both"), or the average of the
+        server's models ("average"), which comes down beside the model, changes less from round to round than a model
+        of a small cohort, and keeps `teacher_decay` of itself in each. The round's labels are the received model's or
+        the average's.
     debias: divide each guess by the client's average prediction of the round (FedDB's APP-U) before it is judged.
     thresholding, threshold_decay: which guesses count (`halfmoon.objectives.thresholding`).
 
-    Raise `UserError` for a teacher where the labels are the round's.
+    Raise `UserError` for labels of the round and a teacher that is asked in each step, or a decay that is no share.
     """
 
     labels: Literal["step", "round"] = "step"
     teacher: Teacher = "local"
+    teacher_decay: float = 0.9
     debias: bool = False
     thresholding: Rule = "fixed"
     threshold_decay: float = 0.999
     tau: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.labels == "round" and self.teacher != "local":
+        if self.labels == "round" and self.teacher not in ("local", "average"):
             raise UserError(
                 f"teacher is {self.teacher!r} and labels are the round's, which the received model gives once; set "
                 "labels to 'step', or leave teacher out."
             )
+        if not 0 <= self.teacher_decay < 1:
+            raise UserError(f"teacher_decay is {self.teacher_decay}: it must be at least 0 and below 1.")
+
+    @property
+    def averages(self) -> float | None:
+        """Return the share that the average of the server's models keeps, where it teaches."""
+        return self.teacher_decay if self.teacher == "average" else None
+
+    @property
+    def remote(self) -> bool:
+        """Return whether the guesses of a step are those of a model that came down, alone."""
+        return self.teacher in ("global", "average")
 
     @property
     def threshold(self) -> Threshold:
@@ -194,10 +218,15 @@ class PseudoLabeling:
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
-        guess = None
+        guess, model = None, self.teaching(down)
         if self.sweep:
-            guess = sweep_logits(task, down["params"], down["stats"], data.views["weak"], data.u_real)
+            guess = sweep_logits(task, model["params"], model["stats"], data.views["weak"], data.u_real)
         return self.prepared(down, data, guess)
+
+    def teaching(self, down: Tree) -> Tree:
+        """Return the model that teaches of those that came down: the average of the server's, or the server's own."""
+        model = down["average"] if self.teacher == "average" else down
+        return {"params": model["params"], "stats": model.get("stats", {})}
 
     def prepared(self, down: Tree, data: Local, guess: Tensor | None) -> Tree:
         """Return "received", the model, if it teaches, and of its logits (U, classes), where there are any:
@@ -205,8 +234,8 @@ class PseudoLabeling:
         "prior" (classes,), their APP-U, "guess", themselves, and "profile", what `Threshold.begin` makes of them.
         """
         ready: Tree = {}
-        if self.teacher != "local":
-            ready["received"] = {"params": down["params"], "stats": down.get("stats", {})}
+        if self.teacher != "local" and self.labels == "step":
+            ready["received"] = self.teaching(down)
         if guess is None:
             return ready
         ready["prior"] = prior(guess, data.u_real)
@@ -238,7 +267,7 @@ class PseudoLabeling:
         self, task: Task, params: Tree, stats: Tree, batch: Batch, ready: Tree
     ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
         """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""
-        if self.labels == "round" or self.teacher == "global":
+        if self.labels == "round" or self.remote:
             groups, joint = (batch.x, batch.u["strong"]), task.statistics == "joint"
             (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
             weak = ready["guess"][batch.u_rows] if self.labels == "round" else received(task, ready, batch.u["weak"])
@@ -252,10 +281,19 @@ class PseudoLabeling:
         """Count the images of `look` and of one backward pass through it."""
         if self.labels == "round":
             return Passes(labeled + unlabeled, labeled + unlabeled)
-        if self.teacher == "global":
+        if self.remote:
             return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
         passes = weak_and_strong_passes(task, labeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled) if self.teacher == "both" else passes
+
+
+def no_average(method: str, objective: Objective) -> None:
+    """Raise `UserError` where an objective wants the average of the server's models of a method that keeps none."""
+    if objective.averages is not None:
+        raise UserError(
+            f"teacher is 'average', but {method} keeps no average of the server's models: choose another teacher, or a "
+            "method that averages by rows, such as fedavg-fixmatch-global."
+        )
 
 
 @torch.no_grad()

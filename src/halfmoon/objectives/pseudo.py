@@ -58,9 +58,9 @@ class PseudoLabel(PseudoLabeling, Objective):
             joint = task.statistics == "joint"
             (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
             guess = ready["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
-        if self.teacher != "local":
+        if self.teacher != "local" and self.labels == "step":
             other = received(task, ready, batch.u["weak"])
-            guess = other if self.teacher == "global" else surer(guess, other)
+            guess = other if self.remote else surer(guess, other)
         if self.debias:
             guess = debiased(guess, ready["prior"])
         pseudo, aside = self.judge(guess, batch, aside)
@@ -70,9 +70,10 @@ class PseudoLabel(PseudoLabeling, Objective):
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one pass of all images, and one more of the guessed where running statistics normalize these."""
-        again = (self._again(task) + (self.teacher != "local")) * unlabeled
+        asked = self.teacher != "local" and self.labels == "step"
+        again = (self._again(task) + asked) * unlabeled
         return Passes(labeled + unlabeled + again, labeled + unlabeled)
 
     def _again(self, task: Task) -> bool:
         """Return whether the guesses need a pass of their own."""
-        return self.labels == "step" and self.teacher != "global" and task.labeling == "running"
+        return self.labels == "step" and not self.remote and task.labeling == "running"
