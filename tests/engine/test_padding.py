@@ -156,6 +156,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"debias": True},
     {"teacher": "global"},
     {"teacher": "both"},
+    {"teacher": "average", "debias": True, "debias_over": "step"},
     {"thresholding": "freematch"},
     {"thresholding": "softmatch"},
     {"thresholding": "fl2"},

@@ -94,6 +94,20 @@ def test_pseudo_labels_of_the_round_and_debiased():
         assert float(loss) == pytest.approx(log(4 / 3) + (log(10 / 9) + second) / 2, rel=1e-12)
 
 
+def test_guesses_debiased_over_the_step():
+    """(0.99, 0.01) and (0.75, 0.25) have the mean (0.87, 0.13), over which they are (0.9367, .) and (., 0.6905)."""
+    guess = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
+    given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
+    objective = PseudoLabel(0.0, ramp=0, labels="round", debias=True, debias_over="step")
+    params = {"w": torch.tensor(W, dtype=torch.float64)}
+    _, seen = objective(task(Line(1)), params, {}, given, {}, {"guess": guess})
+    assert seen.pseudo[0].label.tolist() == [0, 1]
+    sure = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
+    assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
+    assert FixMatch(debias=True, debias_over="step").sweep == ()
+    assert FixMatch(debias=True).sweep == ("weak",)
+
+
 @pytest.mark.parametrize("objective", [PseudoLabel(0.6, ramp=0), PseudoLabel(0.95, 5.0, ramp=0)])
 def test_no_confident_image_leaves_the_supervised_loss(objective):
     loss, gradient, _ = judge(objective, batch([1], [0], weak=[0, 0]))

@@ -153,7 +153,9 @@ class PseudoLabeling:
         server's models ("average"), which comes down beside the model, changes less from round to round than a model
         of a small cohort, and keeps `teacher_decay` of itself in each. The round's labels are the received model's or
         the average's.
-    debias: divide each guess by the client's average prediction of the round (FedDB's APP-U) before it is judged.
+    debias: divide each guess by the average prediction before it is judged: the client's of the round (FedDB's APP-U),
+        for which all its rows are looked at, or with `debias_over` "step" that of the step's images, which costs
+        nothing but wavers with their number.
     thresholding, threshold_decay: which guesses count (`halfmoon.objectives.thresholding`).
 
     Raise `UserError` for labels of the round and a teacher that is asked in each step, or a decay that is no share.
@@ -163,6 +165,7 @@ class PseudoLabeling:
     teacher: Teacher = "local"
     teacher_decay: float = 0.9
     debias: bool = False
+    debias_over: Literal["all", "step"] = "all"
     thresholding: Rule = "fixed"
     threshold_decay: float = 0.999
     tau: float = 0.95
@@ -199,7 +202,8 @@ class PseudoLabeling:
     @property
     def sweep(self) -> tuple[str, ...]:
         """Return the views of all unlabeled rows that are looked at when a client update begins."""
-        return ("weak",) if self.debias or self.labels == "round" or self.threshold.sweeps else ()
+        debiasing = self.debias and self.debias_over == "all"
+        return ("weak",) if debiasing or self.labels == "round" or self.threshold.sweeps else ()
 
     @property
     def whole(self) -> bool:
@@ -275,7 +279,13 @@ class PseudoLabeling:
             labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
             if self.teacher == "both":
                 weak = surer(weak, received(task, ready, batch.u["weak"]))
-        return labeled, strong, debiased(weak, ready["prior"]) if self.debias else weak, moments
+        return labeled, strong, self.adjusted(weak, batch, ready), moments
+
+    def adjusted(self, guess: Tensor, batch: Batch, ready: Tree) -> Tensor:
+        """Return the guesses (b, classes) on the images of a step, debiased where that is wanted."""
+        if not self.debias:
+            return guess
+        return debiased(guess, ready["prior"] if self.debias_over == "all" else prior(guess, batch.u_real))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of `look` and of one backward pass through it."""

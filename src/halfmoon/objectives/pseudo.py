@@ -17,7 +17,6 @@ from halfmoon.objectives.base import (
     PseudoLabeling,
     Ramp,
     Seen,
-    debiased,
     ramped,
     received,
     supervised,
@@ -61,9 +60,7 @@ class PseudoLabel(PseudoLabeling, Objective):
         if self.teacher != "local" and self.labels == "step":
             other = received(task, ready, batch.u["weak"])
             guess = other if self.remote else surer(guess, other)
-        if self.debias:
-            guess = debiased(guess, ready["prior"])
-        pseudo, aside = self.judge(guess, batch, aside)
+        pseudo, aside = self.judge(self.adjusted(guess, batch, ready), batch, aside)
         taught = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         return supervised(labeled, batch.y, batch.x_real) + weight * taught, Seen(moments, (pseudo,), aside)
