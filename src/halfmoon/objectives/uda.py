@@ -18,8 +18,9 @@ class UDA(PseudoLabeling, Objective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(sharpen(q_i), f(strong_i)), q = softmax f(weak).
 
     With another `thresholding` the bracket is that rule's weight. sharpen(q) is q^(1/temperature), normalized: the
-    softmax of the logits divided by the temperature. Training signal annealing is left out, as in the runs that the
-    federated papers compare with.
+    softmax of the logits divided by the temperature. With `temperature` 1 and `tau` 0 every image counts, with the
+    teacher's whole prediction (Hinton et al. 2015): where that is wrong, training does not make it sure. Training
+    signal annealing is left out, as in the runs that the federated papers compare with.
     """
 
     tau: float = 0.8

@@ -28,6 +28,7 @@ _HOMES = (
     *("fedmatch-semifl", "fedrgd-feddpl", "supervised", "partially-supervised", "fixmatch", "uda", "mixmatch"),
     *("remixmatch", "mean-teacher", "pseudo-label", "pi-model"),
     *("fedavg-fixmatch-global", "fixmatch-proxy-tuning", "sage", "proxyfl", "protofssl", "cbafed", "fl2"),
+    *("fedavg-soft-labels",),
 )
 """The methods whose looks are fixed, those that are compared most first: they differ in everything."""
 
