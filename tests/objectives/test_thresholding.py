@@ -17,7 +17,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.objectives import FixMatch, PseudoLabel
-from halfmoon.objectives.base import surer
+from halfmoon.objectives.pseudo_labeling import surer
 from halfmoon.objectives.thresholding import Threshold
 
 

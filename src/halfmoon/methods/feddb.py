@@ -44,7 +44,8 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average, momentum_step
 from halfmoon.models import track
 from halfmoon.objectives import FixMatch
-from halfmoon.objectives.base import Teacher, no_average, prior, sweep_logits
+from halfmoon.objectives.base import prior, sweep_logits
+from halfmoon.objectives.pseudo_labeling import Teacher, no_average
 from halfmoon.objectives.thresholding import Rule
 
 DMA = Literal["paper", "released", "logits", "uniform", "size"]

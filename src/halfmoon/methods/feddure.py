@@ -51,7 +51,8 @@ from halfmoon.methods.regulators import (
 )
 from halfmoon.models import track
 from halfmoon.models.network import linear
-from halfmoon.objectives.base import PseudoLabeling, per_image
+from halfmoon.objectives.base import per_image
+from halfmoon.objectives.pseudo_labeling import PseudoLabeling
 from halfmoon.objectives.thresholding import Rule
 
 

@@ -41,7 +41,7 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.objectives import FixMatch, Supervised
-from halfmoon.objectives.base import no_average
+from halfmoon.objectives.pseudo_labeling import no_average
 
 
 @dataclass(frozen=True)

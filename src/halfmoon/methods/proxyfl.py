@@ -35,8 +35,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives.base import no_average
 from halfmoon.objectives.icpl import ICPL
+from halfmoon.objectives.pseudo_labeling import no_average
 
 WIDEST = 100.0
 """The margin is at most this."""

@@ -11,7 +11,8 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Ramp, Seen, ramped, supervised
+from halfmoon.objectives.base import NOTHING, Objective, Ramp, Seen, ramped, supervised
+from halfmoon.objectives.pseudo_labeling import PseudoLabeling
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
 from halfmoon.models import seen_by
 from halfmoon.models.network import linear
-from halfmoon.objectives.base import NOTHING, Objective, Seen, received, supervised
+from halfmoon.objectives.base import NOTHING, Objective, Seen, supervised
 from halfmoon.objectives.mixing import one_hot
+from halfmoon.objectives.pseudo_labeling import received
 
 HEADS = ("feature_head", "proxy_head")
 LEAST = 1e-6

@@ -14,15 +14,13 @@ from halfmoon.models import forward
 from halfmoon.objectives.base import (
     NOTHING,
     Objective,
-    PseudoLabeling,
     Ramp,
     Seen,
     ramped,
-    received,
     supervised,
-    surer,
     taught_and_guessed,
 )
+from halfmoon.objectives.pseudo_labeling import PseudoLabeling, received, surer
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from halfmoon.objectives.base import (
     NOTHING,
     Objective,
     Seen,
-    received,
     supervised,
     weak_and_strong,
     weak_and_strong_passes,
 )
 from halfmoon.objectives.mixing import one_hot
+from halfmoon.objectives.pseudo_labeling import received
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.objectives.base import NOTHING, Objective, PseudoLabeling, Seen, supervised
+from halfmoon.objectives.base import NOTHING, Objective, Seen, supervised
+from halfmoon.objectives.pseudo_labeling import PseudoLabeling
 
 
 @dataclass(frozen=True)
