@@ -353,9 +353,7 @@ def test_settings_are_those_of_the_scenario() -> None:
     assert set(get_args(scenario.Place)) == {"clients", "some", "server"}
 
 
-@pytest.mark.parametrize(
-    ("place", "name"), [("clients", "fedavg-fixmatch-global"), ("some", "cbafed"), ("server", "fl2")]
-)
+@pytest.mark.parametrize(("place", "name"), [("clients", "fedavg-soft-labels"), ("some", "cbafed"), ("server", "fl2")])
 def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: str) -> None:
     """The configuration holds the method itself; options given to it are checked as ever."""
     given = {"labels_at": place, **({"labeled_clients": 2} if place == "some" else {})}

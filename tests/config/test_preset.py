@@ -102,4 +102,4 @@ def test_a_protocol_is_put_in_place_before_a_configuration_is_made():
 
 def test_what_is_recommended_is_known_to_python_too():
     assert Config(method="recommended", labels_at="server", labels=10).method == "fl2"
-    assert Config.of(method="recommended").method == "fedavg-fixmatch-global"
+    assert Config.of(method="recommended").method == "fedavg-soft-labels"

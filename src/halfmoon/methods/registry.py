@@ -348,7 +348,7 @@ _ENTRIES = (
 _OURS = {each.name: each for each in _ENTRIES}
 
 
-RECOMMENDED: dict[str, str] = {"clients": "fedavg-fixmatch-global", "some": "cbafed", "server": "fl2"}
+RECOMMENDED: dict[str, str] = {"clients": "fedavg-soft-labels", "some": "cbafed", "server": "fl2"}
 """What `method = "recommended"` stands for, by where labels lie; docs/choosing.md has the evidence, and its limits."""
 
 
