@@ -303,8 +303,8 @@ def refused(rule: Rule, norm: Literal["batch", "group"] = "batch") -> set[str]:
 
 
 SINGLE = ("fedmatch", "heterofl", "semifed", "proxyfl", "fixmatch-proxy-tuning", "protofssl")
-ALONE = {name for name in registry.names() if name.startswith(SINGLE)}
-CENSUS = {name for name in registry.names() if name.startswith(("semifl", "heterofl", "fl2"))}
+CENSUS = {name for name in registry.names() if name.startswith(("semifl", "heterofl", "fl2", "fedmatch-semifl"))}
+ALONE = {name for name in registry.names() if name.startswith(SINGLE) and name != "fedmatch-semifl"}
 
 
 @EVERY

@@ -426,7 +426,7 @@ def test_statistics_and_constants_are_each_papers_code() -> None:
     assert feddb.pixel_std == semifl.pixel_std == fedrgd.pixel_std == (0.2023, 0.1994, 0.2010)
     assert (feddb.labeling, feddb.test_statistics) == ("batch", "batch")
     assert (semifl.labeling, semifl.test_statistics) == ("running", "running")
-    assert (fedrgd.labeling, fedrgd.options["fedrgd"]["mean"]) == ("batch", "used")
+    assert (fedrgd.labeling, fedrgd.options["semifl"]["labels"]) == ("batch", "step")
     svhn = cell_at("feddb-table1", dataset="svhn", setting="iid", method="feddb").configs[0]
     assert svhn.pixel_std is None
 
