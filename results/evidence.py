@@ -177,7 +177,7 @@ PICTURED = (("digits, IID labels", "last"), ("digits, IID labels, kept optimizer
 FIRST = (("digits, IID labels", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
          ("pneumonia_mnist, 80 labels", "held"), ("pneumonia_mnist, 80 labels", "held_balanced"))  # fmt: skip
 """The tables that README tells in short, without the columns `LATER`."""
-LATER = ("labels lie", "FedDB", "in one place")
+LATER = ("labels lie", "in one place")
 
 LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images",
           "pneumonia_mnist, 80 labels": "evenly, 80 in all",
@@ -186,7 +186,7 @@ LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all
 """How labels lie, in words: by the setting, or by the recipe where that says more."""
 SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"),
          "soft labels": ("soft", "soft-step"),
-         "FedDure": ("feddure-received", "feddure-step", "feddure-debiased"), "FedDB": ("feddb",),
+         "FedDure": ("feddure-received", "feddure-step", "feddure-debiased"),
          "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
 """The columns of the table in short, each the first of these rows that was played."""
 

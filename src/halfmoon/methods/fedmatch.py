@@ -84,7 +84,7 @@ class FedMatch:
     `helpers` is H; they come in every `interval`-th round, for that client update (1: in every round). `mean`: whether
     the first two terms of L_u are means over the images the client is sure of, or over all. `ties`: which class wins
     among equally many votes, the "first" by number (theirs) or the client's "own". `view` is the one that is guessed
-    on. sigma and psi start as `sigma_start` and `psi_start` times the initial kernels. `delta_threshold` None: whole
+    on. sigma starts as the initial kernels, psi as `psi_start` times them. `delta_threshold` None: whole
     trees travel and nothing is remembered. `debias` divides the client's own prediction by its mean over the client's
     rows (FedDPL, FedDB Eq. 14) before it votes and is judged. `thresholding` and `threshold_decay`: of which images it
     is sure. Raises `UserError` for a count below its least value.
@@ -100,7 +100,6 @@ class FedMatch:
     l1_weight: float = 1e-4
     l1_threshold: float = 5e-6
     delta_threshold: float | None = 5e-5
-    sigma_start: float = 1.0
     psi_start: float = 0.2
     view: Literal["plain", "weak"] = "plain"
     mean: Literal["all", "used"] = "used"
@@ -133,10 +132,8 @@ class FedMatch:
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Take the initial kernels apart; the rest belongs to sigma."""
-        kernel = kernels(model["params"])
-        psi = tree.map(lambda leaf: leaf * self.psi_start, kernel)
-        sigma = composed(model["params"], tree.map(lambda leaf: leaf * (self.sigma_start - 1), kernel))
-        return {"sigma": sigma, "psi": psi, "stats": model["stats"]}
+        psi = tree.map(lambda leaf: leaf * self.psi_start, kernels(model["params"]))
+        return {"sigma": model["params"], "psi": psi, "stats": model["stats"]}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Teach sigma where the server has labels, let the cohort train, average the parts, embed who came back."""
