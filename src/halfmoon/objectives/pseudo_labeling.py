@@ -187,7 +187,7 @@ def no_average(method: str, objective: Objective) -> None:
     if objective.averages is not None:
         raise UserError(
             f"teacher is 'average', but {method} keeps no average of the server's models: choose another teacher, or a "
-            "method that averages by rows, such as fedavg-fixmatch-global."
+            "method that averages by rows, such as fedavg-soft-labels."
         )
 
 
