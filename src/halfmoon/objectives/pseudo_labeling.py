@@ -33,11 +33,11 @@ class PseudoLabeling:
     """Mixed into an objective: where its pseudo-labels come from, the options of all with weak and strong views.
 
     labels: "step" guesses on the views of each step, "round" once a client update with the received model (FedDB Alg.
-    3). teacher: who guesses in a step, the model in training ("local"), the received one ("global": it stays as it
-    came, under its tracked statistics), for each image the more confident of the two ("both"), or the average of the
-        server's models ("average"), which comes down beside the model, changes less from round to round than a model
-        of a small cohort, and keeps `teacher_decay` of itself in each. The round's labels are the received model's or
-        the average's.
+        3) or the average.
+    teacher: who guesses in a step: the model in training ("local"), the received one ("global": it stays as it came,
+        under its tracked statistics), for each image the more confident of the two ("both"), or the average of the
+        server's models ("average"). That comes down beside the model, keeps `teacher_decay` of itself in each round,
+        and changes less from round to round than a model of a small cohort.
     debias: divide each guess by the average prediction before it is judged: the client's of the round (FedDB's APP-U),
         for which all its rows are looked at, or with `debias_over` "step" that of the step's images, which costs
         nothing but wavers with their number.
