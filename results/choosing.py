@@ -57,6 +57,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedavg-fixmatch": {"tau": True},
     "fixmatch-received": {"method": "fedavg-fixmatch", "tau": True, "options": RECEIVED, "labeling": "running"},
     "fedavg-fixmatch-global": {"tau": True},
+    "fedavg-soft-labels": {},
     "fixmatch-proxy-tuning": {"tau": True},
     "sage": {"tau": True},
     "proxyfl": {"tau": True},
@@ -80,14 +81,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedavg-sl": {},
 }  # fmt: skip
 PLAYED: dict[str, tuple[str, ...]] = {
-    "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fixmatch-proxy-tuning",
-                "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb", "fedmatch", "semifed",
-                "feddure", "fml", "fedavg-sl"),
-    "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "cbafed", "twin-sight",
-             "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
+    "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fedavg-soft-labels",
+                "fixmatch-proxy-tuning", "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb",
+                "fedmatch", "semifed", "feddure", "fml", "fedavg-sl"),
+    "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fedavg-soft-labels", "cbafed",
+             "twin-sight", "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
     "server": ("partially-supervised", "semifl", "fl2", "semifl-feddpl", "fedmatch", "fedrgd", "fedavg-sl"),
     "clients, DIR": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global",
-                     "fixmatch-proxy-tuning", "sage", "proxyfl", "fedavg-sl"),
+                     "fedavg-soft-labels", "fixmatch-proxy-tuning", "sage", "proxyfl", "fedavg-sl"),
 }  # fmt: skip
 
 
