@@ -60,7 +60,7 @@ MAIN_JOB: dict[str, Any] = {
 }  # fmt: skip
 """What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
 
-OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-sl")
+OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
 MODULES: dict[str, ModuleType] = {
