@@ -127,6 +127,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "soft-step": {"title": "soft labels of the averaged model at each step", "method": "fedavg-soft-labels"},
     "soft-debiased": {"title": "debiased soft labels of the averaged model", "method": "fedavg-soft-labels",
                       "options": {"labels": "round", "debias": True}, **RECEIVED},
+    "soft-step-debiased": {"title": "soft labels of the averaged model at each step, debiased over the step",
+                           "method": "fedavg-soft-labels", "options": {"debias": True, "debias_over": "step"}},
     "feddure": {"title": "FedDure"},
     "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
                          "options": {"labels": "round", "regulator_bias": 0.0}, **RECEIVED},
@@ -185,7 +187,7 @@ LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all
           "digits, kept optimizer": "unevenly; optimizer kept"}  # fmt: skip
 """How labels lie, in words: by the setting, or by the recipe where that says more."""
 SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"),
-         "soft labels": ("soft", "soft-step"),
+         "soft labels": ("soft", "soft-step", "soft-step-debiased"),
          "FedDure": ("feddure-received", "feddure-step", "feddure-debiased"),
          "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
 """The columns of the table in short, each the first of these rows that was played."""
