@@ -43,7 +43,7 @@ def test_a_ceiling_below_the_floor_is_said_in_the_mean_over_seeds():
 @pytest.mark.parametrize(("used", "said"), [(0.0, True), (0.01, True), (0.02, False), (None, False)])
 def test_a_threshold_that_nobody_passes_is_said(used, said):
     found = remarks([run("fedavg", 0.7), run("fedavg-fixmatch", 0.7, used)], [])
-    assert any("pass the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == said
+    assert any("passed the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == said
 
 
 def test_most_used_is_the_largest_share_of_any_round():

@@ -64,10 +64,15 @@ def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         runs = [each for each in summaries if each["method"] == name]
         shares = [each["most_used"] for each in runs if each.get("most_used") is not None]
         if shares and len(shares) == len(runs) and max(shares) <= FEW:
+            most = max(shares)
+            passed = (
+                f"at most {100 * most:.1f} % of the pseudo-labels of a round passed"
+                if most
+                else "no pseudo-label passed"
+            )
             found.append(
-                f"{runs[0]['title']}: in no round did more than {100 * max(shares):.1f} % of the pseudo-labels pass "
-                "the confidence threshold, so it learned from labels alone: lower its threshold, let it follow the "
-                "model (thresholding), or train longer."
+                f"{runs[0]['title']}: {passed} the confidence threshold, so it learned from labels alone: lower its "
+                "threshold, let it follow the model (thresholding), or train longer."
             )
     return found
 
