@@ -127,7 +127,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "soft-step": {"title": "soft labels of the averaged model at each step", "method": "fedavg-soft-labels"},
     "soft-debiased": {"title": "debiased soft labels of the averaged model", "method": "fedavg-soft-labels",
                       "options": {"labels": "round", "debias": True}, **RECEIVED},
-    "soft-step-debiased": {"title": "soft labels of the averaged model at each step, debiased over the step",
+    "soft-step-debiased": {"title": "debiased soft labels of the averaged model at each step",
                            "method": "fedavg-soft-labels", "options": {"debias": True, "debias_over": "step"}},
     "feddure": {"title": "FedDure"},
     "feddure-received": {"title": "FedDure, labels of the received model", "method": "feddure",
