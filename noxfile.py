@@ -23,7 +23,7 @@ FAST = (
     "tests/models/test_models.py",
     "tests/models/test_modules.py",
     "tests/models/test_norms.py",
-    "tests/objectives",
+    "tests/methods/test_objectives.py",
 )
 """Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method."""
 

@@ -13,7 +13,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
-from halfmoon.privacy.accounting import ORDERS, planned
+from halfmoon.aggregation.privacy.accounting import ORDERS, planned
 
 DELTA = 1e-5
 REPLACED = NeighboringRelation.REPLACE_ONE

@@ -46,12 +46,12 @@ from textbook_feddure import Textbook
 from torch_models import TorchResNet9, twin
 
 from halfmoon.api.types import Batch, Local, Statistics, Task
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.allocator import keep_memory
 from halfmoon.core.optim import Adam
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
+from halfmoon.models.normalize import Normalize
 
 Calls = dict[str, Callable[[], object]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -38,7 +38,7 @@ from attackers import (  # pyright: ignore[reportMissingImports]
 from federation_faults import machine
 
 from halfmoon.federation.flower.processes import interruptible
-from halfmoon.federation.pki import Access, make
+from halfmoon.sites.keys import Access, make
 from halfmoon.storage import atomic_io
 
 UNDISTURBED = "undisturbed"

@@ -60,9 +60,9 @@ from halfmoon.federation.flower.link import unwrapped
 from halfmoon.federation.flower.processes import free_port, interruptible
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.server.server import FederationServer
-from halfmoon.federation.site_data import prepare
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
+from halfmoon.sites.folders import prepare
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
 

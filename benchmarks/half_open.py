@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "feder
 import test_pki_nginx as doors
 from test_pki_nginx import Door, Link
 
-from halfmoon.federation.pki.make import init
+from halfmoon.sites.keys.make import init
 
 HELLO = bytes.fromhex("1603010200010001fc0303")
 """The first bytes of a ClientHello whose rest never comes."""

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfmoon.augment import Normalize
 from halfmoon.core.optim import Adam
 from halfmoon.data import load
-from halfmoon.inference import Model
 from halfmoon.models import SmallCNN
 from halfmoon.models.network import track
+from halfmoon.models.normalize import Normalize
 from halfmoon.pages.choice import Guesses, order, random_order
 from halfmoon.pages.guesses import looked_at
 from halfmoon.runs.model_card import Card
+from halfmoon.sites.inference import Model
 
 BATCH, ROUNDS, SEEDS, STEPS, TRAINED, LR = 20, 5, 5, 200, 32, 3e-3
 XRAYS = Path(__file__).resolve().parents[2] / "shared" / "data" / "pneumonia_mnist"

@@ -5,8 +5,8 @@
 
 Two sizes: "tiny" is the digits' small network on 8x8 images, six steps on 10 labeled and 30 unlabeled images a client
 (the main job's); "large" is ResNet-9 of width 16 on 32x32 images of noise, three steps on 10 + 10, in cohorts up to 20.
-Every side plays the same round: the same clients, images and views (drawn and made by `halfmoon.augment` on all sides,
-once a client), the same numbers of steps and images, an average at the end. What differs is the engine:
+Every side plays the same round: the same clients, images and views (drawn and made by `halfmoon.data.views` on all
+sides, once a client), the same numbers of steps and images, an average at the end. What differs is the engine:
 
     plain      `torch.nn` modules, `torch.optim.Adam` and a loop over clients and batches; layout and threads as ours
     loop       halfmoon, client by client

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Task
-from halfmoon.augment import Normalize
 from halfmoon.core import rng, tree
 from halfmoon.core.allocator import keep_memory
 from halfmoon.core.errors import UserError
@@ -48,6 +47,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Network
+from halfmoon.models.normalize import Normalize
 from halfmoon.storage import serialization
 from halfmoon.storage.manifest import START, Commit, Contents, ManifestEntry
 from halfmoon.storage.state_store import StateView, Store

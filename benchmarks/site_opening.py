@@ -23,9 +23,9 @@ from PIL import Image
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.site.client import numbered
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.federation.site_data import prepare
-from halfmoon.federation.site_data.prepare import open_site
 from halfmoon.runs.factory import ImageSpec
+from halfmoon.sites.folders import prepare
+from halfmoon.sites.folders.prepare import open_site
 
 CLASSES = ("a", "b")
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from halfmoon.augment import Normalize, Strong
+from halfmoon.data.views import Strong
+from halfmoon.models.normalize import Normalize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import pillow_reference

@@ -16,17 +16,14 @@ PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 
 ROWS = (
     {"cli": "commands and flags", "pages": "label, review, watch"},
-    {
-        "sweep": "grids of runs",
-        "inference": "predict, measure, export",
-        "federation": "server, sites, Flower",
-        "contract": "check-method",
-    },
+    {"sweep": "grids of runs", "federation": "server, sites, Flower", "contract": "check-method"},
+    {"sites": "folders, keys, trained models"},
     {"runs": "factory and runner: what a configuration describes, played"},
-    {"config": "every option once", "methods": "one file a method, registry"},
-    {"engine": "the round loop, clients", "objectives": "one file a loss", "privacy": "noise, accountant"},
-    {"api": "Method, ClientUpdate", "data": "readers, splits", "aggregation": "robust rules", "secure": "masked sums"},
-    {"models": "networks", "augment": "views", "report": "tables, charts", "storage": "run folders"},
+    {"config": "every option once", "methods": "one file a method or a loss, registry"},
+    {"engine": "the round loop, clients", "report": "tables, charts"},
+    {"data": "readers, splits, views", "aggregation": "robust rules, secure sums, privacy"},
+    {"api": "Method, ClientUpdate", "storage": "run folders"},
+    {"models": "networks"},
     {"core": "trees, random streams, gradients, optimizers, errors"},
 )
 """The packages from the top down: each imports from its own row and those below it."""
@@ -58,7 +55,7 @@ def packages(axes: Axes) -> None:
     for number, row in enumerate(reversed(ROWS)):
         width = 10 / len(row)
         for place, words in enumerate(row.items()):
-            color = ORANGE if words[0] in ("api", "objectives", "methods") else BLUE
+            color = ORANGE if words[0] in ("api", "methods") else BLUE
             box(axes, place * width + 0.06, number + 0.1, width - 0.12, 0.78, words, color)
     axes.set(xlim=(0, 10), ylim=(0, len(ROWS)))
 

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Task
-from halfmoon.augment import Normalize
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import expected
@@ -44,8 +43,9 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.server.plan import Rules, Table, about
 from halfmoon.methods import registry
+from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
-from halfmoon.objectives import Objective
+from halfmoon.models.normalize import Normalize
 from halfmoon.sweep import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]

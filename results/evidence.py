@@ -242,8 +242,8 @@ def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict
 def area(data: str, place: Path, folder: Path | None) -> dict[str, float]:
     """Return {"auc": area under the ROC curve}: the kept model on the test images, where there are two classes."""
     from halfmoon import load_data
-    from halfmoon.inference.load import load_model
-    from halfmoon.inference.measure import auc
+    from halfmoon.sites.inference.load import load_model
+    from halfmoon.sites.inference.measure import auc
 
     model = load_model(place)
     if len(model.classes) != 2:
@@ -266,8 +266,8 @@ def held(place: Path) -> dict[str, float]:
 def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]:
     """Return the accuracy of what needs no federation: the sites' own models, or a forest on all labels."""
     from halfmoon.data.partition.split import Split
-    from halfmoon.inference.measure import auc
     from halfmoon.runs import factory
+    from halfmoon.sites.inference.measure import auc
 
     config = configured(data, row, seed, folder)
     with factory.computing(factory.threads(config)):

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.data import load as load_data
     from halfmoon.engine.client_update import Diverged
-    from halfmoon.inference import Model, load_model
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
     from halfmoon.runs.factory import Problem, problem
     from halfmoon.runs.runner import RunResult, compare, resume
     from halfmoon.runs.runner import start as run
+    from halfmoon.sites.inference import Model, load_model
 
 _PLACES = {
     "run": ("halfmoon.runs.runner", "start"),
@@ -28,8 +28,8 @@ _PLACES = {
     "resume": ("halfmoon.runs.runner", "resume"),
     "problem": ("halfmoon.runs.factory", "problem"),
     "Problem": ("halfmoon.runs.factory", "Problem"),
-    "Model": ("halfmoon.inference", "Model"),
-    "load_model": ("halfmoon.inference", "load_model"),
+    "Model": ("halfmoon.sites.inference", "Model"),
+    "load_model": ("halfmoon.sites.inference", "load_model"),
     "RunResult": ("halfmoon.runs.runner", "RunResult"),
     "RunInfo": ("halfmoon.runs.callbacks", "RunInfo"),
     "Callback": ("halfmoon.runs.callbacks", "Callback"),

@@ -12,6 +12,7 @@ from scenes import begin, dataset, furthest, play, simulate, task
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, changed, sent, update
+from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
@@ -22,7 +23,6 @@ from halfmoon.engine.loop import TooFew
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD
-from halfmoon.privacy.clipping import Clipped
 from halfmoon.runs.factory import method
 
 ROUNDS = range(3)

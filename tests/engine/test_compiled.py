@@ -24,7 +24,7 @@ from halfmoon.engine import compiled
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import Supervised
+from halfmoon.methods.objectives import Supervised
 from halfmoon.runs import runner
 
 ROUNDS = 4

@@ -21,7 +21,7 @@ from halfmoon.engine import loop
 from halfmoon.engine.evaluation import tally
 from halfmoon.engine.loop import Experiment, play
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.runs import runner
 from halfmoon.runs.factory import source
 from halfmoon.storage.run_folder import RunFolder

@@ -11,6 +11,7 @@ from scenes import CLASSES, NETWORK, Played, begin, dataset, furthest, play, sim
 from torch import Tensor
 from torch.func import vmap
 
+from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.types import Batch, ClientUpdate, Local, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
@@ -26,16 +27,15 @@ from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.fedmatch import FedMatch
 from halfmoon.methods.fl2 import FL2
 from halfmoon.methods.fml import FML
+from halfmoon.methods.objectives import FixMatch, MeanTeacher, MixMatch, Objective, PiModel, ReMixMatch, Supervised
+from halfmoon.methods.objectives.base import chunks, masked_chunks, supervised
+from halfmoon.methods.objectives.icpl import ICPL
+from halfmoon.methods.objectives.thresholding import NONE
 from halfmoon.methods.proxyfl import ProxyTuning
 from halfmoon.methods.semifed import SemiFed
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.models import ResNet9, ResNet18, WideResNet
 from halfmoon.models.modules import from_factory
-from halfmoon.objectives import FixMatch, MeanTeacher, MixMatch, Objective, PiModel, ReMixMatch, Supervised
-from halfmoon.objectives.base import chunks, masked_chunks, supervised
-from halfmoon.objectives.icpl import ICPL
-from halfmoon.objectives.thresholding import NONE
-from halfmoon.privacy.clipping import Clipped
 
 UNEQUAL = ((5, 11), (1, 1), (2, 14), (4, 3))
 """(labeled, unlabeled) rows of each client; under `REST` their images a step, steps and sizes all differ."""
@@ -287,7 +287,7 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
 
 def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(monkeypatch):
     """Sweeps under batch statistics cut each client's rows into the passes that it has alone."""
-    monkeypatch.setattr("halfmoon.objectives.base.CHUNK", 4)
+    monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK", 4)
     monkeypatch.setattr(chunks, "__defaults__", (4,))
     monkeypatch.setattr(masked_chunks, "__defaults__", (4,))
     method = FedAvg(FixMatch(tau=TAU, labels="round"))

@@ -18,7 +18,7 @@ from halfmoon.engine.programs import PADDED, Extent, Program, grouped
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch
+from halfmoon.methods.objectives import FixMatch
 
 
 def work(**options: object) -> ClientUpdate:

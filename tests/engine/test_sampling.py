@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 
 from halfmoon.api.types import Local, Task
-from halfmoon.augment import Normalize, Plain, Shared, Strong, Weak
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
+from halfmoon.data.views import Plain, Shared, Strong, Weak
 from halfmoon.engine.budget import ClientSize, natural
 from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, Wanted, batches, cycle, draw, sweep
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN
-from halfmoon.objectives import FixMatch
+from halfmoon.models.normalize import Normalize
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
 PIXELS = Normalize((0.0,), (1 / 255,), torch.float64)  # the value of a pixel as it is

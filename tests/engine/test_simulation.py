@@ -29,8 +29,8 @@ from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import ResNet9
-from halfmoon.objectives import FixMatch
 
 BOTH = pytest.mark.parametrize("executor", ["loop", "vmap"])
 HIDING = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
-from halfmoon.objectives import FixMatch
+from halfmoon.methods.objectives import FixMatch
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 """What a device has to be waited for: `.item()`, `float`, `bool`, `if` and `x[mask]` come to these."""

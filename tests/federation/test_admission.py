@@ -25,11 +25,11 @@ from halfmoon.federation.flower.contact import Address
 from halfmoon.federation.flower.launch import Server, run_config, superlink
 from halfmoon.federation.flower.link import held
 from halfmoon.federation.flower.processes import SUPERNODE, Home
-from halfmoon.federation.pki import Access, make
 from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
 from halfmoon.federation.server.transport import NodeIdentity
 from halfmoon.federation.site import consent
+from halfmoon.sites.keys import Access, make
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.server.transport import TransportReply
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
-from halfmoon.inference.load import load_model
 from halfmoon.models import SmallCNN
 from halfmoon.runs.factory import task
 from halfmoon.runs.model_card import Card
+from halfmoon.sites.inference.load import load_model
 
 TERMS = terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
 

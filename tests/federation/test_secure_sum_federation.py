@@ -22,12 +22,12 @@ from rehearsals import Town, before_each_message, bits, eager, found, quick, row
 from safetensors.torch import load_file
 from sum_server import put, take
 
+from halfmoon.aggregation.secure.masking import Party
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app, local
-from halfmoon.federation.pki.make import init
 from halfmoon.federation.protocol.messages import FAILED, Final, Offer, Refusal, Request, read, write
 from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.server.spool import SPOOL
@@ -37,7 +37,7 @@ from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
 from halfmoon.federation.site.site_keys import KNOWN, OWN
 from halfmoon.federation.site.sum_notes import SECRET, SUMS
 from halfmoon.runs import runner
-from halfmoon.secure.masking import Party
+from halfmoon.sites.keys.make import init
 
 STAGES = (KEYS, DEAL, MASK, REVEAL)
 SITES = 4

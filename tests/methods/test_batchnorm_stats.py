@@ -10,7 +10,6 @@ from torch import nn
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Local
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER
@@ -18,6 +17,7 @@ from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.models import SmallCNN
+from halfmoon.models.normalize import Normalize
 
 AS_IS = Normalize((0.0,), (1 / 255,), torch.float64)
 """Pixels as they are, 0 to 255."""

@@ -18,7 +18,7 @@ from halfmoon.core.optim import SGD, Cosine
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch
+from halfmoon.methods.objectives import FixMatch
 
 ROUNDS = 3
 CENTRAL = [name for name in registry.names() if registry.entry(name).pooled]

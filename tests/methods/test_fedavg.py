@@ -11,20 +11,20 @@ from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local
 from halfmoon.api.uploads import Upload, stack
-from halfmoon.augment import Plain
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
+from halfmoon.data.views import Plain
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.methods.averaging import average
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB
 from halfmoon.methods.fedrgd import FedRGD
+from halfmoon.methods.objectives import UDA, FixMatch
+from halfmoon.methods.objectives.pseudo import PseudoLabel
 from halfmoon.methods.proxyfl import ProxyTuning
 from halfmoon.models import SmallCNN
-from halfmoon.objectives import UDA, FixMatch
-from halfmoon.objectives.pseudo import PseudoLabel
 
 
 def local(labeled: int, unlabeled: int) -> Local:

@@ -15,7 +15,6 @@ from torch.func import grad
 
 from halfmoon.api.types import Batch, Local, Task
 from halfmoon.api.uploads import Upload
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
@@ -23,8 +22,9 @@ from halfmoon.methods import registry
 from halfmoon.methods.averaging import average
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB, distance, mixture
-from halfmoon.objectives import FixMatch
-from halfmoon.objectives.base import debiased
+from halfmoon.methods.objectives import FixMatch
+from halfmoon.methods.objectives.base import debiased
+from halfmoon.models.normalize import Normalize
 
 WAYS = pytest.mark.parametrize("dma", ["paper", "released", "logits", "uniform", "size"])
 DPL = FixMatch(0.39, labels="round", debias=True, mean="used")

@@ -15,7 +15,6 @@ from torch_models import TorchResNet9, TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local, Task
 from halfmoon.api.uploads import Upload
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
@@ -25,6 +24,7 @@ from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.fine_regulator import weigh
 from halfmoon.methods.regulators import followed, log_shares
 from halfmoon.models import ResNet9, SmallCNN
+from halfmoon.models.normalize import Normalize
 
 NORMALIZE = Normalize((0.5,), (0.5,))
 

@@ -24,8 +24,8 @@ from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedloke import FedLoKe
+from halfmoon.methods.objectives import UDA
 from halfmoon.models import SmallCNN
-from halfmoon.objectives import UDA
 
 RULES = pytest.mark.parametrize(
     ("statistics", "labeling"), [("joint", "batch"), ("separate", "batch"), ("joint", "running")]

@@ -21,8 +21,8 @@ from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD, grouped, mean
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN
-from halfmoon.objectives import FixMatch
 
 GROUPED = SmallCNN(1, CLASSES, 4, "group")
 """With group normalization, as FedRGD has it."""

@@ -21,7 +21,7 @@ from halfmoon.contract import check
 from halfmoon.core import plugins
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch, Supervised
+from halfmoon.methods.objectives import FixMatch, Supervised
 from halfmoon.runs import outside
 
 MODULE = '''
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch
+from halfmoon.methods.objectives import FixMatch
 
 @dataclass(frozen=True)
 class Mine:

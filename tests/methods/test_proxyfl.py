@@ -17,8 +17,8 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.objectives import ICPL
 from halfmoon.methods.proxyfl import ProxyTuning, slope, tune, widest
-from halfmoon.objectives import ICPL
 
 
 def images(count: int, seed: int) -> Tensor:

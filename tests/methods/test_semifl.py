@@ -15,17 +15,17 @@ from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local
 from halfmoon.api.uploads import Upload
-from halfmoon.augment import Plain
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.data.partition.split import SERVER
+from halfmoon.data.views import Plain
 from halfmoon.engine.client_update import ClientContext, update_one
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.semifl import Mixing, SemiFL, combine
 from halfmoon.models import SmallCNN, forward
-from halfmoon.objectives import FixMatch
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
 FREE = SmallCNN(1, CLASSES, 4, "group")

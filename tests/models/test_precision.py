@@ -18,10 +18,10 @@ from halfmoon.engine.sampling import Batching
 from halfmoon.federation.protocol.terms import shared
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import Network, ResNet9, SmallCNN, WideResNet
 from halfmoon.models import registry as networks
 from halfmoon.models.modules import from_factory
-from halfmoon.objectives import FixMatch
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 

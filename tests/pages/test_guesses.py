@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from halfmoon.inference import Card, Model
 from halfmoon.models import SmallCNN
 from halfmoon.pages.guesses import guess, looked_at
 from halfmoon.pages.guessing import Guessing
+from halfmoon.sites.inference import Card, Model
 
 draw = np.random.default_rng(0)
 

@@ -11,10 +11,10 @@ import pytest
 from browsers import chromium, needs_browser, press, serving, sized, until
 from PIL import Image
 
-from halfmoon.federation.site_data import read
-from halfmoon.federation.site_data.labels import Answer, labels, write
 from halfmoon.pages.choice import Guesses
 from halfmoon.pages.label import Labeling, Options
+from halfmoon.sites.folders import read
+from halfmoon.sites.folders.labels import Answer, labels, write
 
 pytestmark = needs_browser
 COUNT = 3000

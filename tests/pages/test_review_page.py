@@ -16,10 +16,10 @@ from browsers import chromium, needs_browser, press, serving, sized, until
 from PIL import Image
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.site_data.labels import labels
-from halfmoon.inference.measure import scores
 from halfmoon.pages.choice import Guesses
 from halfmoon.pages.review import COLUMNS, Review, harmless, open_folder
+from halfmoon.sites.folders.labels import labels
+from halfmoon.sites.inference.measure import scores
 
 CLASSES = ("=1+1", "dog", "ship")
 PROBABILITIES = np.array([[0.7, 0.2, 0.1], [0.1, 0.9, 0], [0.3, 0.3, 0.4], [0.05, 0.05, 0.9], [np.nan] * 3])

@@ -14,9 +14,9 @@ import pytest
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.inference import load_model
 from halfmoon.report.run_reader import Run
 from halfmoon.runs import runner
+from halfmoon.sites.inference import load_model
 from halfmoon.storage import integrity
 from halfmoon.storage.integrity import Unsealed, seal, unseal
 

@@ -108,9 +108,9 @@ def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: P
 @pytest.mark.usefixtures("lockless")
 def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_path: Path):
     """A change, a preparation or an export beside another one is refused with who is at work; afterwards all go on."""
-    from halfmoon.federation.pki import make
-    from halfmoon.federation.pki.paths import LOCK
-    from halfmoon.federation.site_data.prepare import _writing
+    from halfmoon.sites.folders.prepare import _writing
+    from halfmoon.sites.keys import make
+    from halfmoon.sites.keys.paths import LOCK
 
     keys = tmp_path / "keys"
     make.init(keys, ["north"])
@@ -118,7 +118,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     make.add(keys, "south")
     other = locks.take(keys / LOCK)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfmoon.federation.pki.changes.WAITING", 0.0)
+        patch.setattr("halfmoon.sites.keys.changes.WAITING", 0.0)
         with pytest.raises(UserError, match=r"being changed by another process.*is at work, says"):
             make.add(keys, "east")
     other.free()

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from halfmoon.federation.flower.link import held
 from halfmoon.federation.flower.processes import Home, free_port
-from halfmoon.federation.pki import make
+from halfmoon.sites.keys import make
 from halfmoon.storage import atomic_io
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")

@@ -45,17 +45,17 @@ from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.client import SiteClient
-from halfmoon.federation.site_data import check as examine
-from halfmoon.federation.site_data import prepare
-from halfmoon.federation.site_data.prepare import HOME
-from halfmoon.federation.site_data.site_folder import read as read_site
-from halfmoon.inference import load_model
-from halfmoon.inference.predict import predict
 from halfmoon.methods import registry
 from halfmoon.report.tables import Result, comparison
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
 from halfmoon.runs.factory import batch_rules, budget, task, views
+from halfmoon.sites.folders import check as examine
+from halfmoon.sites.folders import prepare
+from halfmoon.sites.folders.prepare import HOME
+from halfmoon.sites.folders.site_folder import read as read_site
+from halfmoon.sites.inference import load_model
+from halfmoon.sites.inference.predict import predict
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.state_store import Store
 

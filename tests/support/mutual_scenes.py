@@ -10,11 +10,12 @@ from scenes import CLASSES
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Task
-from halfmoon.augment import Normalize, Plain
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
+from halfmoon.data.views import Plain
 from halfmoon.engine.sampling import Views
 from halfmoon.models import Network
+from halfmoon.models.normalize import Normalize
 from halfmoon.models.passes import Run
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_models import TorchSmall
 
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives import FixMatch, Objective
+from halfmoon.methods.objectives import FixMatch, Objective
 
 
 @dataclass(frozen=True)

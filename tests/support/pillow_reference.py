@@ -1,7 +1,7 @@
 """The views made with Pillow, image by image, from the same draws: the tests' oracle and the benchmark's rival.
 
-Written from the released recipes on Pillow's own calls; it shares no code with `halfmoon.augment` except the names of
-the operations.
+Written from the released recipes on Pillow's own calls; it shares no code with `halfmoon.data.views` except the
+names of the operations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from torch import Tensor
 
-from halfmoon.augment.pools import NAMES
+from halfmoon.data.views.pools import NAMES
 
 ENHANCERS = {
     "Brightness": ImageEnhance.Brightness,

@@ -24,10 +24,10 @@ from halfmoon.federation.flower.link import GridPost, unwrapped
 from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read
 from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load
-from halfmoon.federation.site_data import export
-from halfmoon.federation.site_data.prepare import open_site
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, source, split_of
+from halfmoon.sites.folders import export
+from halfmoon.sites.folders.prepare import open_site
 
 SMALL = {"data": "digits", "data_share": 0.03, "clients": 3, "setting": "iid-dir", "label_ratio": 0.4}
 PLACES: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network
+from halfmoon.models.normalize import Normalize
 
 Statistics = Literal["joint", "separate"]
 """Which images share a forward pass, and so their batch statistics: all views of a step, or each view alone."""

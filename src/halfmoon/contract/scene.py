@@ -12,7 +12,6 @@ import torch
 
 from halfmoon.aggregation import Aggregator
 from halfmoon.api.types import Method, Task
-from halfmoon.augment import Normalize
 from halfmoon.core import rng, tree
 from halfmoon.core.optim import Adam
 from halfmoon.core.tree import Tree
@@ -25,6 +24,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.models import Network, SmallCNN
+from halfmoon.models.normalize import Normalize
 from halfmoon.storage.state_store import Store
 
 SIZES = ((5, 11), (3, 6), (6, 14), (4, 9))

@@ -10,11 +10,11 @@ import math
 import torch
 from torch import Tensor
 
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.evaluation import Examples, at_once
 from halfmoon.models import Network
+from halfmoon.models.normalize import Normalize
 
 COLDEST, HOTTEST = 0.05, 20.0
 """The range of temperatures: without a wrong answer among the images, the best one would be 0."""

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import NO_MODELS, Labeling, Pseudo
-from halfmoon.augment import Normalize
 from halfmoon.core import tree
 from halfmoon.core.tensors import numbers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
 from halfmoon.engine.spread import Spread
 from halfmoon.models import Network
+from halfmoon.models.normalize import Normalize
 
 PIXELS = 2**20
 """Pixels of the images that a CPU evaluates together at most."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local
-from halfmoon.augment import Drawn, Labeled, Normalize, Plain, Shared, Strong, View, Weak
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import tensor_of
+from halfmoon.data.views import Drawn, Labeled, Plain, Shared, Strong, View, Weak
+from halfmoon.models.normalize import Normalize
 
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 

@@ -23,7 +23,7 @@ from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.objectives.base import chunks, masked_chunks
+from halfmoon.methods.objectives.base import chunks, masked_chunks
 
 Over = Literal["all", "cohort", "server"]
 """Whose rows are counted beside the server's: those of all registered clients, of the round's cohort, or nobody's."""

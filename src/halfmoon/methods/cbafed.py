@@ -37,9 +37,9 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import per_image, supervised, sweep_logits
+from halfmoon.methods.objectives.mixing import one_hot
 from halfmoon.models import forward, track
-from halfmoon.objectives.base import per_image, supervised, sweep_logits
-from halfmoon.objectives.mixing import one_hot
 
 
 @dataclass(frozen=True)

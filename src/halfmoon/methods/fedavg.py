@@ -33,9 +33,9 @@ from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
 from halfmoon.methods.batchnorm_stats import counted
+from halfmoon.methods.objectives import Objective, Supervised
+from halfmoon.methods.objectives.base import follow
 from halfmoon.models import track
-from halfmoon.objectives import Objective, Supervised
-from halfmoon.objectives.base import follow
 
 
 @dataclass(frozen=True)

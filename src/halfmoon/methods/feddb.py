@@ -42,11 +42,11 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average, momentum_step
+from halfmoon.methods.objectives import FixMatch
+from halfmoon.methods.objectives.base import prior, sweep_logits
+from halfmoon.methods.objectives.pseudo_labeling import Teacher, no_average
+from halfmoon.methods.objectives.thresholding import Rule
 from halfmoon.models import track
-from halfmoon.objectives import FixMatch
-from halfmoon.objectives.base import prior, sweep_logits
-from halfmoon.objectives.pseudo_labeling import Teacher, no_average
-from halfmoon.objectives.thresholding import Rule
 
 DMA = Literal["paper", "released", "logits", "uniform", "size"]
 """How the server weighs the clients: by their APP-U in one of three ways, all alike, or by their rows."""

@@ -41,6 +41,9 @@ from halfmoon.core.optim import SGD, Number, Optimizer, descend
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
+from halfmoon.methods.objectives.base import per_image
+from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
+from halfmoon.methods.objectives.thresholding import Rule
 from halfmoon.methods.regulators import (
     Student,
     coarse_student,
@@ -51,9 +54,6 @@ from halfmoon.methods.regulators import (
 )
 from halfmoon.models import track
 from halfmoon.models.network import linear
-from halfmoon.objectives.base import per_image
-from halfmoon.objectives.pseudo_labeling import PseudoLabeling
-from halfmoon.objectives.thresholding import Rule
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from halfmoon.methods.mutual import (
     uplink_of,
     weight_of,
 )
-from halfmoon.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
+from halfmoon.methods.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
 
 VIEWS = {
     "default": ("weak", "strong"),

@@ -69,10 +69,10 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.halves import changes, composed, cut, patched
 from halfmoon.methods.mutual import divergence
+from halfmoon.methods.objectives.base import debiased, prior, supervised, sweep_logits
+from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
-from halfmoon.objectives.base import debiased, prior, supervised, sweep_logits
-from halfmoon.objectives.thresholding import Rule, Threshold
 
 INDEX_BYTES = 4
 

@@ -40,8 +40,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
-from halfmoon.objectives import FixMatch, Supervised
-from halfmoon.objectives.pseudo_labeling import no_average
+from halfmoon.methods.objectives import FixMatch, Supervised
+from halfmoon.methods.objectives.pseudo_labeling import no_average
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,10 @@ from halfmoon.methods.averaging import combine
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.mutual import divergence
+from halfmoon.methods.objectives import Supervised
+from halfmoon.methods.objectives.base import chunks, per_image, supervised
+from halfmoon.methods.objectives.thresholding import Threshold
 from halfmoon.models import forward
-from halfmoon.objectives import Supervised
-from halfmoon.objectives.base import chunks, per_image, supervised
-from halfmoon.objectives.thresholding import Threshold
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from halfmoon.methods.mutual import (
     uplink_of,
     weight_of,
 )
+from halfmoon.methods.objectives.base import supervised
 from halfmoon.models import forward
-from halfmoon.objectives.base import supervised
 
 
 @dataclass(frozen=True)

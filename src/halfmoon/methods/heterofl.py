@@ -40,8 +40,8 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import momentum_step
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
+from halfmoon.methods.objectives.base import supervised
 from halfmoon.models import Network
-from halfmoon.objectives.base import supervised
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import joined, kept
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.objectives.base import chunks
+from halfmoon.methods.objectives.mixing import one_hot, sharpened, soft_cross_entropy
 from halfmoon.models import seen_by, track
-from halfmoon.objectives.base import chunks
-from halfmoon.objectives.mixing import one_hot, sharpened, soft_cross_entropy
 
 FAR = 1e4
 """The distance of a class of which nobody knows a prototype."""

@@ -7,7 +7,7 @@ is to be nearest to W_c: for `tuning_passes` passes over all rows of all clients
     mean over the batch of CE(c, softmax_k(-|r - W_k| - margin [k = c])),
 
 margin = min(100, the largest distance of a row of the average to its nearest neighbor). The clients' half is
-`halfmoon.objectives.icpl`; the tuning can follow any method that averages models.
+`halfmoon.methods.objectives.icpl`; the tuning can follow any method that averages models.
 
 server: what the method inside keeps.  down: the same as that one's.  memory: that one's.  up: that one's; of it the
 server uses every client's classifier.
@@ -35,8 +35,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.objectives.icpl import ICPL
-from halfmoon.objectives.pseudo_labeling import no_average
+from halfmoon.methods.objectives.icpl import ICPL
+from halfmoon.methods.objectives.pseudo_labeling import no_average
 
 WIDEST = 100.0
 """The margin is at most this."""

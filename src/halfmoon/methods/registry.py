@@ -22,13 +22,7 @@ from halfmoon.methods.fedrgd import FedRGD
 from halfmoon.methods.fl2 import FL2
 from halfmoon.methods.fml import FML
 from halfmoon.methods.heterofl import HeteroFL
-from halfmoon.methods.protofssl import ProtoFSSL
-from halfmoon.methods.proxyfl import ProxyTuning
-from halfmoon.methods.rscfed import RSCFed
-from halfmoon.methods.semifed import SemiFed
-from halfmoon.methods.semifl import SemiFL
-from halfmoon.methods.twinsight import TwinSight
-from halfmoon.objectives import (
+from halfmoon.methods.objectives import (
     SAGE,
     UDA,
     FixMatch,
@@ -40,6 +34,12 @@ from halfmoon.objectives import (
     ReMixMatch,
     Supervised,
 )
+from halfmoon.methods.protofssl import ProtoFSSL
+from halfmoon.methods.proxyfl import ProxyTuning
+from halfmoon.methods.rscfed import RSCFed
+from halfmoon.methods.semifed import SemiFed
+from halfmoon.methods.semifl import SemiFL
+from halfmoon.methods.twinsight import TwinSight
 
 PLACES: dict[Place, str] = {
     "clients": "every client",

@@ -40,9 +40,9 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
+from halfmoon.methods.objectives.base import guess_of, supervised
+from halfmoon.methods.objectives.mixing import sharpened
 from halfmoon.models import forward, track
-from halfmoon.objectives.base import guess_of, supervised
-from halfmoon.objectives.mixing import sharpened
 
 
 @dataclass(frozen=True)

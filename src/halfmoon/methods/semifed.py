@@ -43,9 +43,9 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.mutual import divergence
+from halfmoon.methods.objectives.base import per_image, sweep_logits
+from halfmoon.methods.objectives.thresholding import NONE, remembered
 from halfmoon.models import forward, track
-from halfmoon.objectives.base import per_image, sweep_logits
-from halfmoon.objectives.thresholding import NONE, remembered
 
 
 @dataclass(frozen=True)

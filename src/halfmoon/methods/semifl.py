@@ -72,10 +72,10 @@ from halfmoon.methods.averaging import combine
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.halves import apart, joined
+from halfmoon.methods.objectives import Supervised
+from halfmoon.methods.objectives.base import chunks, debiased, per_image, prior, supervised
+from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward
-from halfmoon.objectives import Supervised
-from halfmoon.objectives.base import chunks, debiased, per_image, prior, supervised
-from halfmoon.objectives.thresholding import Rule, Threshold
 
 
 @dataclass(frozen=True)

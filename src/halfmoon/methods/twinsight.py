@@ -34,9 +34,9 @@ from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import joined, mean, row_mean
 from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import guess_of, supervised
 from halfmoon.models import track
 from halfmoon.models.network import linear
-from halfmoon.objectives.base import guess_of, supervised
 
 TWIN, PROJECTOR = "twin", "projector"
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.site_data.labels import UNSURE, Answer, Changed, labels, plain, stamp, write
-from halfmoon.federation.site_data.site_folder import LABELS, UNLABELED, SiteFolder
 from halfmoon.pages.server import Conflict
+from halfmoon.sites.folders.labels import UNSURE, Answer, Changed, labels, plain, stamp, write
+from halfmoon.sites.folders.site_folder import LABELS, UNLABELED, SiteFolder
 
 STARVED = 3
 """A class is starved where it has fewer labels than this part of the mean."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from halfmoon.augment import Normalize
-from halfmoon.inference.image_folder import batches
+from halfmoon.models.normalize import Normalize
 from halfmoon.pages.choice import Guesses
+from halfmoon.sites.inference.image_folder import batches
 
 if TYPE_CHECKING:
-    from halfmoon.inference.load import Model
+    from halfmoon.sites.inference.load import Model
 
 Progress = Callable[[int, int], None]
 """Told how many images are done, and of how many."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from halfmoon.pages.choice import Guesses
 
 if TYPE_CHECKING:
-    from halfmoon.inference.load import Model
+    from halfmoon.sites.inference.load import Model
 
 
 class Guessing:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.site_data.site_folder import CLASSES, SiteFolder, read
 from halfmoon.pages.book import Book
 from halfmoon.pages.choice import Guesses, order
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.pictures import Pictures
 from halfmoon.pages.requests import body, of_row, one_of, picture_of, words
 from halfmoon.pages.server import App, application, serve
+from halfmoon.sites.folders.site_folder import CLASSES, SiteFolder, read
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from halfmoon.inference.load import Model
+    from halfmoon.sites.inference.load import Model
 
 AGAIN = 20
 """Answers after which the order is chosen anew."""

@@ -13,19 +13,19 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import harmless
-from halfmoon.federation.site_data.label_file import file_of
-from halfmoon.federation.site_data.site_folder import CLASSES, LABELS, UNLABELED, SiteFolder, read
 from halfmoon.pages.book import Book
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.pictures import Pictures
 from halfmoon.pages.requests import body, of_row, picture_of, words
 from halfmoon.pages.server import App, application, serve
+from halfmoon.sites.folders.label_file import file_of
+from halfmoon.sites.folders.site_folder import CLASSES, LABELS, UNLABELED, SiteFolder, read
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from halfmoon.inference.load import Model
+    from halfmoon.sites.inference.load import Model
 
 COLUMNS = ("path", "predicted", "probability", "runner_up", "runner_up_probability", "label", "agrees")
 
@@ -95,7 +95,7 @@ class Review:
 
     def scores(self, request: Request) -> dict[str, Any]:
         """Return accuracy, confusion and calibration over the labeled images, as `halfmoon evaluate` counts them."""
-        from halfmoon.inference.measure import scores
+        from halfmoon.sites.inference.measure import scores
 
         found = self.guessing.found
         if found is None:

@@ -14,8 +14,8 @@ _LABEL = 8.5  # points
 def reliability(found: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a model's calibration: bars of accuracy over probability, and below them the images of each bin.
 
-    `found` is the dict of `halfmoon.inference.measure.scores`. A bar below the diagonal says that the model is right
-    less often than it says. Raise UserError if the picture cannot be written.
+    `found` is the dict of `halfmoon.sites.inference.measure.scores`. A bar below the diagonal says that the model is
+    right less often than it says. Raise UserError if the picture cannot be written.
     """
     rows = [row for row in found["reliability"] if row["images"]]
     left, width = [row["above"] for row in rows], [row["to"] - row["above"] for row in rows]

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 
 from halfmoon.aggregation import Aggregator
+from halfmoon.aggregation.privacy import clipping
+from halfmoon.aggregation.privacy.dp import Private, Promise
+from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import Finite, Robust
+from halfmoon.aggregation.secure.fixed_point import Sums
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import ClientUpdate, Method, Task
-from halfmoon.augment import Labeled, Normalize, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.config.schema import Config, method_options, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
 from halfmoon.core import tree
@@ -27,6 +30,7 @@ from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink
 from halfmoon.data import load as load_source
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
+from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.engine.budget import Budget, largest
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import Executor, FederatedDataset
@@ -35,11 +39,8 @@ from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.models.finetuned import BACKBONE, finetuned, slower
+from halfmoon.models.normalize import Normalize
 from halfmoon.models.weights import read as read_weights
-from halfmoon.privacy import clipping
-from halfmoon.privacy.dp import Private, Promise
-from halfmoon.privacy.ledger import LEDGER, Ledger
-from halfmoon.secure.fixed_point import Sums
 
 TINY = 500_000
 """Products an image up to which clients in one program take less of a processor's time than one by one."""

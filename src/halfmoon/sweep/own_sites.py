@@ -32,10 +32,10 @@ from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.loop import Row
-from halfmoon.federation.site_data import SiteFolder, read
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
+from halfmoon.sites.folders import SiteFolder, read
 from halfmoon.storage import atomic_io
 
 HELD_OUT = 3

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Fit, write the temperature into the model's file, and say what it brings."""
-    from halfmoon.inference.calibrate import calibrate
+    from halfmoon.sites.inference.calibrate import calibrate
 
     found = calibrate(given.model, given.folder, str(place(given)), given.network)
     if given.json:

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Measure, print and, with --out, write what was found."""
-    from halfmoon.inference.measure import evaluate, write
+    from halfmoon.sites.inference.measure import evaluate, write
 
     model = loaded(given)
     found, unreadable = evaluate(model, given.folder, given.sure)

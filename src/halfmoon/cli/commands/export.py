@@ -25,8 +25,8 @@ def run(given: argparse.Namespace) -> int:
     """Write the files that are asked for, and say how they compare with the model."""
     if given.onnx is None and given.torch is None:
         raise UserError("nothing is to be written: give --onnx FILE, --torch FILE or both.")
-    from halfmoon.inference import load_model
-    from halfmoon.inference.export import export_onnx, export_torch, real_images
+    from halfmoon.sites.inference import load_model
+    from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
 
     model = load_model(given.model)
     real = real_images(model, given.images)

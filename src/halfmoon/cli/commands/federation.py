@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.cli.commands.base import Parser, command, print_json
 from halfmoon.cli.commands.serve import whole
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.federation.pki.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
+from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfmoon.federation.pki.make import Done
+    from halfmoon.sites.keys.make import Done
 
 FOLDER = "FOLDER "
 
@@ -85,7 +85,7 @@ def _action(actions: Any, name: str, about: str, usage: str) -> argparse.Argumen
 
 
 def _init(given: argparse.Namespace) -> None:
-    from halfmoon.federation.pki.make import init
+    from halfmoon.sites.keys.make import init
 
     days = whole("--days", given.days, 1, MOST_DAYS)
     port, listen = whole("--port", given.port, 1, 2**16 - 1), whole("--listen", given.listen, 1, 2**16 - 1)
@@ -94,21 +94,21 @@ def _init(given: argparse.Namespace) -> None:
 
 
 def _add(given: argparse.Namespace) -> None:
-    from halfmoon.federation.pki.make import add
+    from halfmoon.sites.keys.make import add
 
     done = add(given.folder, given.name, given.public_key)
     _tell(given, f"{given.name} may come in.", done)
 
 
 def _remove(given: argparse.Namespace) -> None:
-    from halfmoon.federation.pki.make import remove
+    from halfmoon.sites.keys.make import remove
 
     done = remove(given.folder, given.name)
     _tell(given, f"{given.name} may not come in any more, and its key never again.", done)
 
 
 def _rotate(given: argparse.Namespace) -> None:
-    from halfmoon.federation.pki.make import rekey, renew
+    from halfmoon.sites.keys.make import rekey, renew
 
     renewing = given.server or given.ca
     if renewing == (given.site is not None):
@@ -129,7 +129,7 @@ def _rotate(given: argparse.Namespace) -> None:
 
 def _tell(given: argparse.Namespace, words: str, done: Done) -> None:
     """Print what was done, its fingerprints, and what is to be done now."""
-    from halfmoon.federation.pki import Access
+    from halfmoon.sites.keys import Access
 
     if given.json:
         print_json({**done.facts, "advice": list(done.advice)})
@@ -144,7 +144,7 @@ def _tell(given: argparse.Namespace, words: str, done: Done) -> None:
 
 
 def _show(given: argparse.Namespace) -> None:
-    from halfmoon.federation.pki.listing import listing
+    from halfmoon.sites.keys.listing import listing
 
     found = listing(given.folder)
     if given.json:

@@ -58,8 +58,8 @@ def run(given: argparse.Namespace) -> int:
     from halfmoon.federation.flower.contact import Address
     from halfmoon.federation.flower.processes import interruptible, require_flower
     from halfmoon.federation.flower.site_process import Declined, Ended, Joining, join
-    from halfmoon.federation.site_data.prepare import HOME
-    from halfmoon.federation.site_data.site_folder import read
+    from halfmoon.sites.folders.prepare import HOME
+    from halfmoon.sites.folders.site_folder import read
 
     server = Address.parse(given.server)
     port = None if given.port is None else whole("--port", given.port, 1, 2**16 - 1)

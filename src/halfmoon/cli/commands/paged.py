@@ -13,7 +13,7 @@ from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.inference import Model
+    from halfmoon.sites.inference import Model
 
 
 def served(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,8 @@ def loader(path: Path, device: str, network: str | None) -> Callable[[], Model]:
     where = settings.parse("device", device)
 
     def load() -> Model:
-        from halfmoon.inference import load_model
         from halfmoon.runs.factory import device as chosen
+        from halfmoon.sites.inference import load_model
 
         return load_model(path, chosen(settings.Config(device=where)), network)
 

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Write the table, and say what is in it and which images could not be read."""
-    from halfmoon.inference.predict import predict
+    from halfmoon.sites.inference.predict import predict
 
     model = loaded(given)
     found = predict(model, given.folder, given.out, given.sure)

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print epsilon of a plan, or the noise that keeps one."""
-    from halfmoon.privacy import accounting
+    from halfmoon.aggregation.privacy import accounting
 
     plan = {name: _number(given, name, int) for name in WHOLE}
     missing = [name for name, value in plan.items() if value is None]

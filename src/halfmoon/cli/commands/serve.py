@@ -112,7 +112,7 @@ def _agreeing(given: argparse.Namespace) -> None:
 def _server(given: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
     """Return how the flags say that the federation is served; raise UserError where that cannot be."""
     from halfmoon.federation.flower.launch import Server
-    from halfmoon.federation.pki import Access
+    from halfmoon.sites.keys import Access
 
     if given.access is None:
         tls = {"ca": given.ca, "certificate": given.certificate, "key": given.key}

@@ -16,7 +16,7 @@ from halfmoon.config.schema import SCENARIO, Config
 from halfmoon.core.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from halfmoon.federation.site_data import Survey
+    from halfmoon.sites.folders import Survey
 
 OPTIONS = (
     *("data_dir", "cache", "data_share", "image_size", "shrink"),
@@ -104,8 +104,8 @@ def _action(actions: Any, name: str, about: str, usage: str) -> argparse.Argumen
 
 def _check(given: argparse.Namespace) -> int:
     from halfmoon.data.preparation import Preparation, checked_window
-    from halfmoon.federation.site_data import check, look
-    from halfmoon.federation.site_data.contact_sheet import ContactSheet
+    from halfmoon.sites.folders import check, look
+    from halfmoon.sites.folders.contact_sheet import ContactSheet
 
     how = Preparation(_size(given.size), _channels(given.channels), given.crop, checked_window(given.window))
     sheet = None if given.sheet is None else ContactSheet(len(look(given.folder)[0]), how)
@@ -157,7 +157,7 @@ def _show(found: Survey) -> None:
 
 def _show_finding(console: Any, finding: Any) -> None:
     from halfmoon.cli.console import say
-    from halfmoon.federation.site_data.site_folder import SHOWN
+    from halfmoon.sites.folders.site_folder import SHOWN
 
     lines = finding.lines()
     more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
@@ -172,7 +172,7 @@ def _show_finding(console: Any, finding: Any) -> None:
 
 def _prepare(given: argparse.Namespace) -> int:
     from halfmoon.data.preparation import checked_window
-    from halfmoon.federation.site_data import prepare
+    from halfmoon.sites.folders import prepare
 
     how = (given.crop, checked_window(given.window))
     done = prepare(given.folder, _size(given.size), _channels(given.channels), given.out, progress(), *how)
@@ -186,7 +186,7 @@ def _prepare(given: argparse.Namespace) -> int:
     from rich.console import Console
 
     from halfmoon.cli.console import say
-    from halfmoon.federation.site_data.site_folder import SHOWN
+    from halfmoon.sites.folders.site_folder import SHOWN
 
     labeled = int((done.site.labels >= 0).sum())
     what = f"{done.decoded:,} decoded now" if done.fresh else "nothing had changed"
@@ -221,9 +221,9 @@ def _channels(words: str | None) -> int | None:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from halfmoon.federation.site_data import export
-    from halfmoon.federation.site_data.export import FEDERATION
     from halfmoon.runs.factory import source, split_of
+    from halfmoon.sites.folders import export
+    from halfmoon.sites.folders.export import FEDERATION
 
     config, sites = _config(given)
     images = source(config)

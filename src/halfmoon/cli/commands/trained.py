@@ -13,8 +13,8 @@ from halfmoon.config import schema as settings
 if TYPE_CHECKING:
     import torch
 
-    from halfmoon.inference import Model
-    from halfmoon.inference.image_folder import UnreadableImage
+    from halfmoon.sites.inference import Model
+    from halfmoon.sites.inference.image_folder import UnreadableImage
 
 
 def of_model(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +60,6 @@ def place(given: argparse.Namespace) -> torch.device:
 
 def loaded(given: argparse.Namespace) -> Model:
     """Return the model of --model on --device; raise `UserError` where there is none."""
-    from halfmoon.inference import load_model
+    from halfmoon.sites.inference import load_model
 
     return load_model(given.model, place(given), given.network)

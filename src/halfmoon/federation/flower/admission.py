@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import internals
 from halfmoon.federation.flower.contact import Address, trust
-from halfmoon.federation.pki import Access
+from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 
 KEYS = "keys.json"

@@ -53,7 +53,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """What is touched, as MODULE:NAME, with the parameters or attributes of it that are used."""
 
 PIECE = 5 * 2**20
-"""Bytes into which Flower cuts an array at least; behind `halfmoon.federation.pki` nginx lets none through of over 6
+"""Bytes into which Flower cuts an array at least; behind `halfmoon.sites.keys` nginx lets none through of over 6
 MiB."""
 
 PARTS = 16

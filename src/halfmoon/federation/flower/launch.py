@@ -22,9 +22,9 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.flower.admission import KEYS, Admission, Control
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
 from halfmoon.federation.flower.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
-from halfmoon.federation.pki import Access
 from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
 from halfmoon.federation.protocol.log import EventLog, Tail
+from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io, toml
 
 LOG, METRICS, SUMMARY, MODEL = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"

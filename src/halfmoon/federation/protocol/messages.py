@@ -81,7 +81,7 @@ class Joined:
     """A site takes part: under its name, with so many images that have a label, that have none, and to test on.
 
     `validations` are images that choose the round whose model is kept. `key` is the public half of the site's lasting
-    key, in hexadecimal (`halfmoon.secure.signing`); nothing where no sums are masked.
+    key, in hexadecimal (`halfmoon.aggregation.secure.signing`); nothing where no sums are masked.
     """
 
     federation: str

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import ClientUpdate, Task
-from halfmoon.augment import Plain
 from halfmoon.core import rng, tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
+from halfmoon.data.views import Plain
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.client_update import ClientContext, Diverged
 from halfmoon.engine.evaluation import Examples, Quality

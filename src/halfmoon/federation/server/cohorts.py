@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.secure.csprng import keystream, subkey
 from halfmoon.core import rng
 from halfmoon.engine.loop import TooFew
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.federation.server.quarantine import Quarantine
-from halfmoon.secure.csprng import keystream, subkey
 
 
 class CohortSampler:

@@ -15,8 +15,8 @@ from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared
-from halfmoon.federation.site_data.export import place_of
 from halfmoon.runs.factory import ImageSpec, network_name
+from halfmoon.sites.folders.export import place_of
 from halfmoon.storage import toml
 
 OWN = (*PLACE, "evaluate_every", "server_ema")

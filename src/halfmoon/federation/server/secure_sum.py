@@ -1,8 +1,8 @@
 """The server's part in a sum of which it sees no single term: four exchanges with the sites, and what came of them.
 
 Sites drop out between any two of them. As long as over two thirds of those asked stay to the end
-(`halfmoon.secure.masking.threshold`), the sum is that of all whose masked updates came; otherwise nothing of it can be
-read, and the round is played again.
+(`halfmoon.aggregation.secure.masking.threshold`), the sum is that of all whose masked updates came; otherwise nothing
+of it can be read, and the round is played again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
-from halfmoon.api.uploads import Upload
-from halfmoon.core.tree import Tree
-from halfmoon.engine.loop import TooFew
-from halfmoon.federation.protocol.messages import Joined, Reply, Request
-from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
-from halfmoon.federation.site.sum_notes import SESSION
-from halfmoon.secure import signing
-from halfmoon.secure.fixed_point import mean, sound, spread
-from halfmoon.secure.masking import (
+from halfmoon.aggregation.secure import signing
+from halfmoon.aggregation.secure.fixed_point import mean, sound, spread
+from halfmoon.aggregation.secure.masking import (
     LEAST,
     PUBLIC,
     SEALED,
@@ -40,7 +33,14 @@ from halfmoon.secure.masking import (
     unmasked,
     usable,
 )
-from halfmoon.secure.signing import POINT, SIGNATURE
+from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
+from halfmoon.api.uploads import Upload
+from halfmoon.core.tree import Tree
+from halfmoon.engine.loop import TooFew
+from halfmoon.federation.protocol.messages import Joined, Reply, Request
+from halfmoon.federation.protocol.tree_spec import TreeSpec
+from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
+from halfmoon.federation.site.sum_notes import SESSION
 
 UPDATE = "update/"
 """Where the update lies in an upload that travels."""

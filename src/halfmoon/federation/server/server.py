@@ -41,8 +41,6 @@ from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.federation.server.spool import SPOOL, Spool
 from halfmoon.federation.server.transport import Transport
 from halfmoon.federation.site.images import labeled_images
-from halfmoon.federation.site_data.prepare import HOME
-from halfmoon.inference.load import load_model
 from halfmoon.methods import registry
 from halfmoon.runs import assembly
 from halfmoon.runs.factory import (
@@ -58,6 +56,8 @@ from halfmoon.runs.factory import (
     views,
 )
 from halfmoon.runs.model_card import Card
+from halfmoon.sites.folders.prepare import HOME
+from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, Store

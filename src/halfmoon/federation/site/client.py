@@ -44,9 +44,9 @@ from halfmoon.federation.site.images import SiteImages
 from halfmoon.federation.site.memory import Memory, settle, visit_of
 from halfmoon.federation.site.runtime import Impossible, Refused, SiteRuntime, check_version
 from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
-from halfmoon.federation.site_data.prepare import HOME
-from halfmoon.federation.site_data.site_folder import meant
 from halfmoon.runs.factory import computing, site_threads
+from halfmoon.sites.folders.prepare import HOME
+from halfmoon.sites.folders.site_folder import meant
 from halfmoon.storage import atomic_io
 
 LOG = "join.log"

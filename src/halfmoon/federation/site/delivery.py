@@ -10,8 +10,8 @@ from halfmoon.federation.protocol.messages import UNFIT, Final, UnparsedMessage
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.site.runtime import Refused, SiteRuntime
-from halfmoon.inference.load import load_model
 from halfmoon.runs.model_card import Card
+from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL
 from halfmoon.storage.serialization import pack, with_seal

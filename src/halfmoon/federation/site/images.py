@@ -14,11 +14,11 @@ from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.messages import UNFIT
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.site.runtime import HeldOut, Impossible, SiteRuntime
-from halfmoon.federation.site_data import Prepared, prepare
-from halfmoon.federation.site_data.prepare import open_site
-from halfmoon.federation.site_data.site_folder import SiteFolder as Folder
-from halfmoon.federation.site_data.site_folder import meant, read
 from halfmoon.runs.factory import examples, preparation
+from halfmoon.sites.folders import Prepared, prepare
+from halfmoon.sites.folders.prepare import open_site
+from halfmoon.sites.folders.site_folder import SiteFolder as Folder
+from halfmoon.sites.folders.site_folder import meant, read
 
 
 @dataclass(frozen=True)

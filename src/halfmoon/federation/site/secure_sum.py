@@ -1,4 +1,4 @@
-"""A site's part in a sum of which the server sees no single term (`halfmoon.secure.masking`).
+"""A site's part in a sum of which the server sees no single term (`halfmoon.aggregation.secure.masking`).
 
 The server asks four times: for keys of this sum (`KEYS`), for shares (`DEAL`), for the work (`MASK`), and for what
 takes the masks off the sum (`REVEAL`). All of them are about one client update: a round, an attempt and a query. Keys
@@ -24,17 +24,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, update
-from halfmoon.api.uploads import Upload
-from halfmoon.core.tree import Tree
-from halfmoon.federation.protocol.messages import UNFIT, Reply, Request
-from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.site.runtime import Refused
-from halfmoon.federation.site.site_keys import KnownSites
-from halfmoon.federation.site.sum_notes import SECRET, SESSION, SUMS, Answered, Fresh, erase
-from halfmoon.secure import signing
-from halfmoon.secure.fixed_point import check_upload, contribution
-from halfmoon.secure.masking import (
+from halfmoon.aggregation.secure import signing
+from halfmoon.aggregation.secure.fixed_point import check_upload, contribution
+from halfmoon.aggregation.secure.masking import (
     LEAST,
     PUBLIC,
     SEALED,
@@ -47,7 +39,15 @@ from halfmoon.secure.masking import (
     announcement,
     threshold,
 )
-from halfmoon.secure.signing import POINT, SIGNATURE
+from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
+from halfmoon.api.uploads import Upload
+from halfmoon.core.tree import Tree
+from halfmoon.federation.protocol.messages import UNFIT, Reply, Request
+from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.protocol.tree_spec import TreeSpec
+from halfmoon.federation.site.runtime import Refused
+from halfmoon.federation.site.site_keys import KnownSites
+from halfmoon.federation.site.sum_notes import SECRET, SESSION, SUMS, Answered, Fresh, erase
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfmoon.aggregation.secure import signing
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import UNFIT
 from halfmoon.federation.site.runtime import Refused
-from halfmoon.secure import signing
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:

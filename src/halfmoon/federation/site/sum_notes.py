@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon.aggregation.secure.masking import KEY
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import UNFIT, Request
 from halfmoon.federation.site.runtime import Refused
-from halfmoon.secure.masking import KEY
 from halfmoon.storage import atomic_io
 
 SUMS, SECRET = "sums", "secret"

@@ -1,0 +1,54 @@
+"""The Pi-model (Laine and Aila 2017): two weak views of one image should get the same prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.padding import mean
+from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
+from halfmoon.models import forward
+
+
+@dataclass(frozen=True)
+class PiModel(Objective):
+    """CE(y, f(x)) + w mean_i ||p(weak_i) - p(weak2_i)||^2 / classes, p = softmax f; the gradient passes through both.
+
+    w grows to `unlabeled_weight` over the first `ramp` of the rounds. Weight and ramp are those of the re-runs by
+    MixMatch's authors, which the federated papers quote (these hold one of the two predictions fixed); Laine and Aila
+    ramp a weight of 100 times the labeled share over 80 of 300 epochs, "sigmoid". Their term covers the labeled images
+    too; here, as in the re-runs, the unlabeled ones alone.
+    """
+
+    unlabeled_weight: float = 10.0
+    ramp: float = 0.4
+    ramp_shape: Ramp = "linear"
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return two draws of one recipe."""
+        return ("weak", "weak2")
+
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen."""
+        groups = (batch.x, batch.u["weak"], batch.u["weak2"])
+        joint = task.statistics == "joint"
+        (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
+        apart = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
+        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
+        loss = supervised(labeled, batch.y, batch.x_real) + weight * apart
+        return loss, Seen(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count one forward and one backward pass of all images."""
+        return Passes(labeled + 2 * unlabeled, labeled + 2 * unlabeled)

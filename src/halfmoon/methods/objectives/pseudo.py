@@ -1,0 +1,74 @@
+"""Pseudo-Label (Lee 2013): the class that the network finds most likely is the image's label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.losses import cross_entropy
+from halfmoon.core.padding import mean
+from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import (
+    NOTHING,
+    Objective,
+    Ramp,
+    Seen,
+    ramped,
+    supervised,
+    taught_and_guessed,
+)
+from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling, received, surer
+from halfmoon.models import forward
+
+
+@dataclass(frozen=True)
+class PseudoLabel(PseudoLabeling, Objective):
+    """CE(y, f(x)) + w mean_i 1[max q_i >= tau] CE(argmax q_i, f(weak_i)), q = softmax f(weak): one view is both.
+
+    w grows to `unlabeled_weight` over the first `ramp` of the rounds. Lee has no threshold (tau = 0), and a weight that
+    stays 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's authors, which the
+    federated papers quote.
+    """
+
+    tau: float = 0.95
+    unlabeled_weight: float = 1.0
+    ramp: float = 0.4
+    ramp_shape: Ramp = "linear"
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return the one view."""
+        return ("weak",)
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen."""
+        groups = (batch.x, batch.u["weak"])
+        if self._again(task):
+            (labeled, logits), (guess,), moments = taught_and_guessed(
+                task, params, stats, groups, groups[1:], batch.masks(2)
+            )
+        else:
+            joint = task.statistics == "joint"
+            (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
+            guess = ready["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
+        if self.teacher != "local" and self.labels == "step":
+            other = received(task, ready, batch.u["weak"])
+            guess = other if self.remote else surer(guess, other)
+        pseudo, aside = self.judge(self.adjusted(guess, batch, ready), batch, aside)
+        taught = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
+        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
+        return supervised(labeled, batch.y, batch.x_real) + weight * taught, Seen(moments, (pseudo,), aside)
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count one pass of all images, and one more of the guessed where running statistics normalize these."""
+        asked = self.teacher != "local" and self.labels == "step"
+        again = (self._again(task) + asked) * unlabeled
+        return Passes(labeled + unlabeled + again, labeled + unlabeled)
+
+    def _again(self, task: Task) -> bool:
+        """Return whether the guesses need a pass of their own."""
+        return self.labels == "step" and not self.remote and task.labeling == "running"

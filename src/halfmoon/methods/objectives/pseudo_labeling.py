@@ -1,0 +1,203 @@
+"""Where pseudo-labels come from, and which of them count: what all objectives with weak and strong views share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree, leaves
+from halfmoon.methods.objectives.base import (
+    Objective,
+    debiased,
+    prior,
+    sweep_logits,
+    weak_and_strong,
+    weak_and_strong_passes,
+)
+from halfmoon.methods.objectives.thresholding import Rule, Threshold
+from halfmoon.models import forward
+
+Teacher = Literal["local", "global", "both", "average"]
+"""Who gives pseudo-labels: the model in training, the received one, the surer of the two, or the average of the
+server's models over the rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PseudoLabeling:
+    """Mixed into an objective: where its pseudo-labels come from, the options of all with weak and strong views.
+
+    labels: "step" guesses on the views of each step, "round" once a client update with the received model (FedDB Alg.
+        3) or the average.
+    teacher: who guesses in a step: the model in training ("local"), the received one ("global": it stays as it came,
+        under its tracked statistics), for each image the more confident of the two ("both"), or the average of the
+        server's models ("average"). That comes down beside the model, keeps `teacher_decay` of itself in each round,
+        and changes less from round to round than a model of a small cohort.
+    debias: divide each guess by the average prediction before it is judged: the client's of the round (FedDB's APP-U),
+        for which all its rows are looked at, or with `debias_over` "step" that of the step's images, which costs
+        nothing but wavers with their number.
+    thresholding, threshold_decay: which guesses count (`halfmoon.methods.objectives.thresholding`).
+
+    Raise `UserError` for labels of the round and a teacher that is asked in each step, or a decay that is no share.
+    """
+
+    labels: Literal["step", "round"] = "step"
+    teacher: Teacher = "local"
+    teacher_decay: float = 0.9
+    debias: bool = False
+    debias_over: Literal["all", "step"] = "all"
+    thresholding: Rule = "fixed"
+    threshold_decay: float = 0.999
+    tau: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.labels == "round" and self.teacher not in ("local", "average"):
+            raise UserError(
+                f"teacher is {self.teacher!r} and labels are the round's, which the received model gives once; set "
+                "labels to 'step', or leave teacher out."
+            )
+        if not 0 <= self.teacher_decay < 1:
+            raise UserError(f"teacher_decay is {self.teacher_decay}: it must be at least 0 and below 1.")
+
+    @property
+    def averages(self) -> float | None:
+        """Return the share that the average of the server's models keeps, where it teaches."""
+        return self.teacher_decay if self.teacher == "average" else None
+
+    @property
+    def remote(self) -> bool:
+        """Return whether the guesses of a step are those of a model that came down, alone."""
+        return self.teacher in ("global", "average")
+
+    @property
+    def threshold(self) -> Threshold:
+        """Return which guesses count."""
+        return Threshold(self.thresholding, self.tau, self.threshold_decay)
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return the views of a step."""
+        return ("strong",) if self.labels == "round" else ("weak", "strong")
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the views of all unlabeled rows that are looked at when a client update begins."""
+        debiasing = self.debias and self.debias_over == "all"
+        return ("weak",) if debiasing or self.labels == "round" or self.threshold.sweeps else ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether it looks at all rows of a client together, or remembers something of each."""
+        return bool(self.sweep) or self.threshold.of_rows
+
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    @property
+    def row_memory(self) -> Mapping[str, int]:
+        """Return the thresholds'."""
+        return self.threshold.row_memory
+
+    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+        """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
+        guess, model = None, self.teaching(down)
+        if self.sweep:
+            guess = sweep_logits(task, model["params"], model["stats"], data.views["weak"], data.u_real)
+        return self.prepared(down, data, guess)
+
+    def teaching(self, down: Tree) -> Tree:
+        """Return the model that teaches of those that came down: the average of the server's, or the server's own."""
+        model = down["average"] if self.teacher == "average" else down
+        return {"params": model["params"], "stats": model.get("stats", {})}
+
+    def prepared(self, down: Tree, data: Local, guess: Tensor | None) -> Tree:
+        """Return "received", the model, if it teaches, and of its logits (U, classes), where there are any:
+
+        "prior" (classes,), their APP-U, "guess", themselves, and "profile", what `Threshold.begin` makes of them.
+        """
+        ready: Tree = {}
+        if self.teacher != "local" and self.labels == "step":
+            ready["received"] = self.teaching(down)
+        if guess is None:
+            return ready
+        ready["prior"] = prior(guess, data.u_real)
+        if self.labels == "round":
+            ready["guess"] = guess
+        if self.threshold.sweeps:
+            judged = debiased(guess, ready["prior"]) if self.debias else guess
+            ready["profile"] = self.threshold.begin({}, data, judged.softmax(-1))
+        return ready
+
+    def remember(self, task: Task, down: Tree) -> Tree:
+        """Return the first state of the thresholds."""
+        state = self.threshold.remember(task.network.classes, next(leaves(down["params"])))
+        return {"thresholds": state} if state else {}
+
+    def begin(self, task: Task, memory: Tree, data: Local, ready: Tree) -> Tree:
+        """Return the state of the thresholds."""
+        if self.threshold.sweeps:
+            return {"thresholds": ready["profile"]}
+        return {"thresholds": self.threshold.begin(memory.get("thresholds", {}), data)}
+
+    def judge(self, guess: Tensor, batch: Batch, aside: Tree) -> tuple[Pseudo, Tree]:
+        """Return the pseudo-labels of logits (b, classes) on the images of a step, and the thresholds' new state."""
+        kept = aside.get("thresholds", {})
+        pseudo, state = self.threshold.judge(guess.softmax(-1), batch.u_rows, kept, batch.u_real)
+        return pseudo, {"thresholds": state} if state else {}
+
+    def look(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, ready: Tree
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
+        """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""
+        if self.labels == "round" or self.remote:
+            groups, joint = (batch.x, batch.u["strong"]), task.statistics == "joint"
+            (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
+            weak = ready["guess"][batch.u_rows] if self.labels == "round" else received(task, ready, batch.u["weak"])
+        else:
+            labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
+            if self.teacher == "both":
+                weak = surer(weak, received(task, ready, batch.u["weak"]))
+        return labeled, strong, self.adjusted(weak, batch, ready), moments
+
+    def adjusted(self, guess: Tensor, batch: Batch, ready: Tree) -> Tensor:
+        """Return the guesses (b, classes) on the images of a step, debiased where that is wanted."""
+        if not self.debias:
+            return guess
+        return debiased(guess, ready["prior"] if self.debias_over == "all" else prior(guess, batch.u_real))
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of `look` and of one backward pass through it."""
+        if self.labels == "round":
+            return Passes(labeled + unlabeled, labeled + unlabeled)
+        if self.remote:
+            return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+        passes = weak_and_strong_passes(task, labeled, unlabeled)
+        return passes._replace(forward=passes.forward + unlabeled) if self.teacher == "both" else passes
+
+
+def no_average(method: str, objective: Objective) -> None:
+    """Raise `UserError` where an objective wants the average of the server's models of a method that keeps none."""
+    if objective.averages is not None:
+        raise UserError(
+            f"teacher is 'average', but {method} keeps no average of the server's models: choose another teacher, or a "
+            "method that averages by rows, such as fedavg-soft-labels."
+        )
+
+
+@torch.no_grad()
+def received(task: Task, ready: Tree, images: Tensor) -> Tensor:
+    """Return detached logits (b, classes) of the received model in `ready`, under the statistics that came with it."""
+    return task.network.predict(ready["received"]["params"], ready["received"]["stats"], images).detach()
+
+
+def surer(one: Tensor, other: Tensor) -> Tensor:
+    """Return, row by row, those of two logits (b, classes) whose largest probability is the larger; of equals `one`."""
+    more = other.softmax(-1).amax(-1) > one.softmax(-1).amax(-1)
+    return torch.where(more[:, None], other, one)

@@ -1,0 +1,80 @@
+"""SAGE (CVPR 2025): the local and the received model label together, the more alike they are in confidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.core.padding import mean
+from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import (
+    NOTHING,
+    Objective,
+    Seen,
+    supervised,
+    weak_and_strong,
+    weak_and_strong_passes,
+)
+from halfmoon.methods.objectives.mixing import one_hot
+from halfmoon.methods.objectives.pseudo_labeling import received
+
+
+@dataclass(frozen=True)
+class SAGE(Objective):
+    """CE(y, f(x)) + unlabeled_weight * mean_i 1[l_i >= tau or g_i >= tau] CE(t_i, f(strong_i)).
+
+    l and g are the largest probabilities of the model in training and of the received one on the weak view. The target
+    t mixes their classes where the local model is sure (l >= tau): a share 2^(-|l - g| / half_gap) is the local class,
+    the rest the global one; elsewhere it is the global class. So a sample that the local model alone is sure of counts,
+    with the global model's class if they differ much in confidence. The received model guesses under the statistics
+    that came with it.
+
+    Read from the authors' code, the paper being out of reach. Departures: there one optimizer serves all clients of the
+    simulation, whose momentum so passes from client to client; here each starts anew (or keeps its own,
+    `keep_optimizer`). Its clients weigh 2000 times their labeled rows and once the others, all the same for its equal
+    clients. KL there, cross-entropy here: the gradient is the same.
+    """
+
+    tau: float = 0.95
+    unlabeled_weight: float = 1.0
+    half_gap: float = 0.05
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return the views of a step."""
+        return ("weak", "strong")
+
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+        """Return the received model."""
+        return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen."""
+        labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
+        local, own = weak.softmax(-1).max(-1)
+        wide, other = received(task, ready, batch.u["weak"]).softmax(-1).max(-1)
+        share = (-log(2) / self.half_gap * (local - wide).abs()).exp().clamp(1e-6, 1.0)
+        share = torch.where(local >= self.tau, share, 0.0)[:, None]
+        classes = weak.shape[-1]
+        target = share * one_hot(own, classes, weak) + (1 - share) * one_hot(other, classes, weak)
+        used = ((local >= self.tau) | (wide >= self.tau)).to(strong.dtype)
+        consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
+        loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
+        return loss, Seen(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count the images of the model in training, and the received model's guesses."""
+        passes = weak_and_strong_passes(task, labeled, unlabeled)
+        return passes._replace(forward=passes.forward + unlabeled)

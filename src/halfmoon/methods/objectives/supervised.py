@@ -1,0 +1,32 @@
+"""Cross-entropy on labeled images: the floor and, with all labels, the ceiling of every comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import NOTHING, Objective, Seen, supervised
+
+
+@dataclass(frozen=True)
+class Supervised(Objective):
+    """CE(y, f(x))."""
+
+    @property
+    def masks(self) -> bool:
+        """Return that rows that are padding are left out."""
+        return True
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
+    ) -> tuple[Tensor, Seen]:
+        """Return the scalar loss and what was seen."""
+        logits, moments = task.network.train(params, batch.x, real=batch.x_real)
+        return supervised(logits, batch.y, batch.x_real), Seen([moments], ())
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        """Count one forward and one backward pass of the labeled images."""
+        return Passes(labeled, labeled)

@@ -1,0 +1,237 @@
+"""What is in a site folder, and whether it can take part in a federation: nothing is changed or sent anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.preparation import used
+from halfmoon.data.readers.decode import converted, deep, upright
+from halfmoon.sites.folders import label_file
+from halfmoon.sites.folders.site_folder import CLASSES, LABELS, Finding, SiteFolder, look, meant
+
+if TYPE_CHECKING:
+    from halfmoon.api.requirements import Place
+
+NARROW = 0.1
+"""The share of its 16 bits below which an image is named."""
+
+Progress = Callable[[int, int], None]
+"""Told how many images are done, and of how many."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Hold what `check` found in a folder.
+
+    images: files that are images by their names; readable: those that can be opened
+    labeled: readable images with a label; mix: how many of each class, by name
+    sizes: images of each (height, width, Pillow mode), turned upright, the most frequent first
+    findings: what is odd, in groups; those with `blocks` must be mended first
+    methods: the methods that the folder can serve, by where a federation expects labels
+    (halfmoon.methods.registry.Place)
+    """
+
+    folder: Path
+    images: int
+    readable: int
+    labeled: int
+    mix: Mapping[str, int]
+    sizes: Mapping[tuple[int, int, str], int]
+    findings: tuple[Finding, ...]
+    methods: Mapping[Place, tuple[str, ...]]
+
+    @property
+    def can_take_part(self) -> bool:
+        """Return whether an image is readable and nothing must be mended first."""
+        return bool(self.methods)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, ready for JSON; of equal files each group is a list of names."""
+        return {
+            "folder": str(self.folder),
+            "images": self.images,
+            "readable": self.readable,
+            "labeled": self.labeled,
+            "share_labeled": self.labeled / self.readable if self.readable else None,
+            "classes": dict(self.mix),
+            "sizes": [
+                {"height": height, "width": width, "mode": mode, "images": count}
+                for (height, width, mode), count in self.sizes.items()
+            ],
+            "findings": [
+                {
+                    "kind": each.kind,
+                    "remedy": each.remedy,
+                    "blocks": each.blocks,
+                    "names": [name if isinstance(name, str) else list(name) for name in each.names],
+                    "reasons": list(each.reasons),
+                }
+                for each in self.findings
+            ],
+            "can_take_part": self.can_take_part,
+            "methods": {place: list(names) for place, names in self.methods.items()},
+        }
+
+
+def check(
+    folder: Path,
+    progress: Progress | None = None,
+    *,
+    classes: Sequence[str] = (),
+    tests: Path | None = None,
+    seen: Callable[[str, bytes], None] | None = None,
+) -> Survey:
+    """Return what a site folder holds; every image is decoded once, and no two are in memory at a time.
+
+    Images are equal where they have one size and equal pixels as 8-bit RGB, whatever their files look like. `classes`
+    are those of a federation: others are named. `tests` is a folder of test images, none of which may be in this one.
+    `seen` gets every readable image's name and bytes. Raise UserError where there is no such folder.
+    """
+    site, findings = look(folder)
+    sizes: Counter[tuple[int, int, str]] = Counter()
+    equal: dict[bytes, list[int]] = {}
+    broken: dict[str, str] = {}
+    narrow: dict[str, str] = {}
+    for row, path in enumerate(site.paths):
+        try:
+            size, key, share = _image(folder / path, path, seen)
+        except UserError as error:
+            broken[path] = str(error).removeprefix(f"{path}: ")
+        else:
+            sizes[size] += 1
+            equal.setdefault(key, []).append(row)
+            if share is not None and share < NARROW:
+                narrow[path] = f"{share:.1%} of the 16 bits"
+        if progress is not None:
+            progress(row + 1, len(site))
+    findings += [
+        *_narrow(narrow),
+        *_compared(site, classes),
+        Finding("images that are test images as well", "take them out of one of the two", _tested(site, equal, tests)),
+        *_folders(site),
+    ]
+    labels = np.array([-1 if path in broken else label for path, label in zip(site.paths, site.labels, strict=True)])
+    mix = {name: int((labels == number).sum()) for number, name in enumerate(site.classes)}
+    labeled, readable = sum(mix.values()), len(site) - len(broken)
+    findings.append(
+        Finding(
+            "files that cannot be read",
+            "they are left out; replace or remove them",
+            tuple(broken),
+            tuple(broken.values()),
+        )
+    )
+    findings += _duplicates(site, [rows for rows in equal.values() if len(rows) > 1])
+    findings += _classes(site, mix, labeled)
+    findings = [each for each in findings if each.names]
+    fit = readable > 0 and not any(each.blocks for each in findings)
+    methods = _methods(labeled > 0) if fit else {}
+    ordered = dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
+    return Survey(folder, len(site), readable, labeled, mix, ordered, tuple(findings), methods)
+
+
+def _image(
+    path: Path, name: str, seen: Callable[[str, bytes], None] | None = None
+) -> tuple[tuple[int, int, str], bytes, float | None]:
+    """Return an image's height, width and mode, a key that equal pixels share, and how much of 16 bits it uses."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{name}: {error.strerror or error}.") from error
+    image = upright(data, name)
+    pixels = converted(image, name, 3)
+    key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
+    if seen is not None:
+        seen(name, data)
+    return (image.height, image.width, image.mode), key, used(np.asarray(image)) if deep(image) else None
+
+
+def _narrow(images: Mapping[str, str]) -> list[Finding]:
+    """Return which images of more than 8 bits are nearly of one gray."""
+    remedy = "each is spread from black to white by itself; to give all the same black and white, say --window LOW HIGH"
+    return [Finding("images that use little of their range", remedy, tuple(images), tuple(images.values()))]
+
+
+def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
+    """Return which classes a federation does not have, and which of its classes this folder lacks."""
+    if not classes:
+        return []
+    strange = [f"{name}{meant(name, classes)}" for name in site.classes if name not in classes]
+    lacking = [name for name in classes if name not in site.classes]
+    remedy = "correct them, or agree on the classes"
+    return [
+        Finding("classes that the federation does not have", remedy, tuple(strange), blocks=True),
+        Finding("classes of the federation without a label here", "that is fine: others may have them", tuple(lacking)),
+    ]
+
+
+def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], tests: Path | None) -> tuple[tuple[str, ...], ...]:
+    """Return the images of a folder that are test images too, with those."""
+    found: list[tuple[str, ...]] = []
+    held = look(tests)[0] if tests is not None else None
+    for path in held.paths if held is not None else ():
+        assert tests is not None, "where there are paths, there is a folder"
+        try:
+            _, key, _ = _image(tests / path, path)
+        except UserError:
+            continue
+        if key in equal:
+            found.append((*(site.paths[row] for row in equal[key]), f"{tests.name}/{path}"))
+    return tuple(found)
+
+
+def _folders(site: SiteFolder) -> list[Finding]:
+    """Return the folders that images lie in, where nothing else gives them labels and there are a few of them."""
+    counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
+    few = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
+    named = (site.folder / CLASSES).exists() or label_file.read(site.folder).file
+    names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())] if few and not named else []
+    remedy = f"name them in {CLASSES}, one a line, and they are labels, where they are meant so"
+    return [Finding("folders that look like classes", remedy, tuple(names))]
+
+
+def _duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
+    """Return groups of equal images by the labels that they have."""
+    kinds: dict[str, list[tuple[str, ...]]] = {
+        "equal images with different labels": [],
+        "equal images, labeled and unlabeled": [],
+        "equal images among the labeled": [],
+        "equal images among the unlabeled": [],
+    }
+    differing, across, labeled, unlabeled = kinds.values()
+    for rows in groups:
+        labels = {int(label) for label in site.labels[rows]}
+        if len(labels - {-1}) > 1:
+            kind = differing
+        elif len(labels) > 1:
+            kind = across
+        else:
+            kind = unlabeled if labels == {-1} else labeled
+        kind.append(tuple(site.paths[row] for row in rows))
+    return [Finding(kind, "keep one of each group", tuple(found)) for kind, found in kinds.items()]
+
+
+def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Finding]:
+    """Return what the class names lack."""
+    empty = [name for name, count in mix.items() if not count] if labeled else []
+    found = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
+    if labeled and not (site.folder / CLASSES).exists():
+        remedy = f"numbered as sorted in {LABELS}; all sites of a federation need the same {CLASSES}"
+        found.append(Finding(f"{CLASSES} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
+    return found
+
+
+def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
+    """Return the methods that a readable folder can serve: the server's labels are no site's business."""
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    places: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
+    return {place: tuple(registry.names_at(place)) for place in places}

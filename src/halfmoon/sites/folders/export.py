@@ -1,0 +1,219 @@
+"""A public data set as site folders, so that a federation can be rehearsed and compared with the simulator."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from halfmoon.config.schema import PIXELS, SCENARIO, TABLE, Config
+from halfmoon.core.errors import UserError
+from halfmoon.data.images import Images, Source
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.sites.folders.site_folder import CLASSES, LABELS
+from halfmoon.storage import atomic_io, locks, toml
+
+if TYPE_CHECKING:
+    from halfmoon.api.requirements import Place
+
+FEDERATION, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
+IMAGES = "images"
+"""The folder of a site's images."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One folder to write: rows of `images`, and which of them show their labels."""
+
+    name: str
+    images: Images
+    rows: np.ndarray
+    labeled: np.ndarray
+
+
+def export(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], None] | None = None) -> bool:
+    """Write a data set as `config.clients` site folders, `server` where it holds labels, `test`, and federation.toml.
+
+    `source` has the images as the simulator trains on them, `split` says who holds which. An image is a lossless PNG
+    named by its row in the training (or test) set, so that the sorted names are in the order of a `Split`'s rows.
+    A folder appears under its name when it is whole; a call after a kill makes those that are missing. Return
+    whether anything was left to write; `tell` hears of every folder.
+
+    Raise UserError where the folder holds anything else, the split streams, a site would be without an image, a
+    class name cannot stand in a text file, or the folder cannot be written.
+    """
+    parts = _parts(source, split)
+    words = federation(config, source, split)
+    _check(source, split, parts, out)
+    try:
+        return _write(source, parts, out, _Plan(words, split, config.split is not None), tell or (lambda _: None))
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written ({atomic_io.reason(error)}); mend that, then export again."
+        ) from error
+
+
+def federation(config: Config, source: Source, split: Split) -> str:
+    """Return the options of `halfmoon run`, as TOML, that make the same images and the same split."""
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    height, width, channels = source.train.images.shape[1:]
+    given = {
+        name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXELS)
+    }
+    if config.split is not None:
+        given["split"] = SPLIT
+    else:
+        given |= {name: getattr(config, name) for name in SCENARIO}
+    if height == width:  # whatever the network, the simulator then pads to what the sites hold
+        given["image_size"] = height
+    usable = registry.names_at(place_of(split) if config.split is not None else config.labels_at)
+    given["method"] = Config.method if Config.method in usable else usable[0]
+    given["cohort"] = min(Config.cohort, split.clients)
+    lines = [f"{name} = {toml.value(value)}" for name, value in given.items() if value is not None]
+    about = [
+        "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
+    ]
+    parts = holders(split)
+    folders = {"test": "test", **({"server": "server"} if "server" in parts else {})}
+    table = {
+        "name": re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-._") or "exported",
+        "sites": [name for name, k in parts.items() if k != SERVER],
+        "classes": source.classes,
+        "image": (channels, height, width),
+        "mirror": source.mirror,
+        "mean": source.mean,
+        "std": source.std,
+        **folders,
+    }
+    served = [f"{name} = {toml.value(value)}" for name, value in table.items()]
+    why = "# What halfmoon serve needs to know beside; a simulation does not look at it."
+    return "\n".join([*about, *lines, "", why, f"[{TABLE}]", *served]) + "\n"
+
+
+def holders(split: Split) -> dict[str, int]:
+    """Return the names of the folders of who holds rows, and their numbers in the split."""
+    digits = max(2, len(str(split.clients - 1)))
+    named = {f"site-{k:0{digits}}": k for k in range(split.clients)}
+    return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
+
+
+def place_of(split: Split) -> Place:
+    """Return where a split has its labels."""
+    if split.rows(SERVER, True).size:
+        return "server"
+    return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"
+
+
+def _parts(source: Source, split: Split) -> list[_Part]:
+    """Return the folders in the order in which they are written."""
+    parts = [
+        _Part(name, source.train, rows, split.labeled[rows])
+        for name, k in holders(split).items()
+        for rows in [np.sort(np.concatenate([split.rows(k, True), split.rows(k, False)]))]
+    ]
+    count = len(source.test)
+    return [*parts, _Part("test", source.test, np.arange(count), np.ones(count, bool))]
+
+
+def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> None:
+    """Raise UserError for what no folders can hold."""
+    if split.stages > 1:
+        raise UserError(f"the split has {split.stages} stages, but a folder of images has no time; set stages to 1.")
+    for part in parts:
+        if not part.rows.size:
+            raise UserError(f"{part.name} would have no image; ask for fewer sites or another split.")
+    for name in source.classes:
+        if name != " ".join(name.split(" ")).strip() or not name.isprintable() or source.classes.count(name) > 1:
+            raise UserError(
+                f"class name {name!r} cannot stand in {CLASSES}: names need to differ and be one line each."
+            )
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give a folder that is empty or not there.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What tells one export from another: the words of federation.toml, and the split, which is `saved` beside it."""
+
+    words: str
+    split: Split
+    saved: bool
+
+    def mark(self) -> str:
+        """Return a hash that other sites would not have."""
+        held = self.split.client.tobytes() + self.split.labeled.tobytes()
+        return atomic_io.digest(f"{self.words}{self.split.origin.labels_sha256}{atomic_io.digest(held)}".encode())
+
+
+def _write(source: Source, parts: Sequence[_Part], out: Path, plan: _Plan, tell: Callable[[str], None]) -> bool:
+    """Write what is missing; a mark tells an unfinished export of these sites, federation.toml a finished one."""
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(out, plan.mark())
+    with _alone(out):
+        if (out / FEDERATION).exists():
+            return False
+        for part in parts:
+            if (out / part.name).exists():
+                tell(f"{part.name}: there already")
+                continue
+            _write_part(source, part, out)
+            tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
+        if plan.saved:
+            plan.split.save(out / SPLIT)
+        atomic_io.replace(out / FEDERATION, plan.words.encode())
+    return True
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    try:
+        with locks.held(out / MARK):
+            yield
+    except locks.Held as error:
+        words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
+        raise UserError(words) from error
+
+
+def _claim(out: Path, mark: str) -> None:
+    """Mark an empty folder as this export's; raise UserError where it holds anything else."""
+    held = atomic_io.read(out / MARK)
+    if held is not None and held.decode(errors="replace").strip() == mark:
+        return
+    if held:
+        raise UserError(f"{out} holds an export with other options; give another folder.")
+    if held is None and any(each.name != f".{MARK}{atomic_io.PARTIAL}" for each in out.iterdir()):
+        raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
+    atomic_io.replace(out / MARK, f"{mark}\n".encode())
+
+
+def _write_part(source: Source, part: _Part, out: Path) -> None:
+    """Write one folder under another name until it is whole."""
+    partial = out / f".{part.name}{atomic_io.PARTIAL}"
+    if partial.exists():  # a kill's leftover, in a folder marked as ours
+        shutil.rmtree(partial)
+    (partial / IMAGES).mkdir(parents=True)
+    digits = max(2, len(str(len(part.images) - 1)))
+    names = [f"{IMAGES}/{row:0{digits}}.png" for row in part.rows]
+    for row, name in zip(part.rows, names, strict=True):
+        pixels = part.images.images[row]
+        Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(partial / name)
+    table = io.StringIO()
+    lines = csv.writer(table, lineterminator="\n")
+    lines.writerow(["path", "label"])
+    for row, name, labeled in zip(part.rows, names, part.labeled, strict=True):
+        if labeled:
+            lines.writerow([name, source.classes[part.images.labels[row]]])
+    atomic_io.replace(partial / LABELS, table.getvalue().encode())
+    atomic_io.replace(partial / CLASSES, "".join(f"{name}\n" for name in source.classes).encode())
+    os.rename(partial, out / part.name)

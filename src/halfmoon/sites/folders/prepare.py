@@ -1,0 +1,363 @@
+"""A site's images decoded once, into a memory-mapped array beside an index that tells whether it is still true."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers.decode import fitted, header
+from halfmoon.sites.folders.site_folder import SiteFolder, read, some
+from halfmoon.storage import atomic_io, locks
+
+HOME, INDEX, LOCK = ".halfmoon", "index.json", "lock"
+VERSION = 2
+"""Of the index; raise it when decoding starts to give other pixels."""
+
+LARGEST = 4096
+"""Pixels of a side at most."""
+
+_ARRAY = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(atomic_io.PARTIAL)}")
+"""The arrays that are this module's own, whole or not."""
+
+Progress = Callable[[int, int], None]
+"""Told how many images are done, and of how many."""
+
+Stamp = tuple[int, int]  # a file's bytes and its time of change in ns
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Say what `prepare` did: the site with its images, how many it decoded, and the files it left out, with reasons.
+
+    `home` is where the array and its index lie; `fresh` is False where nothing had to be written.
+    """
+
+    site: SiteFolder
+    home: Path
+    fresh: bool
+    decoded: int
+    left_out: Mapping[str, str]
+
+
+def prepare(
+    folder: Path,
+    size: tuple[int, int] | None = None,
+    channels: int | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    crop: bool = False,
+    window: tuple[float, float] | None = None,
+) -> Prepared:
+    """Decode a site's images into one array, uint8 (N, H, W, channels), below `folder`/.halfmoon or in `out`.
+
+    `size` is (H, W); where it is None the images keep the size they were prepared in, or the one that all have;
+    `channels` likewise: 1 where all are gray, else 3. `crop` and `window` are those of
+    `halfmoon.data.preparation.Preparation`. Files whose size and time of change are known from the last
+    call are not decoded again; without any change nothing is written. The new array lies beside the old one until
+    its index is in place, so a kill leaves the old state or the new one.
+
+    Raise UserError where the folder cannot be read (`halfmoon.sites.folders.read`), no image can, the images
+    have several sizes and none is given, or the place cannot be written.
+    """
+    site, home = read(folder), _home(folder, out)
+    _check_form(size, channels)
+    stamps = _stamps(site)
+    old = _load(home)
+    shape, how = _shape(site, old, size, channels), Preparation(crop=crop, window=window)
+    old = old if old is not None and old.form == how.form else None
+    if old is not None and old.shape[1:] == shape and old.stamps == stamps and old.open() is not None:
+        return _unchanged(site, home, old)
+    with _writing(home):
+        left_out, count = _decode(site, stamps, shape, how, home, old, progress)
+        index = _load(home)
+    assert index is not None, "it was just written"
+    return Prepared(_opened(site, index), home, True, count, left_out)
+
+
+def open_site(folder: Path, out: Path | None = None, form: str | None = None) -> SiteFolder:
+    """Return a prepared site with its images memory-mapped, read-only; images that cannot be read are left out.
+
+    `form` is that of its `Preparation`, where only one will do. Raise UserError where it was not prepared (into `out`,
+    if given), or has changed since.
+    """
+    site, home = read(folder), _home(folder, out)
+    again = f"run halfmoon site prepare {folder}{f' --out {out}' if out is not None else ''}"
+    index = _load(home)
+    if index is None:
+        raise UserError(f"{folder} is not prepared: {again}.")
+    if form is not None and index.form != form:
+        raise UserError(f"{folder} is prepared in another way: {again} again.")
+    stamps = _stamps(site)
+    changed = sorted(path for path in stamps.keys() | index.stamps.keys() if stamps.get(path) != index.stamps.get(path))
+    if changed:
+        raise UserError(f"{folder} has changed since it was prepared ({some(changed, 3)}): {again} again.")
+    if index.classes != site.classes or index.labels != _labels(site, index):
+        raise UserError(f"{folder}: labels or classes have changed since it was prepared: {again} again.")
+    if index.open() is None:
+        raise UserError(f"{home / index.images} is missing or damaged: {again} again.")
+    return _opened(site, index)
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What index.json says."""
+
+    home: Path
+    images: str  # the array's file
+    shape: tuple[int, int, int, int]
+    classes: tuple[str, ...]
+    labels: dict[str, int]  # of the images in the array, by path, in the order of its rows
+    stamps: dict[str, Stamp]  # of all images, those left out too
+    left_out: dict[str, str]
+    form: str = ""  # of the `Preparation`, beside size and channels
+
+    def open(self) -> np.ndarray | None:
+        """Return the array, None where it is not as the index says."""
+        try:
+            array = np.load(self.home / self.images, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        return array if array.shape == self.shape and array.dtype == np.uint8 else None
+
+    def write(self) -> None:
+        """Write the index, whole or not at all."""
+        files = [
+            {"path": path, "label": label, "bytes": self.stamps[path][0], "mtime": self.stamps[path][1]}
+            for path, label in self.labels.items()
+        ]
+        left_out = [
+            {"path": path, "reason": reason, "bytes": self.stamps[path][0], "mtime": self.stamps[path][1]}
+            for path, reason in self.left_out.items()
+        ]
+        value = {"version": VERSION, "images": self.images, "shape": list(self.shape), "classes": list(self.classes)}
+        value["form"] = self.form
+        value |= {"files": files, "left_out": left_out}
+        atomic_io.replace(self.home / INDEX, (json.dumps(value) + "\n").encode())
+
+
+def _load(home: Path) -> _Index | None:
+    """Return the index in a folder; None where there is none, or one that is damaged or of another version."""
+    value: Any = atomic_io.read_json(home / INDEX)
+    try:
+        if value["version"] != VERSION:
+            return None
+        files = value["files"]
+        stamps = {each["path"]: (each["bytes"], each["mtime"]) for each in [*files, *value["left_out"]]}
+        n, height, width, channels = value["shape"]
+        found = _Index(
+            home,
+            Path(value["images"]).name,
+            (n, height, width, channels),
+            tuple(value["classes"]),
+            {each["path"]: each["label"] for each in files},
+            stamps,
+            {each["path"]: each["reason"] for each in value["left_out"]},
+            value["form"],
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    numbers = [*found.shape, *found.labels.values(), *(number for stamp in stamps.values() for number in stamp)]
+    words = [*found.classes, *stamps, *found.left_out.values(), found.form]
+    plain = all(type(each) is int for each in numbers) and all(isinstance(each, str) for each in words)
+    return found if plain and n >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
+
+
+def _labels(site: SiteFolder, index: _Index) -> dict[str, int]:
+    """Return the present labels of the images in the array."""
+    return {path: int(label) for path, label in zip(site.paths, site.labels, strict=True) if path not in index.left_out}
+
+
+def _opened(site: SiteFolder, index: _Index) -> SiteFolder:
+    labels = np.array(list(index.labels.values()), np.int64)
+    return replace(site, paths=tuple(index.labels), labels=labels, images=index.open())
+
+
+def _unchanged(site: SiteFolder, home: Path, old: _Index) -> Prepared:
+    """Return what lies there already; labels need no decoding, so only the index is written where they changed."""
+    new = replace(old, labels=_labels(site, old), classes=site.classes)
+    if new != old:
+        with _writing(home):
+            new.write()
+    return Prepared(_opened(site, new), home, new != old, 0, old.left_out)
+
+
+def _home(folder: Path, out: Path | None) -> Path:
+    return folder / HOME if out is None else out
+
+
+def _check_form(size: tuple[int, int] | None, channels: int | None) -> None:
+    if size is not None and not all(1 <= side <= LARGEST for side in size):
+        raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {LARGEST} pixels.")
+    if channels not in (None, 1, 3):
+        raise UserError(f"channels is {channels}; it must be 1 (gray) or 3 (RGB).")
+
+
+def _stamps(site: SiteFolder) -> dict[str, Stamp]:
+    """Return bytes and time of change of every image."""
+    stamps = {}
+    for path in site.paths:
+        facts = _stat(os.path.join(site.folder, path))
+        # A file that has just gone has no stamp; it is among those that cannot be read.
+        stamps[path] = (-1, -1) if facts is None else (facts.st_size, facts.st_mtime_ns)
+    return stamps
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def _shape(
+    site: SiteFolder, old: _Index | None, size: tuple[int, int] | None, channels: int | None
+) -> tuple[int, int, int]:
+    """Return height, width and channels: as given, else as before, else as the images are."""
+    if size is not None and channels is not None:
+        return (*size, channels)
+    if old is not None:
+        _, height, width, depth = old.shape
+        return (*(size or (height, width)), channels or depth)
+    found: Counter[tuple[int, int]] = Counter()
+    gray = True
+    for path in site.paths:
+        seen = header(site.folder / path)
+        if seen is not None:
+            found[seen[:2]] += 1
+            gray = gray and seen[2]
+    if not found:
+        raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
+    if size is None and len(found) > 1:
+        (height, width), count = found.most_common(1)[0]
+        raise UserError(
+            f"{site.folder}: its images have {len(found):,} sizes, most of them ({count:,}) {height}x{width}; give one "
+            f"by --size HxW."
+        )
+    return (*(size or next(iter(found))), channels or (1 if gray else 3))
+
+
+@contextmanager
+def _writing(home: Path) -> Iterator[None]:
+    """Hold the place for one process; what the system refuses becomes a sentence."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with locks.held(home / LOCK):
+            yield
+    except locks.Held as error:
+        words = f"{home} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
+        raise UserError(words) from error
+    except OSError as error:
+        raise UserError(
+            f"{home} cannot be written ({atomic_io.reason(error)}); give another folder by --out."
+        ) from error
+
+
+def _decode(
+    site: SiteFolder,
+    stamps: Mapping[str, Stamp],
+    shape: tuple[int, int, int],
+    how: Preparation,
+    home: Path,
+    old: _Index | None,
+    progress: Progress | None,
+) -> tuple[dict[str, str], int]:
+    """Write array and index; return the files left out, with reasons, and how many were decoded anew."""
+    _check_space(home, len(site) * int(np.prod(shape)))
+    known = _Known.of(old, stamps, shape)
+    name = f"images-{hashlib.sha256(json.dumps([shape, how.form, stamps]).encode()).hexdigest()[:16]}.npy"
+    partial = home / f".{name}{atomic_io.PARTIAL}"
+    kept: list[str] = []
+    left_out: dict[str, str] = {}
+    count = 0
+    try:
+        with partial.open("wb") as file:
+            head = _head(len(site), shape)
+            file.write(head)
+            for row, path in enumerate(site.paths):
+                pixels = known.pixels(path)
+                try:
+                    if pixels is None:
+                        count += 1
+                        pixels = _pixels(site.folder / path, path, shape, how)
+                    file.write(pixels.tobytes())
+                    kept.append(path)
+                except UserError as error:
+                    left_out[path] = str(error).removeprefix(f"{path}: ")
+                if progress is not None:
+                    progress(row + 1, len(site))
+            if not kept:
+                raise UserError(f"{site.folder}: none of its {len(site):,} images can be read.")
+            file.seek(0)
+            file.write(_head(len(kept), shape))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, home / name)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    given = dict(zip(site.paths, map(int, site.labels), strict=True))
+    labels = {path: given[path] for path in kept}
+    _Index(home, name, (len(kept), *shape), site.classes, labels, dict(stamps), left_out, how.form).write()
+    for each in home.iterdir():
+        if _ARRAY.fullmatch(each.name) and each.name != name:
+            with suppress(OSError):  # Windows keeps files that someone has open
+                each.unlink(missing_ok=True)
+    return left_out, count
+
+
+def _head(count: int, shape: Sequence[int]) -> bytes:
+    """Return the head of a .npy file of uint8; numpy leaves room in it for any number of rows."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)})
+    return file.getvalue()
+
+
+def _pixels(path: Path, name: str, shape: tuple[int, int, int], how: Preparation) -> np.ndarray:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
+    return fitted(data, name, *shape, how.crop, how.window)
+
+
+def _check_space(home: Path, needed: int) -> None:
+    free = shutil.disk_usage(home).free
+    if needed > free:
+        raise UserError(
+            f"{home} has room for {free:,} bytes, but the decoded images need {needed:,}; give another folder by --out "
+            "or a smaller --size."
+        )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The rows of an earlier array that are still true, by path."""
+
+    images: np.ndarray | None
+    rows: Mapping[str, int]
+
+    @classmethod
+    def of(cls, old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> _Known:
+        """Return what an earlier array has of the files with these stamps, in this shape."""
+        images = old.open() if old is not None and old.shape[1:] == shape else None
+        if old is None or images is None:
+            return cls(None, {})
+        return cls(images, {path: row for row, path in enumerate(old.labels) if old.stamps[path] == stamps.get(path)})
+
+    def pixels(self, path: str) -> np.ndarray | None:
+        """Return the image's pixels, None where they must be decoded."""
+        return self.images[self.rows[path]] if self.images is not None and path in self.rows else None

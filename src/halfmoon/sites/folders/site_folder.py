@@ -1,0 +1,269 @@
+"""A site folder: images in any nested folders, a labels.csv that names a few of them, and perhaps a classes.txt."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import posixpath
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.readers.class_folders import SUFFIXES
+from halfmoon.sites.folders import label_file
+from halfmoon.sites.folders.label_file import LABELS, Table, decoded
+
+CLASSES = "classes.txt"
+UNLABELED = -1
+"""The label of an image that has none."""
+
+SHOWN = 10
+"""Names that a message lists before it counts."""
+
+
+@dataclass(frozen=True, eq=False)
+class SiteFolder:
+    """Hold a site: `paths` of its N images, `labels` int64 (N,) with -1 for unlabeled ones, and the class names.
+
+    Paths are relative to `folder`, with forward slashes, sorted. `classes` is empty where nothing names any. `images`
+    is uint8 (N, H, W, C) where the site is prepared and opened by `open_site`, else None.
+    """
+
+    folder: Path
+    paths: tuple[str, ...]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    images: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Say what is odd about a folder: its `kind`, the files (or groups of equal files), and what to do.
+
+    `reasons` has one for each name, or none at all. With `blocks` the folder cannot take part before it is mended.
+    """
+
+    kind: str
+    remedy: str
+    names: tuple[str | tuple[str, ...], ...]
+    reasons: tuple[str, ...] = ()
+    blocks: bool = False
+
+    def lines(self) -> list[str]:
+        """Return every name in words, with its reason."""
+        names = (each if isinstance(each, str) else " = ".join(each) for each in self.names)
+        if not self.reasons:
+            return list(names)
+        return [f"{name}: {reason}" for name, reason in zip(names, self.reasons, strict=True)]
+
+
+def read(folder: Path) -> SiteFolder:
+    """Return a site by its names and labels, without a look into the images.
+
+    labels.csv (optional) has the header path,label or path,label,by,at, in UTF-8; its paths are relative to the
+    folder, with slashes of either kind; semicolons, tabs and byte order marks are read as well. Without a labels.csv
+    images in folders called like the classes of a classes.txt have these labels. Without a classes.txt, whose order
+    numbers the classes, the sorted names in labels.csv do. Hidden files are ignored. Raise UserError where there is no
+    such folder, no image in it, or a fault in its labels or classes: all that `look` finds and that blocks.
+    """
+    site, findings = look(folder)
+    fault = next((each for each in findings if each.blocks), None)
+    if fault is not None:
+        raise UserError(f"{folder}: {fault.kind}: {some(fault.lines(), 3)}; {fault.remedy}.")
+    if not site.paths:
+        raise UserError(f"{folder}: there is no image in it ({', '.join(SUFFIXES)}); give the folder of a site.")
+    return site
+
+
+def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
+    """Return a site as far as it can be read, and what is odd about its names, labels and classes.
+
+    Raise UserError where there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
+    files = _walk(folder)
+    table = label_file.read(folder)
+    classes, faults = _classes(folder, table)
+    given, missing = _given(files.images, table)
+    if table.file is None:
+        given = _in_class_folders(files.images, classes)
+    number = {name: place for place, name in enumerate(classes)}
+    labels = np.full(len(files.images), UNLABELED, np.int64)
+    for place, path in enumerate(files.images):
+        names = given.get(path, ())
+        if len(names) == 1:
+            labels[place] = number.get(names[0], UNLABELED)
+    twice = {path: ", ".join(names) for path, names in given.items() if len(names) > 1}
+    # A broken classes.txt has every label wrong; it is named alone.
+    strange = {
+        path: ", ".join(f"{name}{meant(name, classes)}" for name in names)
+        for path, names in given.items()
+        if set(names) - number.keys() and not faults
+    }
+    findings = [
+        Finding("folders that cannot be opened", "let them be read", tuple(files.closed), blocks=True),
+        Finding(f"{LABELS} cannot be read", "mend it: its header is path,label", tuple(table.faults), blocks=True),
+        Finding(f"{CLASSES} cannot be read", "mend it: one class name a line", tuple(faults), blocks=True),
+        _labeled("files with two labels", f"leave one line for each in {LABELS}", twice),
+        _labeled(f"labels that {CLASSES} does not have", f"correct {LABELS}, or add the class to {CLASSES}", strange),
+        Finding(
+            "class names that are nearly the same",
+            f"correct {LABELS}; where both are meant, name all classes in a {CLASSES}",
+            tuple(_near(labels, classes) if not (folder / CLASSES).exists() else ()),
+            blocks=True,
+        ),
+        Finding(f"how {LABELS} was read", "nothing is to be done", tuple(table.said)),
+        Finding("labels without a file", f"correct {LABELS}, or take the lines out", tuple(missing), blocks=True),
+        Finding("files that are no images", "they are ignored", tuple(files.others)),
+    ]
+    return SiteFolder(folder, tuple(files.images), labels, classes), [each for each in findings if each.names]
+
+
+def _in_class_folders(images: Iterable[str], classes: Sequence[str]) -> dict[str, list[str]]:
+    """Return the class of each image that lies in a folder called like a class of classes.txt."""
+    known = set(classes)
+    pairs = ((path, unicodedata.normalize("NFC", path.partition("/")[0])) for path in images if "/" in path)
+    return {path: [name] for path, name in pairs if name in known}
+
+
+def meant(name: str, classes: Iterable[str]) -> str:
+    """Return ": did you mean x?" for the class whose name is nearest, "" where none is near."""
+    near = difflib.get_close_matches(name, list(classes), n=1, cutoff=0.7)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _near(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Return the rare class names that are a slip of the pen away from a frequent one, with that one.
+
+    Names of one letter's difference count, of five letters or more, and those that differ in case or spaces alone; what
+    differs in a digit (grade 1, grade 2) is meant. A name is rare with up to a tenth of the other's images.
+    """
+    counts = np.bincount(labels[labels >= 0], minlength=len(classes))
+    found = []
+    for a, rare in enumerate(classes):
+        for b, frequent in enumerate(classes):
+            few = counts[a] < counts[b] and counts[a] <= max(1, counts[b] // 10)
+            if a != b and few and _a_slip(rare, frequent):
+                found.append(f"{rare} ({counts[a]:,} labels): did you mean {frequent} ({counts[b]:,})?")
+    return found
+
+
+def _a_slip(one: str, other: str) -> bool:
+    plain = [re.sub(r"[\s_-]+", "", each).casefold() for each in (one, other)]
+    if plain[0] == plain[1]:
+        return True
+    short, long = sorted(plain, key=len)
+    if len(short) < 5 or len(long) - len(short) > 1 or re.sub(r"\d", "", short) == re.sub(r"\d", "", long):
+        return False
+    start = next((k for k, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
+    return short[start + (len(short) == len(long)) :] == long[start + 1 :]
+
+
+def _given(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the labels of each image that has any, sorted by path, and the paths that are no image's."""
+    known = _Known(images)
+    given: dict[str, list[str]] = {}
+    missing: dict[str, None] = {}
+    for path, label in table.rows:
+        found = known.find(path)
+        if found is None:
+            missing[path] = None
+        elif label not in given.setdefault(found, []):
+            given[found].append(label)
+    return {path: given[path] for path in sorted(given)}, list(missing)
+
+
+def _labeled(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
+    return Finding(kind, remedy, tuple(labels), tuple(labels.values()), blocks=True)
+
+
+def some(names: Iterable[str], shown: int = SHOWN) -> str:
+    """Return the first names of a list, and how many more there are."""
+    listed = list(names)
+    more = len(listed) - shown
+    return ", ".join(listed[:shown]) + (f" and {more:,} more" if more > 0 else "")
+
+
+class _Files(NamedTuple):
+    images: list[str]
+    others: list[str]
+    closed: list[str]  # folders that the system does not let us read
+
+
+def _walk(folder: Path) -> _Files:
+    """Return the files below a folder, each list sorted; hidden ones and the site's own two are left out."""
+    images: list[str] = []
+    others: list[str] = []
+    closed: list[str] = []
+
+    def refused(error: OSError) -> None:
+        closed.append(_shown(_relative(Path(error.filename), folder)))
+
+    # A folder may have a million files, and is walked at every start: paths are plain words here, not Path objects.
+    for place, inside, names in os.walk(folder, onerror=refused):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        above = _relative(Path(place), folder)
+        start = "" if above == "." else f"{above}/"
+        # os.walk does not follow links to folders: they can lead in circles or out of the site.
+        others += [_shown(start + name) for name in inside if os.path.islink(os.path.join(place, name))]
+        for name in names:
+            path = start + name
+            if name.startswith(".") or path.lower() == LABELS or path == CLASSES:
+                continue
+            if _is_image(place, name) and _shown(path) == path:
+                images.append(path)
+            else:  # a name that is not UTF-8 could not stand in a table
+                others.append(_shown(path))
+    return _Files(sorted(images), sorted(others), sorted(closed))
+
+
+def _is_image(place: str, name: str) -> bool:
+    """Say whether a file is an image by its suffix; a pipe, which would be waited for, and a dead link are none."""
+    if os.path.splitext(name)[1].lower() not in SUFFIXES:
+        return False
+    whole = os.path.join(place, name)
+    # Path tells a file that cannot be looked at, which is an error, from one that is none.
+    return os.path.isfile(whole) or Path(whole).is_file()
+
+
+def _shown(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _classes(folder: Path, table: Table) -> tuple[tuple[str, ...], list[str]]:
+    """Return the class names in the order of their numbers, and the faults of classes.txt."""
+    text, faults, _ = decoded(folder / CLASSES)
+    if text is None:
+        return tuple(sorted({label for _, label in table.rows})), faults
+    lines = [unicodedata.normalize("NFC", line.strip()) for line in re.split(r"\r\n|\r|\n", text)]
+    names = [line for line in lines if line]
+    faults = [f"class {name} stands there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    return tuple(dict.fromkeys(names)), faults if names else ["it names no class"]
+
+
+class _Known:
+    """The images of a folder, found by a path as people write it: other slashes, ./, or accents in two characters."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._exact: Mapping[str, str] = {path: path for path in paths}
+        self._plain = {unicodedata.normalize("NFC", path): path for path in self._exact}
+
+    def find(self, path: str) -> str | None:
+        """Return the image's own path, None where there is none."""
+        if path in self._exact:
+            return path
+        return self._plain.get(unicodedata.normalize("NFC", posixpath.normpath(path.strip().replace("\\", "/"))))

@@ -1,0 +1,179 @@
+"""A trained model: read from a run with every check, and asked for probabilities."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from halfmoon.core import plugins, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.data.images import pad_to, pool
+from halfmoon.models import Network
+from halfmoon.models.normalize import Normalize
+from halfmoon.runs.model_card import Card
+from halfmoon.storage import atomic_io
+from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
+from halfmoon.storage.serialization import check_seal
+
+MOST, PIXELS = 256, 2**19
+"""Images, and their pixels, that are looked at together at most: they bound the memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A trained network with all that is needed to label images; `load_model` makes it."""
+
+    card: Card
+    params: Tree
+    stats: Tree  # {} where the network tracks nothing
+    device: torch.device
+
+    @property
+    def network(self) -> Network:
+        """The network as a pure function."""
+        return self.card.network
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the probabilities."""
+        return self.card.classes
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The (height, width, channels) of the images it takes."""
+        return self.card.shape
+
+    @property
+    def batch(self) -> int:
+        """How many images are looked at together."""
+        return max(1, min(MOST, PIXELS // (self.shape[0] * self.shape[1])))
+
+    def prepare(self, images: np.ndarray) -> np.ndarray:
+        """Return uint8 (N, *shape) as the training images were: shrunk, then padded, uint8 (N, H, W, C).
+
+        Raise `UserError` for images of another type or shape.
+        """
+        _check_images(images, self.shape)
+        small = pool(images, self.card.shrink) if self.card.shrink > 1 else images
+        height, width = self.card.image[1:]
+        return small if small.shape[1:3] == (height, width) else pad_to(small, height)
+
+    def probabilities(self, images: np.ndarray) -> np.ndarray:
+        """Return float64 (N, classes), rows of sum 1, of uint8 images (N, *shape), under the card's temperature.
+
+        The softmax is taken in float64, so that the most probable class is that of the largest logit. Raise
+        `UserError` for images of another type or shape.
+        """
+        return self.scaled(self.logits(images))
+
+    def scaled(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probabilities float64 (N, classes) that logits (N, classes) come to under the temperature."""
+        return torch.from_numpy(logits / self.card.temperature).softmax(-1).numpy()
+
+    @torch.no_grad()
+    def logits(self, images: np.ndarray) -> np.ndarray:
+        """Return what the network says, float64 (N, classes), of uint8 images (N, *shape), a few at a time.
+
+        Raise `UserError` for images of another type or shape.
+        """
+        _check_images(images, self.shape)
+        found = np.empty((len(images), len(self.classes)))
+        normalize = Normalize(self.card.mean, self.card.std)
+        for first in range(0, len(images), self.batch):
+            rows = slice(first, first + self.batch)
+            pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images[rows]).transpose(0, 3, 1, 2)))
+            logits = self.network.predict(self.params, self.stats, normalize(pixels.to(self.device)))
+            found[rows] = logits.double().cpu().numpy()
+        return found
+
+
+def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
+    """Return the model of a finished run's folder, or of a `model.safetensors`, on `device`.
+
+    `network` is the name (my_module:make) of a network from outside: a file alone makes no module be imported.
+    Raise `UserError` where there is none, where the run is not finished, and for a file that is damaged, of another
+    version, or no model.
+    """
+    place = model_file(Path(path))
+    _check_seal(place)
+    try:
+        with safe_open(place, "pt") as file:
+            said = file.metadata() or {}
+            flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except OSError as error:
+        raise UserError(
+            f"{place} cannot be read ({atomic_io.reason(error)}); give the folder of a finished run."
+        ) from error
+    except SafetensorError as error:
+        raise UserError(
+            f"{place} is no undamaged safetensors file ({error}); give the folder of a finished run."
+        ) from error
+    with plugins.only([network] if network else []):
+        card = Card.parse(said, place)
+    with torch.device("meta"):  # shapes alone: nothing is drawn
+        wanted = card.network.init(torch.Generator())
+    _check_tensors(flat, tree.flatten(wanted), place)
+    held = tree.unflatten(flat)
+    params, stats = tree.to(held["params"], device), tree.to(held.get("stats", {}), device)
+    return Model(card, tree.channels_last(params), stats, torch.device(device))
+
+
+def model_file(path: Path) -> Path:
+    """Return the model file that is meant; raise `UserError` where there is none yet, or no single one."""
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder; give the folder of a finished run.")
+    if (path / RUN).exists() and atomic_io.read_json(path / SUMMARY) is None:
+        raise UserError(
+            f"{path}: the run is not finished, so there is no model yet; "
+            f"go on with: {shlex.join(['halfmoon', 'resume', str(path)])}"
+        )
+    if (path / MODEL).exists():
+        return path / MODEL
+    runs = sorted(each.parent.name for each in path.glob(f"*/{MODEL}"))
+    if runs:
+        raise UserError(f"{path} holds {len(runs)} run(s), not one; give the folder of one of them: {', '.join(runs)}.")
+    raise UserError(f"{path} holds no {MODEL}; give the folder of a finished run.")
+
+
+def _check_seal(place: Path) -> None:
+    """Raise `UserError` for a file that was changed since it was written."""
+    try:
+        intact = check_seal(place.read_bytes())
+    except (OSError, ValueError):  # no safetensors file, or none at all: whoever reads it says so
+        return
+    if not intact:
+        raise UserError(
+            f"{place} was changed since it was written (its checksum differs): take an undamaged copy of the file."
+        )
+
+
+def _check_images(images: np.ndarray, shape: tuple[int, int, int]) -> None:
+    if images.dtype != np.uint8 or images.shape[1:] != shape:
+        raise UserError(
+            f"the model takes images uint8 (N, {', '.join(map(str, shape))}), not {images.dtype} {images.shape}; "
+            "resize and convert them first."
+        )
+
+
+def _check_tensors(flat: Tree, wanted: Tree, place: Path) -> None:
+    """Raise `UserError` where the tensors are not those of the network."""
+    for name in sorted(flat.keys() ^ wanted.keys()):
+        what = "lacks" if name in wanted else "has, beyond its network,"
+        raise UserError(f"{place} {what} the tensor {name!r}; take an undamaged copy of the file.")
+    for name, leaf in wanted.items():
+        have = flat[name]
+        if have.shape != leaf.shape or have.dtype != leaf.dtype:
+            raise UserError(
+                f"{place}: the tensor {name!r} is {have.dtype} {tuple(have.shape)}, but its network has {leaf.dtype} "
+                f"{tuple(leaf.shape)}; take an undamaged copy of the file."
+            )
+        if not have.isfinite().all():
+            raise UserError(f"{place}: the tensor {name!r} holds values that are not finite; train the model again.")

@@ -1,0 +1,253 @@
+"""The folder that says who may come in: what lies where, its record, and what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from halfmoon.config.schema import NAME
+from halfmoon.core.errors import UserError
+from halfmoon.sites.keys import paths
+from halfmoon.sites.keys.changes import File, locked
+from halfmoon.storage import atomic_io
+
+DAYS, PORT, LISTEN = 365, 9092, 9443
+"""How long a server's certificate is valid, and the ports, where nothing else is said."""
+MOST_DAYS = 3650
+"""How long an authority is valid; what it signs never outlives it."""
+SCHEMA = 1
+SOON = timedelta(days=30)
+"""How long before it runs out a certificate is warned about."""
+
+HERE, THERE = "here", "at the site"
+"""Where a site's key was made."""
+REMOVED, REPLACED = "removed", "replaced"
+"""Why a key may not come in any more."""
+
+
+@dataclass(frozen=True)
+class SiteKeys:
+    """A site that may come in: its key's fingerprint, since when, and where the key was made."""
+
+    fingerprint: str
+    since: str
+    made: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A key that may not come in any more, and never again under any name."""
+
+    name: str
+    fingerprint: str
+    since: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What access.json holds: how the server is reached, the certificates' fingerprints, the sites, refused keys."""
+
+    hosts: tuple[str, ...]
+    port: int  # of the SuperLink, on this machine alone
+    listen: int  # of the proxy, for everybody
+    days: int  # of a server's certificate
+    authority: str
+    certificate: str
+    sites: dict[str, SiteKeys]
+    refused: tuple[Refused, ...] = ()
+    schema: int = SCHEMA
+
+    def file(self) -> File:
+        """Return the record as a file."""
+        return File(atomic_io.render(asdict(self)))
+
+    @property
+    def address(self) -> str:
+        """Return where a site finds the proxy, as HOST:PORT."""
+        host = self.hosts[0] if self.hosts else "localhost"
+        return f"[{host}]:{self.listen}" if ":" in host else f"{host}:{self.listen}"
+
+
+@dataclass(frozen=True)
+class Term:
+    """How long a certificate is valid; `remedy` is the flag of `halfmoon federation rotate` that makes a new one."""
+
+    what: str
+    fingerprint: str
+    begin: datetime
+    end: datetime
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may come in, as a folder of `halfmoon federation` says it.
+
+    `ca`, `certificate` and `key` are the server's for TLS, `port` its own on this machine. `sites` has the public key
+    of each site that may come in, by name, `fingerprints` the fingerprints of these keys, `removed` that of sites that
+    may not any more, and `refused` all keys that must never come in, such as those that were replaced.
+    """
+
+    folder: Path
+    ca: Path
+    certificate: Path
+    key: Path
+    port: int
+    sites: Mapping[str, Path]
+    fingerprints: Mapping[str, str]
+    removed: Mapping[str, str]
+    refused: frozenset[str]
+
+    @classmethod
+    def open(cls, folder: Path) -> Access:
+        """Return what a folder says; raise UserError where it is none, damaged, or its keys are open to others."""
+        folder = folder.absolute()
+        with reading(folder) as record:
+            _check(folder, record)
+        return cls(
+            folder,
+            ca=folder / paths.CA,
+            certificate=folder / paths.CERTIFICATE,
+            key=folder / paths.KEY,
+            port=record.port,
+            sites={name: folder / paths.public(name) for name in record.sites},
+            fingerprints={name: site.fingerprint for name, site in record.sites.items()},
+            removed={each.name: each.fingerprint for each in record.refused if each.name not in record.sites},
+            refused=frozenset(each.fingerprint for each in record.refused),
+        )
+
+    def stamp(self) -> tuple[int, ...]:
+        """Return what changes whenever the folder's record does; () where it is gone."""
+        try:
+            now = (self.folder / paths.RECORD).stat()
+        except OSError:
+            return ()
+        return now.st_ino, now.st_mtime_ns, now.st_size
+
+    def terms(self) -> list[Term]:
+        """Return how long the certificates are valid; raise UserError where they cannot be read."""
+        from halfmoon.sites.keys import certificates
+
+        found = []
+        for what, path, remedy in (
+            ("the authority's certificate", self.ca, "--ca"),
+            ("the server's certificate", self.certificate, "--server"),
+        ):
+            data = _bytes(path)
+            try:
+                found.append(Term(what, certificates.seal(data), *certificates.span(data), remedy))
+            except ValueError as error:
+                raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
+        return found
+
+    def warnings(self, now: datetime | None = None) -> list[str]:
+        """Return a sentence for each certificate that has run out, will within a month, or is not valid yet."""
+        now = now or datetime.now(UTC)
+        found = []
+        for term in self.terms():
+            order = f"halfmoon federation rotate {self.folder} {term.remedy}"
+            if term.end <= now:
+                found.append(f"{term.what} {left(term.end, now)}, and no site can come in: run {order}.")
+            elif term.end - now <= SOON:
+                found.append(f"{term.what} runs out {left(term.end, now)}: run {order} before.")
+            if term.begin > now:
+                found.append(f"{term.what} is not valid before {term.begin:%Y-%m-%d %H:%M} UTC: look at this clock.")
+        return found
+
+
+def left(end: datetime, now: datetime) -> str:
+    """Return in words how far away a moment is: "in 34 days", "EXPIRED 3 days ago"."""
+    hours = abs(end - now) // timedelta(hours=1)
+    count, unit = (hours // 24, "day") if hours >= 24 else (hours, "hour")
+    words = f"{count} {unit}{'' if count == 1 else 's'}" if count else "less than an hour"
+    return f"in {words}" if end > now else f"EXPIRED {words} ago"
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[Record]:
+    """Give the record of a folder, which nobody changes meanwhile; raise UserError where there is none."""
+    if not folder.is_dir() or not any((folder / name).exists() for name in (paths.RECORD, paths.CA, paths.CERTIFICATE)):
+        raise UserError(f"{folder} is no folder of keys: make one with halfmoon federation init {folder}.")
+    with locked(folder):
+        yield _record(folder)
+
+
+def _record(folder: Path) -> Record:
+    path = folder / paths.RECORD
+    data = atomic_io.read(path)
+    if data is None:
+        raise UserError(f"{path} is missing: restore it from a copy; without it nobody knows which sites may come in.")
+    try:
+        record = TypeAdapter(Record).validate_json(data, strict=True)
+    except ValidationError as error:
+        schema = (atomic_io.read_json(path) or {}).get("schema")
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise UserError(f"{path} was written by a newer halfmoon: update the one on this machine.") from error
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise UserError(f"{path} is damaged ({where}: {first['msg']}): restore it from a copy.") from error
+    for name in [*record.sites, *(each.name for each in record.refused)]:
+        if not NAME.fullmatch(name):
+            raise UserError(f"{path} is damaged ({name!r} is no name of a site): restore it from a copy.")
+    if record.schema != SCHEMA:
+        raise UserError(f"{path} was written by another halfmoon: use that one, or a newer one.")
+    return record
+
+
+def _check(folder: Path, record: Record) -> None:
+    """Raise UserError where a file is missing, does not fit the record, or is more open to others than it should be."""
+    from halfmoon.sites.keys import certificates
+
+    for name in (paths.CA_KEY, paths.KEY, *map(paths.private, record.sites)):
+        guarded(folder / name)
+    for name in ("", paths.RECORD, paths.CA, paths.CERTIFICATE, *map(paths.site, record.sites)):
+        _fixed(folder / name)
+    for name in record.sites:
+        _fixed(folder / paths.public(name))
+    authority, certificate, key = (_bytes(folder / name) for name in (paths.CA, paths.CERTIFICATE, paths.KEY))
+    try:
+        if certificates.seal(authority) != record.authority:
+            raise UserError(f"{folder / paths.CA} is another one than {paths.RECORD} says: restore it from a copy.")
+        whole = certificates.seal(certificate) == record.certificate and certificates.fits(key, certificate)
+    except ValueError as error:
+        raise UserError(f"{folder}: its certificates cannot be read ({error}): restore them from a copy.") from error
+    if not whole:
+        order = f"halfmoon federation rotate {folder} --server"
+        raise UserError(
+            f"{folder / paths.KEY} and {paths.CERTIFICATE} are not those of {paths.RECORD}: make new ones with {order}."
+        )
+    for name, site in record.sites.items():
+        path = folder / paths.public(name)
+        if certificates.fingerprint(_bytes(path)) != site.fingerprint:
+            raise UserError(
+                f"{path} is another key than {paths.RECORD} says: restore it from a copy, or remove the site."
+            )
+
+
+def _bytes(path: Path) -> bytes:
+    data = atomic_io.read(path)
+    if data is None:
+        raise UserError(f"{path} is missing: restore it from a copy.")
+    return data
+
+
+def guarded(path: Path) -> None:
+    """Raise UserError where a private file is there and somebody else can read or change it."""
+    if os.name == "posix" and path.exists() and path.stat().st_mode & 0o077:
+        raise UserError(
+            f"{path} is open to other users of this machine: run chmod 600 {path}, and where anyone else may have "
+            "read it, replace it with halfmoon federation rotate."
+        )
+
+
+def _fixed(path: Path) -> None:
+    """Raise UserError where other users can change what says who may come in."""
+    if os.name == "posix" and path.exists() and path.stat().st_mode & 0o022:
+        raise UserError(f"{path} can be changed by other users of this machine: run chmod go-w {path}, and look at it.")

@@ -1,0 +1,367 @@
+"""What changes who may come in: a new folder, a site more or less, other keys. Each says what has to be done then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from halfmoon.config.schema import NAME
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.sites.keys import certificates, paths, texts
+from halfmoon.sites.keys.changes import File, change, make
+from halfmoon.sites.keys.key_folder import (
+    DAYS,
+    HERE,
+    LISTEN,
+    MOST_DAYS,
+    PORT,
+    REMOVED,
+    REPLACED,
+    THERE,
+    Record,
+    Refused,
+    SiteKeys,
+    guarded,
+    reading,
+)
+from halfmoon.storage import atomic_io, toml
+
+LONGEST_KEY = 2**16
+"""Bytes of a public key's file at most."""
+
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?=[a-z0-9-]*[a-z]){_LABEL}")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was changed, and in sentences what has to be handed out and started again; nothing of it is secret."""
+
+    facts: Mapping[str, Any]
+    advice: tuple[str, ...] = ()
+
+
+def init(
+    folder: Path,
+    sites: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    days: int = DAYS,
+    port: int = PORT,
+    listen: int = LISTEN,
+    images: Sequence[str] = (),
+    now: datetime | None = None,
+) -> Done:
+    """Make a folder with an authority, a server's certificate, and a key for each site.
+
+    `images` says NAME=COUNT of every site or of none: how many images it has, as the server's people know it. That is
+    advice for the federation's file, which the folder knows nothing of.
+
+    Raise UserError where a name, a host or a number cannot be used, or something is there already.
+    """
+    folder = folder.absolute()
+    _free(sites, ())
+    declared = _declared(images, sites)
+    _numbers(days, port, listen)
+    called = tuple(dict.fromkeys(map(host, hosts)))
+    now = now or datetime.now(UTC)
+    authority = certificates.authority(MOST_DAYS, now)
+    pair = certificates.server(authority, called, days, now)
+    record = Record(
+        called, port, listen, days, certificates.seal(authority.certificate), certificates.seal(pair.certificate), {}
+    )
+    files = {
+        paths.CA_KEY: File(authority.key, private=True),
+        paths.CA: File(authority.certificate),
+        **_server(pair),
+        paths.PROXY: File(texts.proxy(folder, record).encode()),
+        paths.SUPERLINK: File(texts.superlink(folder, record).encode()),
+        f"{paths.LOGS}/README": File(b"nginx writes its logs here.\n"),
+    }
+    for name in sites:
+        record, more = _with_site(record, name, None, authority.certificate, now)
+        files |= more
+    make(folder, files | _lists(folder, record, files) | {paths.RECORD: record.file()})
+    advice = [_handing(folder, name, True) for name in sites]
+    if not called:
+        advice.append("No --host was given: sites on other machines will not accept the server's certificate.")
+    facts = _facts(folder, record, *record.sites)
+    if declared:
+        table = f"sites = {toml.value(list(declared))} and images = {toml.value(list(declared.values()))}"
+        advice.append(f"In the federation's file, write {table} below [federation]: no site counts for more images.")
+        facts["images"] = declared
+    return Done(facts, (*advice, _safe(folder)))
+
+
+def add(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
+    """Let one more site come in, with a public key that was made there, or with a new key.
+
+    Raise UserError where the name is taken, or the key is none, another site's, or one that was taken away.
+    """
+    folder = folder.absolute()
+    line = None if key is None else _read_public(key, name)
+    with reading(folder) as record:
+        _free([name], list(record.sites))
+        record, files = _with_site(record, name, line, _authority(folder, record), now or datetime.now(UTC))
+        change(folder, files | _lists(folder, record, files) | {paths.RECORD: record.file()})
+    serving = f"A running halfmoon serve lets {name} in within seconds."
+    return Done(_facts(folder, record, name), (_handing(folder, name, line is None), serving, _telling(folder)))
+
+
+def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
+    """Let a site come in no more; its key never comes back. Raise UserError where there is no such site."""
+    folder = folder.absolute()
+    with reading(folder) as record:
+        site = _site(record, name)
+        rest = {other: each for other, each in record.sites.items() if other != name}
+        record = replace(_refusing(record, name, REMOVED, now or datetime.now(UTC)), sites=rest)
+        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name), paths.known(name)]
+        change(folder, _lists(folder, record, {}) | {paths.RECORD: record.file()}, gone)
+    facts = {**_facts(folder, record), "removed": {name: site.fingerprint}}
+    return Done(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
+
+
+def renew(
+    folder: Path, hosts: Sequence[str] = (), days: int | None = None, ca: bool = False, now: datetime | None = None
+) -> Done:
+    """Make a new certificate of the server with a new key, and with `ca` a new authority above it.
+
+    `hosts` and `days` take the place of those before. Raise UserError where the authority's key is needed and is not
+    there, or does not fit its certificate.
+    """
+    folder, now = folder.absolute(), now or datetime.now(UTC)
+    with reading(folder) as record:
+        called = tuple(dict.fromkeys(map(host, hosts))) or record.hosts
+        record = replace(record, hosts=called, days=record.days if days is None else days)
+        _numbers(record.days, record.port, record.listen)
+        files: dict[str, File] = {}
+        issuer = certificates.authority(MOST_DAYS, now) if ca else _issuer(folder, record)
+        if ca:
+            files |= {paths.CA_KEY: File(issuer.key, private=True), paths.CA: File(issuer.certificate)}
+            files |= {paths.authority(name): File(issuer.certificate) for name in record.sites}
+        pair = certificates.server(issuer, record.hosts, record.days, now)
+        files |= _server(pair)
+        for name, site in record.sites.items() if hosts else ():
+            files[paths.join(name)] = File(texts.join(name, record, site.made == HERE).encode())
+        record = replace(
+            record, authority=certificates.seal(issuer.certificate), certificate=certificates.seal(pair.certificate)
+        )
+        change(folder, files | {paths.RECORD: record.file()})
+    return Done(_facts(folder, record), _renewed(folder, record, ca, bool(hosts)))
+
+
+def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
+    """Give a site another key, made here or there; the one before never comes back.
+
+    Raise UserError where there is no such site, or its key was made there and no new public key is given.
+    """
+    folder, now = folder.absolute(), now or datetime.now(UTC)
+    line = None if key is None else _read_public(key, name)
+    with reading(folder) as record:
+        here = _site(record, name).made == HERE
+        if not here and line is None:
+            raise UserError(f"the key of {name} was made at the site: have a new one made, and give --public-key FILE.")
+        record = _refusing(record, name, REPLACED, now)
+        record, files = _with_site(record, name, line, _authority(folder, record), now)
+        files |= _lists(folder, record, files) | {paths.RECORD: record.file()}
+        change(folder, files, [paths.private(name)] if here and line else [])
+    advice = _handing(folder, name, line is None)
+    serving = f"A running halfmoon serve takes the new key of {name} within seconds, and the old one no more."
+    return Done(_facts(folder, record, name), (advice, serving, _telling(folder)))
+
+
+def host(words: str) -> str:
+    """Return a name or an address by which sites call the server; raise UserError where it cannot be one."""
+    plain = words.removeprefix("[").removesuffix("]") if words.startswith("[") else words
+    try:
+        address = ip_address(plain)
+    except ValueError:
+        address = None
+    if address is not None:
+        if address.is_unspecified or address.is_multicast or "%" in plain:
+            raise UserError(f"--host {words} is no address that a site can call: give the one that this machine has.")
+        return str(address)
+    if not _HOST.fullmatch(plain.lower()):
+        raise UserError(
+            f"--host is {words!r}: it must be a name or an address of this machine, such as federation.example or "
+            "192.0.2.7, without a port."
+        )
+    return plain.lower()
+
+
+def _free(names: Sequence[str], taken: Sequence[str]) -> None:
+    """Raise UserError where a name cannot be one of a site, or is taken."""
+    seen = {name.casefold() for name in taken}
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise UserError(
+                f"{name!r} cannot be a site's name: use up to 64 letters, digits, dots, dashes and underscores, of "
+                "which the first is a letter or a digit."
+            )
+        if name.casefold() in seen:
+            raise UserError(f"there are two sites {name!r}: a name is one site's alone, in capitals or not.")
+        seen.add(name.casefold())
+
+
+def _declared(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
+    """Return how many images each site has, in the order of sites, from NAME=COUNT; raise UserError for a mistake."""
+    found: dict[str, int] = {}
+    for words in images:
+        name, _, count = words.partition("=")
+        if not re.fullmatch(r"[1-9][0-9]{0,11}", count):
+            raise UserError(f"--images {words}: it must be NAME=COUNT with a whole number from 1, such as north=1200.")
+        if name not in sites:
+            hint = nearest(name, sites) if sites else "name them there."
+            raise UserError(f"--images {words}: there is no site {name!r} among --sites; {hint}")
+        if name in found:
+            raise UserError(f"--images says twice how many images {name} has: say it once.")
+        found[name] = int(count)
+    missing = [name for name in sites if name not in found]
+    if found and missing:
+        raise UserError(f"--images has no count for {', '.join(missing)}: declare those of every site, or of none.")
+    return {name: found[name] for name in sites} if found else {}
+
+
+def _numbers(days: int, port: int, listen: int) -> None:
+    if not 1 <= days <= MOST_DAYS:
+        raise UserError(f"--days is {days}: it must be a whole number from 1 to {MOST_DAYS}.")
+    if port == listen:
+        raise UserError(f"--port and --listen are both {port}: the SuperLink and the proxy need one each.")
+
+
+def _server(pair: certificates.Pair) -> dict[str, File]:
+    return {paths.KEY: File(pair.key, private=True), paths.CERTIFICATE: File(pair.certificate)}
+
+
+def _with_site(
+    record: Record, name: str, line: bytes | None, ca: bytes, now: datetime
+) -> tuple[Record, dict[str, File]]:
+    """Return the record with a site, and its files; `line` is its public key, None: it gets a new key."""
+    files: dict[str, File] = {}
+    here = line is None
+    if line is None:
+        secret, line = certificates.site(name)
+        files[paths.private(name)] = File(secret, private=True)
+    mark = certificates.fingerprint(line)
+    for other, site in record.sites.items():
+        if site.fingerprint == mark and other != name:
+            raise UserError(f"that is the key of {other} already: each site has a key of its own.")
+    if mark in {each.fingerprint for each in record.refused}:
+        raise UserError(f"that key ({mark}) was removed or replaced, and never comes back: make a new one at the site.")
+    site = SiteKeys(mark, _stamp(now), HERE if here else THERE)
+    record = replace(record, sites={**record.sites, name: site})
+    files |= {
+        paths.public(name): File(line),
+        paths.authority(name): File(ca),
+        paths.join(name): File(texts.join(name, record, here).encode()),
+    }
+    return record, files
+
+
+def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str, File]:
+    """Return the file of all sites' public keys, and each site's copy; raise UserError where a key is missing."""
+    lines = []
+    for name, site in record.sites.items():
+        path = paths.public(name)
+        line = files[path].data if path in files else atomic_io.read(folder / path) or b""
+        if not line or certificates.fingerprint(line) != site.fingerprint:
+            raise UserError(f"{folder / path} is missing or another key than {paths.RECORD} says: restore it.")
+        lines.append(line)
+    whole = File(b"".join(lines))
+    return {paths.SITE_KEYS: whole, **{paths.known(name): whole for name in record.sites}}
+
+
+def _site(record: Record, name: str) -> SiteKeys:
+    if name not in record.sites:
+        raise UserError(f"there is no site {name!r}: {nearest(name, record.sites) if record.sites else 'none at all.'}")
+    return record.sites[name]
+
+
+def _refusing(record: Record, name: str, why: str, now: datetime) -> Record:
+    key = Refused(name, record.sites[name].fingerprint, _stamp(now), why)
+    return replace(record, refused=(*record.refused, key))
+
+
+def _read_public(path: Path, name: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LONGEST_KEY)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({atomic_io.reason(error)}): give the file of a public key.") from error
+    return certificates.public(data, str(path), name)
+
+
+def _authority(folder: Path, record: Record) -> bytes:
+    """Return the authority's certificate; raise UserError where it is not the one of the record."""
+    path = folder / paths.CA
+    data = atomic_io.read(path) or b""
+    try:
+        if certificates.seal(data) == record.authority:
+            return data
+    except ValueError:
+        pass
+    raise UserError(f"{path} is missing, or not the one that {paths.RECORD} says: restore it from a copy.")
+
+
+def _issuer(folder: Path, record: Record) -> certificates.Pair:
+    """Return the authority with its key; raise UserError where one is missing or does not fit."""
+    path = folder / paths.CA_KEY
+    guarded(path)
+    issuer = certificates.Pair(atomic_io.read(path) or b"", _authority(folder, record))
+    if not issuer.key:
+        raise UserError(f"{path} is not there, and nothing can be signed without it: put it back for a moment.")
+    try:
+        if certificates.fits(issuer.key, issuer.certificate):
+            return issuer
+    except ValueError:
+        pass
+    raise UserError(f"{path} is not the key of {paths.CA}: restore it from a copy, or make a new authority with --ca.")
+
+
+def _renewed(folder: Path, record: Record, ca: bool, moved: bool) -> tuple[str, ...]:
+    """Return what has to be done once the server's certificate is new."""
+    names = ", ".join(record.sites)
+    steps = []
+    if ca and names:
+        steps.append(
+            f"Hand {folder / paths.CA} to every site ({names}): none gets in with the old one. Their keys stay."
+        )
+    steps.append(f"Start halfmoon serve again, and let nginx read the certificate: {texts.nginx(folder)} -s reload.")
+    if moved and names:
+        steps.append(f"Tell the sites ({names}) that they now join --server {record.address}, as each join.txt says.")
+    elif not ca:
+        steps.append("The sites have nothing to do: they trust the same authority.")
+    return (*steps, _safe(folder))
+
+
+def _facts(folder: Path, record: Record, *names: str) -> dict[str, Any]:
+    sites = {name: record.sites[name].fingerprint for name in names}
+    return {"folder": str(folder), "authority": record.authority, "server": record.certificate, "sites": sites}
+
+
+def _handing(folder: Path, name: str, here: bool) -> str:
+    where = folder / paths.site(name)
+    if here:
+        return (
+            f"Hand {where} to the people of {name} by a way that nobody else can read, then delete "
+            f"{folder / paths.private(name)} here."
+        )
+    return f"Send {where} to the people of {name}: nothing in it is secret."
+
+
+def _telling(folder: Path) -> str:
+    return f"With secure_aggregation, hand {folder / paths.SITE_KEYS} to every site: it says whose keys are whose."
+
+
+def _safe(folder: Path) -> str:
+    return (
+        f"Keep {folder / paths.CA_KEY} away from machines that others reach: it is needed for new certificates alone."
+    )
+
+
+def _stamp(now: datetime) -> str:
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")

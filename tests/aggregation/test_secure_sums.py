@@ -1,0 +1,859 @@
+"""Sums of which the server sees no single term: the arithmetic, the masks, and what a site tells, and tells once."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scenes import begin, furthest, play
+from scipy.stats import chi2, chisquare
+from sympy import isprime
+from test_contract import scene
+
+from halfmoon.aggregation import AggregationContext, changed
+from halfmoon.aggregation.secure import signing
+from halfmoon.aggregation.secure.fixed_point import SCALE, Sums, TooLarge, check_upload, contribution, mean, sound
+from halfmoon.aggregation.secure.masking import (
+    PRIME,
+    Cohort,
+    Party,
+    Scene,
+    UnreadableShare,
+    agree,
+    announced,
+    announcement,
+    coefficients,
+    derive,
+    joined,
+    public,
+    split,
+    threshold,
+    unmasked,
+)
+from halfmoon.api.uploads import Upload
+from halfmoon.config.schema import Config
+from halfmoon.contract.checks import SIZES
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.engine.loop import TooFew
+from halfmoon.federation.protocol.messages import Joined, Reply, Request, read, write
+from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.server.secure_sum import MaskedSum, layout, shown, summed
+from halfmoon.federation.server.validation import check_schema
+from halfmoon.federation.site import secure_sum
+from halfmoon.federation.site.runtime import NOTHING, Refused
+from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL, Part
+from halfmoon.federation.site.site_keys import KNOWN, KeyFiles, KnownSites
+from halfmoon.federation.site.sum_notes import SECRET, SUMS, forget
+
+FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Do without a disk that survives the machine's fall."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+# ---- Shamir's shares and the primitives around them
+
+
+def test_shares_are_the_published_ones() -> None:
+    """The example of Wikipedia's article on Shamir's secret sharing: 1234 + 166 x + 94 x^2 modulo 1613."""
+    shares = split(1234, 3, range(1, 7), [166, 94], prime=1613)
+    assert shares == [1494, 329, 965, 176, 1188, 775]
+    assert joined({2: 329, 4: 176, 5: 1188}, prime=1613) == 1234
+
+
+def test_the_field_is_a_field() -> None:
+    assert isprime(PRIME)
+    assert not any(isprime(2**256 + k) for k in range(297))
+
+
+def test_any_of_enough_shares_tell_a_secret_and_fewer_tell_nothing() -> None:
+    """In a field of 11, one share of two is compatible with each secret just once: all are as likely as before."""
+    secret = int.from_bytes(bytes(range(32)), "big")
+    shares = dict(zip(range(1, 8), split(secret, 4, range(1, 8), coefficients(b"k" * 32, 3)), strict=True))
+    for some in ((1, 2, 3, 4), (7, 5, 2, 3), (1, 2, 3, 4, 5, 6, 7)):
+        assert joined({k: shares[k] for k in some}) == secret
+    assert joined({k: shares[k] for k in (1, 2, 3)}) != secret
+    for share in range(11):
+        secrets = [s for s in range(11) for drawn in range(11) if split(s, 2, [3], [drawn], prime=11) == [share]]
+        assert sorted(secrets) == list(range(11))
+
+
+def test_keys_are_agreed_on_as_rfc_7748_says() -> None:
+    """Section 5.2: X25519 of 9 and 9, once, and a thousand times over; a point of low order is no key."""
+    k = u = bytes([9]) + bytes(31)
+    assert public(k).hex() == "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079"
+    for _ in range(1000):
+        k, u = agree(k, u), k
+    assert k.hex() == "684cf59ba83309552800ef566f2f4d3c1c3887c49360e3875f2eb94d99532c51"
+    with pytest.raises(UnreadableShare, match="public key is none"):
+        agree(k, bytes(32))
+
+
+def test_more_than_two_thirds_have_to_stay() -> None:
+    assert [threshold(k) for k in (3, 4, 5, 6, 10, 30)] == [3, 3, 4, 5, 7, 21]
+
+
+# ---- fixed point
+
+
+def test_a_contribution_is_hand_made_numbers() -> None:
+    """3 (0.5, -1/4), and the weight 3, in units of 2^-24; 2^-26 is half of a half of a unit: it rounds to none."""
+    change = {"a": torch.tensor([0.5, -0.25]), "b": torch.tensor([[2.0**-26]])}
+    vector = contribution(change, 3.0, 2)
+    assert vector.tolist() == [3 * 2**23, -3 * 2**22, 1, 3 * 2**24]  # 0.75 of a unit rounds to 1
+    assert contribution(change, 1.0, 2).tolist() == [2**23, -(2**22), 0, 2**24]
+    got, weight = mean(vector + contribution(change, 1.0, 2), change)
+    assert weight == 4
+    assert got["a"].tolist() == [0.5, -0.25]
+    assert got["b"].shape == (1, 1)
+    nothing, weight = mean(torch.zeros(4, dtype=torch.int64), change)
+    assert (weight, nothing["a"].tolist()) == (0, [0, 0])
+
+
+def test_what_would_not_fit_is_refused() -> None:
+    """The sum over k clients has to stay below 2^62; no number that is not finite passes."""
+    most = 2.0**62 / SCALE / 4
+    contribution({"a": torch.tensor([np.nextafter(most, 0.0)], dtype=torch.float64)}, 1.0, 4)
+    for value in (most, -most, float("inf"), float("nan")):
+        with pytest.raises(TooLarge, match="too large for a sum of 4"):
+            contribution({"a": torch.tensor([value], dtype=torch.float64)}, 1.0, 4)
+    with pytest.raises(TooLarge):
+        contribution({"a": torch.tensor([1.0])}, 2.0**37, 4)
+    assert sound(torch.tensor([-(2**61), 2**61]))
+    assert not sound(torch.tensor([2**62, 1]))
+    assert not sound(torch.tensor([1, -1]))
+
+
+def asked(down: Tree, clients: int, wanted: int | None = None) -> AggregationContext:
+    return AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), wanted or clients, True)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
+    """Against exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
+    g = torch.Generator().manual_seed(1)
+    down = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
+    k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
+    up = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
+    up = Upload(up, weights)
+    places, got = Sums(even).uploads(asked(down, k), up)
+    assert list(places) == list(range(k))
+    assert got.update["stats"] == {}
+    assert got.weight.tolist() == [1.0] * k
+    w = [Fraction(1) if even else Fraction(v) for v in weights.tolist()]
+    bound = k * Fraction(1, 2**25) / sum(w)
+    worst = Fraction(0)
+    for j in range(200):
+        exact = sum(a * Fraction(float(x)) for a, x in zip(w, up.update["params"]["w"][:, j], strict=True)) / sum(w)
+        values = got.update["params"]["w"][:, j].tolist()
+        assert len(set(values)) == 1
+        worst = max(worst, abs(Fraction(values[0]) - exact))
+    assert bound / 50 < worst <= bound + Fraction(1, 2**50)
+
+
+def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
+    down = {"params": {"w": torch.zeros(2)}}
+    up = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
+    aggregator = Sums(False)
+    places, got = aggregator.uploads(asked(down, 3), up)
+    assert list(places) == [0]
+    assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
+    assert aggregator.row() == {"summed": 1}
+    places, _ = aggregator.uploads(asked(down, 3), up._replace(update={"params": {"w": torch.full((3, 2), 1e30)}}))
+    assert list(places) == []
+    places, got = aggregator.uploads(asked(down, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3)))
+    assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
+
+
+def test_an_upload_with_more_than_an_update_is_refused() -> None:
+    with pytest.raises(UserError, match="'appu' goes up beside the update"):
+        check_upload(Upload({"w": torch.ones(2)}, torch.ones(()), {"appu": torch.ones(3)}), {"w": None})
+    with pytest.raises(UserError, match="'steps' goes up beside the update"):
+        check_upload(Upload({"w": torch.ones(2), "steps": torch.tensor(3)}, torch.ones(())), {"w": None})
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg-fixmatch", "fixmatch-feddpl", "feddure", "fedloke", "fml"])
+def test_the_mean_of_a_sum_does_for_a_method(name: str) -> None:
+    """Its server does with it what it does with single uploads, to the bound of 3 clients, in double precision."""
+    made, shared, plain = scene(name, "both")
+    _, _, summing = scene(name, "both", aggregators=[Sums(False)])
+    (one,), (two,) = (play(made, each, begin(made, shared), range(1)) for each in (plain, summing))
+    weights = 3 if name == "fml" else sum(sum(SIZES[k]) for k in one.report.cohort)  # FML's are 1
+    assert 0 < furthest(two.server, one.server) <= 3 * 2**-25 / weights + 1e-12
+    assert two.report.aggregator == {"summed": 3}
+
+
+def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
+    """Loop and vmap differ in the last digits of float64; a unit of 2^-24 may turn with them, of 3 clients."""
+    played = []
+    for executor in ("loop", "vmap"):
+        made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[Sums(False)])
+        played.append(play(made, runtime, begin(made, shared), range(1))[0])
+    loop, lifted = played
+    weights = sum(sum(SIZES[k]) for k in loop.report.cohort)
+    assert furthest(lifted.server, loop.server) <= 3 * 2**-24 / weights + 1e-12
+    assert lifted.report.aggregator == loop.report.aggregator == {"summed": 3}
+
+
+def test_a_branch_without_leaves_stays() -> None:
+    """Networks without statistics have {"stats": {}}; so has an aggregate in the place of their uploads."""
+    up = Upload({"params": {"w": torch.ones(2, 3)}, "stats": {}}, torch.ones(2))
+    down = {"params": {"w": torch.zeros(3)}, "stats": {}}
+    new = changed(up, asked(down, 2), {"params/w": torch.full((3,), 5.0)})
+    assert list(new.update) == ["params", "stats"]
+    assert new.update["stats"] == {}
+    assert new.update["params"]["w"].tolist() == [[5.0] * 3] * 2
+
+
+def test_a_sum_of_two_is_no_sum() -> None:
+    with pytest.raises(UserError, match="secure_aggregation needs a cohort of 3 or more, not 2"):
+        Config(method="fedavg", cohort=2, secure_aggregation=True)
+
+
+# ---- sites and a server without a network
+
+
+DOWN = {"params": {"w": torch.zeros(40, 30), "b": torch.zeros(7)}, "stats": {}}
+
+
+@dataclass
+class Village:
+    """Sites with made-up updates, which answer as real ones do; `drops` says who is away at which stage."""
+
+    folder: Path
+    count: int
+    drops: Mapping[str, set[int]] = field(default_factory=dict)
+    seen: list[bytes] = field(default_factory=list)
+    sent: list[Request] = field(default_factory=list)  # to site 0
+    said: list[str] = field(default_factory=list)
+    round: int = 0
+    least: int = 3
+    listed: Path | None = None
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(5)
+        shapes = {"w": (40, 30), "b": (7,)}
+        self.updates = [
+            {name: rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()} for _ in range(self.count)
+        ]
+        self.weights = rng.integers(1, 500, self.count).tolist()
+
+    @property
+    def names(self) -> list[str]:
+        return [f"site-{k}" for k in range(self.count)]
+
+    def part(self, k: int) -> Part:
+        """Return a site's part as a new process finds it."""
+        home = self.folder / f"home-{k}"
+        home.mkdir(parents=True, exist_ok=True)
+        known = KnownSites(self.names, home, self.listed, self.said.append)
+        return Part(KeyFiles().loaded(home), home / RUN, k, known, False, self.least)
+
+    def key(self, k: int) -> bytes:
+        return signing.public(KeyFiles().loaded(self.folder / f"home-{k}").public_key())
+
+    def secret(self, k: int) -> bytes:
+        """Return a site's secret of the sum that is under way."""
+        return (self.folder / f"home-{k}" / RUN / SUMS / SECRET).read_bytes()[:32]
+
+    def upload(self, k: int) -> Upload:
+        moved = {name: torch.from_numpy(leaf) for name, leaf in self.updates[k].items()}
+        return Upload({"params": moved, "stats": {}}, torch.tensor(float(self.weights[k]), dtype=torch.float64))
+
+    def do(self, k: int) -> Callable[[Request], Reply]:
+        def done(request: Request) -> Reply:
+            plain = Reply.of(request, VERSION, NOTHING)
+            return replace(plain, up=self.upload(k).tree) if request.work else plain
+
+        return done
+
+    def answer(self, k: int, data: bytes) -> bytes:
+        request = read(data, Request)
+        return write(self.part(k).answer(request, self.do(k)))
+
+    def requests(self) -> dict[str, Request]:
+        for k in range(self.count):
+            self.part(k)
+        plain = Request(FEDERATION, VERSION, RUN, self.round, 0, 0, "train", down=DOWN)
+        return dict.fromkeys(self.names, plain)
+
+    def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+        """Carry requests to the sites, in bytes, and their replies back."""
+        replies = {}
+        for name, request in requests.items():
+            k, stage = self.names.index(name), next(iter(request.masks))
+            self.sent += [request] if k == 0 else []
+            if k in self.drops.get(stage, set()):
+                continue
+            self.seen.append(write(request))
+            self.seen.append(self.answer(k, self.seen[-1]))
+            replies[name] = read(self.seen[-1], Reply)
+            assert check_schema(replies[name].up, {}, pattern) is None
+        return replies
+
+    def sum(self) -> MaskedSum:
+        numbers = {name: k for k, name in enumerate(self.names)}
+        requests = self.requests()
+        keys = {name: self.key(k) for k, name in enumerate(self.names)}
+        return MaskedSum(requests, numbers, keys, self.ask, "round 1, query 1 (train)")
+
+    def play(self) -> torch.Tensor:
+        """Return the sum of one question."""
+        sum = self.sum()
+        like = layout(spec_of(self.upload(0).tree))
+        return sum.total(self.ask(sum.begin(), summed(like), "the work"))
+
+
+def exact(village: Village, there: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of the contributions of some sites, int64, and the weighted mean of their updates, in float64."""
+    flat = np.stack([np.concatenate([u["w"].ravel(), u["b"]]) for u in village.updates])[there].astype("f8")
+    weights = np.array(village.weights, "f8")[there]
+    parts = np.round(np.c_[flat, np.ones(len(there))] * weights[:, None] * 2.0**24).astype("i8")
+    return parts.sum(0), (flat * weights[:, None]).sum(0) / weights.sum()
+
+
+STAGES = (KEYS, DEAL, MASK, REVEAL)
+DROPS = [
+    {},
+    *({stage: {4}} for stage in STAGES),
+    *({stage: {0, 5, 9}} for stage in STAGES),
+    {KEYS: {2}, DEAL: {2, 3}, MASK: {2, 3}, REVEAL: {2, 3, 8}},
+]
+
+
+@pytest.mark.parametrize(
+    "drops", DROPS, ids=lambda drops: ",".join(f"{s}-{len(d)}" for s, d in drops.items()) or "none"
+)
+def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path: Path) -> None:
+    """Ten sites, of which none, one or three (30 %) drop out before each stage: the sum is that of those who trained.
+
+    As whole numbers it is exact; as a mean it is off by the rounding of k numbers to units of 2^-24.
+    """
+    village = Village(tmp_path, 10, drops)
+    total = village.play()
+    there = [k for k in range(10) if k not in set().union(*(drops.get(at, set()) for at in STAGES[:3]))]
+    whole, average = exact(village, there)
+    assert np.array_equal(total.numpy(), whole)
+    got, weight = mean(total, {"w": torch.empty(1207, dtype=torch.float64)})
+    assert weight == sum(village.weights[k] for k in there)
+    assert np.abs(got["w"].numpy() - average).max() <= len(there) * 2.0**-25 / weight + 1e-15
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> None:
+    """Four of ten are gone: the server says so and has no sum."""
+    village = Village(tmp_path, 10, {stage: {1, 2, 3, 4}})
+    with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
+        village.play()
+
+
+def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> None:
+    """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
+    village = Village(tmp_path, 10, {MASK: {9}})
+    sum, told = village.sum(), {}
+    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
+    village.drops = {REVEAL: {6, 7, 8}}
+    with pytest.raises(TooFew, match="a sum needs 7"):
+        sum.total(replies)
+    answers = [read(data, Reply) for data in village.seen[-12:][1::2]]
+    masking = sum._masking
+    assert masking is not None
+    for k, said in enumerate(answers):
+        told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.up["shares"])}
+    vectors = {k: replies[f"site-{k}"].up["sum"].numpy().view(np.uint64) for k in range(9)}
+    with pytest.raises(UnreadableShare, match="6 sites have stayed to the end, and 7 are needed"):
+        unmasked(masking, vectors, told)
+    party = Party(village.secret(9), 9, masking.cohort)
+    assert joined({k + 1: shares[9] for k, shares in told.items()}) != int.from_bytes(party.private, "big")
+
+
+def spread_of(vector: np.ndarray) -> float:
+    """Return the p-value of a vector's bytes being uniform (chi-square)."""
+    return float(chisquare(np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)).pvalue)
+
+
+def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) -> None:
+    """Bytes are uniform, of each site, and of the difference of two rounds with equal updates; plain ones are not."""
+    village = Village(tmp_path, 4)
+    vectors: dict[tuple[int, int], np.ndarray] = {}
+    for village.round in range(2):
+        village.seen.clear()
+        village.play()
+        for data in village.seen:
+            with suppress(UserError):
+                reply = read(data, Reply)
+                if "sum" in reply.up:
+                    vectors[village.round, len(vectors) % 4] = reply.up["sum"].numpy()
+    assert len(vectors) == 8
+    values = [spread_of(each) for each in vectors.values()]
+    values += [spread_of(vectors[0, k] - vectors[1, k]) for k in range(4)]
+    values += [spread_of(vectors[0, k] - vectors[0, j]) for k in range(4) for j in range(k)]
+    # Fisher's method, over all of them together, and none on its own beyond what one of eighteen may be by chance.
+    assert min(values) > 1e-5
+    assert chi2.sf(-2 * np.log(values).sum(), 2 * len(values)) > 1e-5
+    assert spread_of(exact(village, [0])[0]) < 1e-9
+    assert not (vectors[0, 0] == vectors[1, 0]).any()
+
+
+def stages(village: Village) -> dict[str, Request]:
+    """Play one question, and return what site 0 was asked at each stage."""
+    village.play()
+    return sent(village)
+
+
+def altered(request: Request, stage: str, **leaves: Any) -> Request:
+    return replace(request, masks={stage: {**request.masks[stage], **leaves}})
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def until(village: Village, stage: str) -> dict[str, Request]:
+    """Play one question up to a stage, which no site gets to see; return what site 0 was sent at each."""
+    village.drops = {stage: set(range(village.count))}
+    with suppress(TooFew):
+        village.play()
+    village.drops = {}
+    return sent(village)
+
+
+def sent(village: Village) -> dict[str, Request]:
+    """Return what site 0 was sent at each stage in the last round."""
+    return {next(iter(each.masks)): each for each in village.sent if each.round == village.round}
+
+
+def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Path) -> None:
+    """A server that asks again, after a restart, or with changes: at each stage a site answers one question."""
+    village = Village(tmp_path, 5)
+    first = until(village, REVEAL)
+    deal, mask = first[DEAL], first[MASK]
+    for request in (deal, mask):
+        assert village.answer(0, write(request)) in village.seen
+    keys = [read(village.answer(0, write(first[KEYS])), Reply).up["keys"] for _ in range(2)]
+    assert torch.equal(*keys)
+    fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL].items() if name != "asked"}
+    for other in (altered(deal, DEAL, **fewer), altered(mask, MASK, sites=numbers(0, 1, 2, 3))):
+        with pytest.raises(Refused, match="answered for that round already"):
+            village.answer(0, write(other))
+
+
+def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(tmp_path: Path) -> None:
+    """A server that was killed after the last answer plays all again: the same sum, or none."""
+    village = Village(tmp_path, 5)
+    reveal = stages(village)[REVEAL]
+    answer = village.answer(0, write(reveal))
+    assert answer in village.seen
+    for survived in (numbers(0, 1, 2, 3), numbers(0, 2, 3, 4)):
+        with pytest.raises(Refused, match="answered for that round already"):
+            village.answer(0, write(altered(reveal, REVEAL, survived=survived)))
+    assert np.array_equal(village.play().numpy(), exact(village, [0, 1, 2, 3, 4])[0])
+    village.drops = {MASK: {4}}
+    with pytest.raises(Refused, match="answered for that round already"):
+        village.play()
+
+
+def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None:
+    """Two vectors under one mask would tell their difference: of one site alone."""
+    village = Village(tmp_path, 4)
+    first = until(village, REVEAL)
+    village.updates[0]["b"][3] += 2.0**-20
+    with pytest.raises(Refused, match="answered for that round already"):
+        village.answer(0, write(first[MASK]))
+
+
+def cohort_of(deal: Request, session: str) -> Cohort:
+    """Return the cohort that a request names."""
+    told = deal.masks[DEAL]
+    asked, sites = (tuple(told[name].tolist()) for name in ("asked", "sites"))
+    keys = tuple(row.numpy().tobytes() for row in told["keys"])
+    return Cohort(Scene(FEDERATION, RUN, deal.round, 0, 0, session), asked, sites, keys)
+
+
+def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> None:
+    """Of those whose vectors came it tells the seed's share, of the others the key's: as they were dealt."""
+    village = Village(tmp_path, 7, {MASK: {6}})
+    sum = village.sum()
+    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
+    secrets = [village.secret(k) for k in range(7)]  # before they are erased
+    sum.total(replies)
+    first = sent(village)
+    said = read(village.answer(0, write(first[REVEAL])), Reply).up["shares"]
+    assert sum._masking is not None
+    cohort = sum._masking.cohort
+    for k in range(7):
+        party = Party(secrets[k], k, cohort)
+        for purpose, held, mine in (("seed", party.seed, k != 6), ("private", party.private, k == 6)):
+            key = derive(party.secret, f"shares of the {purpose}", cohort.digest, k)
+            (share,) = split(int.from_bytes(held, "big"), 5, [1], coefficients(key, 4))
+            assert (said[k].numpy().tobytes() == share.to_bytes(33, "big")) is mine
+
+
+def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
+    village = Village(tmp_path, 5)
+    village.least = 5
+    old = stages(village)
+    village.round = 1
+    village.seen.clear()
+
+    def refused(request: Request, words: str) -> None:
+        with pytest.raises(Refused, match=words):
+            village.answer(0, write(request))
+
+    refused(replace(old[DEAL], round=1), "has not begun")
+    refused(replace(old[MASK], round=1), "has not begun")
+    refused(replace(old[REVEAL], round=1), "before this site has sent anything under one")
+    first = until(village, DEAL)
+    refused(replace(first[KEYS], work="train"), "a work and for the rest of a sum at once")
+    refused(replace(old[MASK], round=1, masks={}), "sees sums alone")
+    refused(replace(old[MASK], round=1), "has dealt no shares")
+    deal, told = first[DEAL], first[DEAL].masks[DEAL]
+
+    def of(*sites: int) -> dict[str, torch.Tensor]:
+        kept = [each % 5 for each in sites]
+        return {"sites": numbers(*sites), **{n: told[n][kept] for n in ("keys", "signatures", "lasting")}}
+
+    two, three = numbers(0, 1), numbers(0, 1, 2)
+    refused(altered(deal, DEAL, asked=two, **of(0, 1)), "of fewer than 3 it hides nothing")
+    refused(altered(deal, DEAL, asked=three, **of(0, 1, 2)), "all agreed on cohorts of 5")
+    refused(altered(deal, DEAL, **of(0, 1, 2)), "3 sites of 5 have keys, and 4 are needed")
+    refused(altered(deal, DEAL, **of(0, 1, 1)), "names a site twice")
+    refused(altered(deal, DEAL, **of(0, 1, 5)), "site number 5, and the federation has 5")
+    refused(altered(deal, DEAL, **of(0, 1, -1)), "site number -1")
+    refused(altered(deal, DEAL, **of(0, 2, 1)), "in the order of their numbers")
+    refused(altered(deal, DEAL, **of(1, 2, 3, 4)), "without this site")
+    refused(altered(deal, DEAL, **of(*range(5)) | {"keys": told["keys"][[1, 1, 2, 3, 4]]}), "other keys of this site")
+    village.answer(0, write(deal))
+    mask = replace(old[MASK], round=1)
+    refused(altered(mask, MASK, sites=three), "3 sites have dealt shares, and 4 are needed")
+    village.answer(0, write(mask))
+    reveal = replace(old[REVEAL], round=1)
+    refused(altered(reveal, REVEAL, survived=three), "sum of 3 sites of 5, and 4 are needed")
+    refused(altered(reveal, REVEAL, survived=numbers(1, 2, 3, 4)), "leaves out this one's")
+    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 3, 7)), "sites whose updates it cannot have")
+    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 2, 3)), "sites whose updates it cannot have")
+    refused(
+        altered(reveal, REVEAL, shares=reveal.masks[REVEAL]["shares"][:4]), "other sites than those that have dealt"
+    )
+    with pytest.raises(UnreadableShare, match="the shares that site number 0 has dealt cannot be read"):
+        village.answer(0, write(reveal))  # those of round 0
+
+
+def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Path) -> None:
+    village = Village(tmp_path, 4)
+    sum = village.sum()
+    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
+    spoiled = bytearray(sum._dealt["site-2"][0])
+    spoiled[5] ^= 1
+    sum._dealt["site-2"][0] = bytes(spoiled)
+    with pytest.raises(UnreadableShare, match="site number 2"):
+        sum.total(replies)
+
+
+def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
+    """Let a site tell keys that nobody can agree with, signed all the same."""
+    original = village.ask
+
+    def ask(requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+        replies, (one, *_) = original(requests, pattern, what), requests.values()
+        if KEYS in one.masks:
+            session = one.masks[KEYS]["session"].numpy().tobytes().hex()
+            text = announcement(Scene(FEDERATION, RUN, village.round, 0, 0, session), site, bytes(64))
+            said = signing.sign(KeyFiles().loaded(village.folder / f"home-{site}"), text)
+            up = {
+                "keys": torch.zeros(64, dtype=torch.uint8),
+                "signature": torch.frombuffer(bytearray(said), dtype=torch.uint8),
+            }
+            replies[f"site-{site}"] = replace(replies[f"site-{site}"], up=up)
+        return replies
+
+    return ask
+
+
+@pytest.mark.parametrize("what", ["of low order", "not signed"])
+def test_a_site_whose_keys_are_none_is_left_out(what: str, tmp_path: Path) -> None:
+    """With a point of low order nobody can agree, and what is not signed everybody refuses: all would fail over it."""
+    village = Village(tmp_path, 4)
+    if what == "of low order":
+        village.ask = bad_key(village, 2)  # type: ignore[method-assign]
+        total = village.play()
+    else:
+        sum = village.sum()
+        sum.keys = {**sum.keys, "site-2": sum.keys["site-1"]}  # what it showed when it joined is not what it signs with
+        like = layout(spec_of(village.upload(0).tree))
+        total = sum.total(village.ask(sum.begin(), summed(like), "the work"))
+    assert np.array_equal(total.numpy(), exact(village, [0, 1, 3])[0])
+
+
+def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
+    """Shares of another key, and a vector under other masks: the round has no sum."""
+    village = Village(tmp_path, 4)
+    sum = village.sum()
+    like = layout(spec_of(village.upload(0).tree))
+    replies = village.ask(sum.begin(), summed(like), "the work")
+    noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
+    spoiled = {**replies, "site-1": replace(replies["site-1"], up={"sum": noise})}
+    with pytest.raises(TooFew, match="from which the masks do not come off"):
+        sum.total(spoiled)
+
+
+def dealt(count: int, **leaves: Any) -> Tree:
+    """Return what is told before shares are dealt, with other leaves in the place of some."""
+    wide = {"keys": 64, "signatures": 132, "lasting": 67}
+    blank = {name: torch.zeros(count, each, dtype=torch.uint8) for name, each in wide.items()}
+    return {DEAL: {"asked": numbers(0, 1, 2), "sites": numbers(*range(count)), **blank, **leaves}}
+
+
+MALFORMED: list[Tree] = [
+    {"end": {"sites": numbers(0)}},
+    {DEAL: {"sites": numbers(0, 1, 2)}},
+    {KEYS: {"session": torch.zeros(31, dtype=torch.uint8)}},
+    {KEYS: {"session": torch.zeros(32)}},
+    dealt(3, keys=torch.zeros(3, 63, dtype=torch.uint8)),
+    dealt(3, keys=torch.zeros(2, 64, dtype=torch.uint8)),
+    dealt(3, sites=torch.zeros(3)),
+    dealt(3, sites=torch.tensor(3)),
+    dealt(3, sites={}),
+    dealt(3, asked=numbers(*range(9))),
+    {MASK: {"sites": numbers(*range(9))}},
+    {REVEAL: {"survived": numbers(0, 1, 2), "shares": torch.zeros(3, 5, dtype=torch.uint8)}},
+    {DEAL: {}, MASK: {}},
+]
+
+
+@pytest.mark.parametrize("masks", MALFORMED, ids=range(len(MALFORMED)))
+def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
+    from federations import terms
+
+    with pytest.raises(Refused, match="for a masked sum cannot be used: it"):
+        secure_sum.look(spec_of(masks), terms(cohort=3, secure_aggregation=True))
+
+
+def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
+    from federations import TERMS
+
+    secure_sum.look({}, TERMS)
+    with pytest.raises(Refused, match="nobody agreed on such sums"):
+        secure_sum.look(spec_of(dealt(1)), TERMS)
+
+
+def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(tmp_path: Path) -> None:
+    village = Village(tmp_path, 4)
+    until(village, REVEAL)
+    home = tmp_path / "home-0"
+    for path in (home / "site.key", home / RUN / SUMS / SECRET):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    held = village.secret(0)
+    hidden = [held, *(derive(held, purpose) for purpose in ("channel", "private", "seed"))]
+    notes = [each.read_bytes() for each in (home / RUN).rglob("*.json")]
+    assert len(notes) == 1
+    for secret in hidden:
+        assert not [note for note in [*notes, *village.seen] if secret in note or secret.hex().encode() in note]
+    (home / "site.key").write_bytes(b"short")
+    with pytest.raises(UserError, match="is no private key"):
+        village.part(0)
+
+
+def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
+    """It does not answer a second time as if it had never answered."""
+    village = Village(tmp_path, 4)
+    first = stages(village)
+    (path,) = (tmp_path / "home-0" / RUN / SUMS).glob("*.json")
+    path.write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        village.answer(0, write(first[REVEAL]))
+
+
+def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
+    village = Village(tmp_path, 5)
+    village.part(1)
+    mine = village.key(1).hex()
+    said = {
+        f"site-{k}": Joined(FEDERATION, VERSION, f"site-{k}", 1, 1, 0, key=key)
+        for k, key in enumerate(["", mine, mine.upper(), mine[:-2], "zz" * 49, "ff" * 49])
+    }
+    assert shown(said) == {"site-1": bytes.fromhex(mine)}
+    sum = village.sum()
+    sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
+    with pytest.raises(TooFew, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
+        sum.begin()
+    assert not village.seen
+
+
+# ---- whom a site takes part with: D5
+
+
+def test_no_sum_is_of_fewer_sites_than_the_agreed_cohort(tmp_path: Path) -> None:
+    """A server that leaves honest sites out, until one is alone with invented ones, is refused by each of them."""
+    made = Village(tmp_path, 5, least=5)
+    made.requests()
+    begin = made.sum()
+    begin.requests = dict(list(begin.requests.items())[:4])
+    with pytest.raises(Refused, match="all agreed on cohorts of 5"):
+        begin.begin()
+
+
+class Forging(MaskedSum):
+    """A server that puts keys of its own in the place of two sites', as the review did; `sign` is with what it signs.
+
+    With the private halves it would take the masks of these two off, and of three sites the third one's update is left.
+    """
+
+    sign: Callable[[int], Any]
+
+    def _announced(self, asked: Any) -> Any:
+        cohort, names, signatures = super()._announced(asked)
+        keys, texts = list(cohort.keys), list(signatures)
+        for at in (1, 2):
+            keys[at] = announced(bytes([at]) * 32)
+            texts[at] = signing.sign(self.sign(at), announcement(cohort.scene, cohort.numbers[at], keys[at]))
+        return replace(cohort, keys=tuple(keys)), names, texts
+
+
+def forging(village: Village, lasting: bool) -> Forging:
+    """Return the sum of such a server, which also shows lasting keys of its own where `lasting`."""
+    plain = village.sum()
+    made = {k: signing.loaded(signing.generate()) for k in (1, 2)}
+    shown = {f"site-{k}": signing.public(key.public_key()) for k, key in made.items()} if lasting else {}
+    forged = Forging(plain.requests, plain.numbers, plain.keys, plain.ask, plain.what)
+    forged.sign = made.__getitem__
+    original = Forging._announced
+
+    def announced_then_shown(self: Forging, asked: Any) -> Any:
+        found = original(self, asked)
+        self.keys = {**self.keys, **shown}
+        return found
+
+    forged._announced = announced_then_shown.__get__(forged)  # type: ignore[method-assign]
+    return forged
+
+
+@pytest.mark.parametrize("known", ["handed out", "remembered", "neither"])
+def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> None:
+    """Keys that a site has not signed are refused; so is another lasting key, once a site knows the right one.
+
+    `neither` is what is left: who never knew a key believes the first one, which its log shows.
+    """
+    village = Village(tmp_path, 3)
+    village.requests()
+    if known == "handed out":
+        village.listed = tmp_path / "sites.pub"
+        village.listed.write_bytes(b"".join(line(village, k) for k in range(3)))
+    if known == "remembered":
+        village.play()
+        village.round += 1
+    with pytest.raises(Refused, match="keys of site-1 for this sum that site-1 has not signed"):
+        forging(village, lasting=False).begin()
+    village.round += 1
+    if known == "neither":
+        assert not list(tmp_path.rglob(KNOWN))  # what was refused is not remembered
+        with pytest.raises(Refused, match="other keys of this site"):  # site 1 sees that another is shown as its own
+            forging(village, lasting=True).begin()
+        assert [words for words in village.said if words.startswith("from now on the key of site-1 is SHA256:")]
+        return
+    words = "than the file of keys says" if known == "handed out" else "than before"
+    with pytest.raises(Refused, match=f"site-1 has another key .SHA256:.{{43}}. {words}"):
+        forging(village, lasting=True).begin()
+
+
+def line(village: Village, k: int) -> bytes:
+    """Return a site's line in the file of keys, as OpenSSH writes it."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    key = KeyFiles().loaded(village.folder / f"home-{k}").public_key()
+    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" site-{k}\n".encode()
+
+
+def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> None:
+    """Also on the other curves that Flower takes; nothing that is no key or no signature passes or raises."""
+    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    scene = Scene(FEDERATION, RUN, 3, 0, 0, "a" * 64)
+    text = announcement(scene, 1, bytes(64))
+    for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()):
+        key = ec.generate_private_key(curve)
+        mine, said = signing.public(key.public_key()), signing.sign(key, text)
+        assert signing.signed(mine, text, said)
+        assert len(mine) <= signing.POINT
+        others = [(replace(scene, session="b" * 64), 1), (replace(scene, round=4), 1), (scene, 2)]
+        assert not [each for each in others if signing.signed(mine, announcement(*each, bytes(64)), said)]
+        assert not signing.signed(mine, announcement(scene, 1, b"x" * 64), said)
+        for wrong in (bytes(132), b"", said[:-1] + bytes([said[-1] ^ 1])):
+            assert not signing.signed(mine, text, wrong)
+    assert not signing.signed(b"\x02" + bytes(48), text, said)
+    odd = ec.generate_private_key(ec.SECP256K1())
+    data = odd.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    with pytest.raises(ValueError, match="curve that Flower takes"):
+        signing.loaded(data)
+
+
+# ---- what a thief finds later: D6
+
+
+def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) -> None:
+    """All that travels is recorded, and after the sum every file of every site is stolen.
+
+    During the sum the secret opens a site's update (so the test sees what it looks for); afterwards nothing kept does:
+    each run of 32 bytes in any file, plain or in hexadecimal, is tried as the secret of each site.
+    """
+    village = Village(tmp_path, 4)
+    sum = village.sum()
+    like = layout(spec_of(village.upload(0).tree))
+    replies = village.ask(sum.begin(), summed(like), "the work")
+    during = {k: village.secret(k) for k in range(4)}
+    sum.total(replies)
+    masking = sum._masking
+    assert masking is not None
+    whole = exact(village, [0])[0]
+
+    def opens(secret: bytes) -> bool:
+        party = Party(secret, 0, masking.cohort)
+        hidden = replies["site-0"].up["sum"].numpy().view(np.uint64)
+        return np.array_equal((hidden - party.mask(np.zeros(len(hidden), "i8"), masking)).view("i8"), whole)
+
+    assert opens(during[0])
+    assert not opens(during[1])
+    stolen = set[bytes]()
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            stolen |= {data[at : at + 32] for at in range(len(data) - 31)}
+            texts = [bytes.fromhex(word) for word in re.findall("[0-9a-f]{64}", data.decode("utf-8", "replace"))]
+            stolen |= set(texts)
+    assert not stolen & set(during.values())
+    theirs = [key[:32] for key in masking.cohort.keys]
+    assert not [each for each in stolen if public(each) in theirs or public(derive(each, "channel")) in theirs]
+    assert not list(tmp_path.rglob(SECRET))
+
+
+def test_a_secret_is_overwritten_and_the_one_of_a_sum_that_came_to_nothing_goes_too(tmp_path: Path) -> None:
+    """The bytes on the disk are zeros before the file is gone: another name of the same file shows them."""
+    village = Village(tmp_path, 4)
+    until(village, REVEAL)
+    path = tmp_path / "home-0" / RUN / SUMS / SECRET
+    os.link(path, tmp_path / "other")
+    assert any((tmp_path / "other").read_bytes())
+    village.round += 1
+    until(village, DEAL)  # the next sum
+    assert not any((tmp_path / "other").read_bytes())
+    os.link(path, tmp_path / "last")
+    forget(tmp_path / "home-0")  # the federation is over
+    assert not path.exists()
+    assert not any((tmp_path / "last").read_bytes())

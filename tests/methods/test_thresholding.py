@@ -1,0 +1,252 @@
+"""Thresholds that follow the model: every number by hand, and their state where it belongs, in every method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, log
+
+import pytest
+import torch
+from scenes import begin, dataset, furthest, play, same, simulate, task
+from test_objectives import Line, batch, judge
+from torch import Tensor
+
+from halfmoon.api.types import Local, Task
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods import registry
+from halfmoon.methods.objectives import FixMatch, PseudoLabel
+from halfmoon.methods.objectives.pseudo_labeling import surer
+from halfmoon.methods.objectives.thresholding import Threshold
+from halfmoon.models.normalize import Normalize
+
+
+def p(*first: float) -> Tensor:
+    """Return predictions on two classes, given the probabilities of class 0."""
+    return torch.tensor([[one, 1 - one] for one in first], dtype=torch.float64)
+
+
+LIKE = torch.zeros((), dtype=torch.float64)
+
+
+def data(rows: int, offset: int = 0) -> Local:
+    """Return a client's unlabeled rows."""
+    u = (torch.arange(rows) + offset).to(torch.uint8)[:, None, None, None]
+    none = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    return Local(none, torch.zeros(0, dtype=torch.int64), u, torch.tensor(0), torch.tensor(rows))
+
+
+def test_fixed_by_hand():
+    """0.8 counts what is at least 0.8, and there is no state."""
+    pseudo, state = Threshold("fixed", 0.8).judge(p(0.8, 0.3, 0.9), torch.arange(3), {})
+    assert (pseudo.label.tolist(), pseudo.weight.tolist(), state) == ([0, 1, 0], [1.0, 0.0, 1.0], {})
+
+
+def test_freematch_by_hand():
+    """decay 1/2, from t = 1/2 and q = (1/2, 1/2), a step with p0 = 0.9, 0.8, 0.4: max p = 0.9, 0.8, 0.6, mean 23/30.
+
+    t = 1/4 + 23/60 = 19/30; mean p = (0.7, 0.3), q = (0.6, 0.4). Class 0 needs t = 0.6333, class 1 t * 2/3 = 0.4222:
+    all three count. The next step with p0 = 0.55 and 0.55: t = 19/60 + 0.275 = 0.59167, q = (0.575, 0.425): class 0
+    needs 0.59167, more than 0.55. A fixed 0.95 would have counted none.
+    """
+    rule = Threshold("freematch", decay=0.5)
+    pseudo, state = rule.judge(p(0.9, 0.8, 0.4), torch.arange(3), rule.remember(2, LIKE))
+    assert float(state["confidence"]) == pytest.approx(19 / 30, rel=1e-12)
+    assert state["classes"].tolist() == pytest.approx([0.6, 0.4], rel=1e-12)
+    assert pseudo.weight.tolist() == [1.0, 1.0, 1.0]
+    pseudo, state = rule.judge(p(0.55, 0.55), torch.arange(2), state)
+    assert float(state["confidence"]) == pytest.approx(19 / 60 + 0.275, rel=1e-12)
+    assert state["classes"].tolist() == pytest.approx([0.575, 0.425], rel=1e-12)
+    assert pseudo.weight.tolist() == [0.0, 0.0]
+
+
+def test_flexmatch_by_hand():
+    """Five rows, tau = 0.8. At first none has a label: b = 0 and everything counts; rows 0, 1 (class 0), 2 (class 1)
+    get one. Then "none" has 2, class 0 has 2, class 1 has 1: b = (1, 1/2), thresholds 0.8 and 0.8 (1/2) / (3/2).
+
+    Class 0 with 0.7 is out, class 1 with 0.6 is in; neither is sure enough to store. After row 3 and 4 have class 0,
+    b = (1, 1/4) and class 1 needs 0.8 (1/4) / (7/4) = 4/35.
+    """
+    rule = Threshold("flexmatch", 0.8)
+    state = rule.begin(rule.remember(2, LIKE), data(5))
+    assert state["label"].tolist() == [-1] * 5
+    pseudo, state = rule.judge(p(0.9, 0.85, 0.1, 0.6), torch.arange(4), state)
+    assert pseudo.weight.tolist() == [1.0] * 4
+    assert state["label"].tolist() == [0, 0, 1, -1, -1]
+    pseudo, state = rule.judge(p(0.7, 0.4), torch.tensor([3, 4]), state)
+    assert pseudo.weight.tolist() == [0.0, 1.0]
+    assert state["label"].tolist() == [0, 0, 1, -1, -1]
+    _, state = rule.judge(p(0.9, 0.9), torch.tensor([3, 4]), state)
+    assert rule._learned(state["label"], 2).tolist() == pytest.approx([1, 0.25])
+    assert rule.judge(p(0.49), torch.tensor([0]), state)[0].weight.tolist() == [1.0]
+
+
+def test_flexmatch_keeps_labels_with_their_rows():
+    """Labels come back for the same rows alone; of two views of a row the sure one counts, whatever its place."""
+    rule = Threshold("flexmatch", 0.8)
+    _, state = rule.judge(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.remember(2, LIKE), data(3)))
+    assert state["label"].tolist() == [-1, 1, -1]
+    assert rule.begin(state, data(3))["label"].tolist() == [-1, 1, -1]
+    assert rule.begin(state, data(3, offset=1))["label"].tolist() == [-1] * 3
+    assert rule.begin(state, data(4))["label"].tolist() == [-1] * 4
+
+
+def test_softmatch_by_hand():
+    """decay 1/2. p0 = 0.9 and 0.5: their mean (0.7, 0.3) is the first running mean, and divides: 0.9 : 0.1 becomes
+    (0.9/0.7) : (0.1/0.3) = 0.794 : 0.206, and 0.5 : 0.5 becomes 0.3 : 0.7.
+
+    m = 1/4 + mean(0.794, 0.7) / 2, v = 1/2 + var / 2 with var = (0.794 - 0.7)^2 / 2. The first is above m: weight 1.
+    """
+    rule = Threshold("softmatch", decay=0.5)
+    pseudo, state = rule.judge(p(0.9, 0.5), torch.arange(2), rule.remember(2, LIKE))
+    first = (0.9 / 0.7) / (0.9 / 0.7 + 0.1 / 0.3)
+    assert pseudo.label.tolist() == [0, 1]
+    assert pseudo.confidence.tolist() == pytest.approx([first, 0.7], rel=1e-5)
+    m, v = 0.25 + (first + 0.7) / 4, 0.5 + (first - 0.7) ** 2 / 4
+    assert float(state["confidence"]) == pytest.approx(m, rel=1e-5)
+    assert float(state["variance"]) == pytest.approx(v, rel=1e-5)
+    assert pseudo.weight.tolist() == pytest.approx([1.0, 1.0], rel=1e-5)
+    pseudo, state = rule.judge(p(0.6, 0.6), torch.arange(2), state)
+    assert state["classes"].tolist() == pytest.approx([0.65, 0.35], rel=1e-12)
+    sure = (0.4 / 0.35) / (0.6 / 0.65 + 0.4 / 0.35)
+    m, v = m / 2 + sure / 2, v / 2
+    assert pseudo.label.tolist() == [1, 1]
+    assert pseudo.weight.tolist() == pytest.approx([exp(-((sure - m) ** 2) / (2 * v / 4))] * 2, rel=1e-4)
+
+
+def test_fl2_by_hand():
+    """All rows at once: p0 = 0.9, 0.9, 0.3 has t = 2.5/3 and q = (0.7, 0.3).
+
+    Class 0 needs 0.833, class 1 0.833 * 3/7 = 0.357; the state is the visit's, and a step does not move it.
+    """
+    rule = Threshold("fl2")
+    state = rule.begin({}, data(3), p(0.9, 0.9, 0.3))
+    assert float(state["confidence"]) == pytest.approx(2.5 / 3, rel=1e-12)
+    pseudo, after = rule.judge(p(0.83, 0.84, 0.4), torch.arange(3), state)
+    assert pseudo.weight.tolist() == [0.0, 1.0, 1.0]
+    assert after is state
+    assert rule.remember(2, LIKE) == {}
+    assert rule.judge_all(p(0.9, 0.9, 0.3), {}).weight.tolist() == [1.0, 1.0, 1.0]
+    assert rule.begin({}, data(0), torch.zeros(0, 2))["classes"].tolist() == [0.5, 0.5]
+
+
+def test_looking_at_all_rows_at_once():
+    """FreeMatch's means are then the rows' own: (FL)^2's rule; FlexMatch counts the labels of the same look."""
+    rows = p(0.9, 0.9, 0.7, 0.3)
+    assert Threshold("freematch").judge_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert Threshold("fl2").judge_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    # tau 0.8: two rows of class 0, none of class 1, two without: b = (1, 0), class 1 needs nothing
+    assert Threshold("flexmatch", 0.8).judge_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert Threshold("softmatch").judge_all(rows, {}).weight.min() > 0
+
+
+def test_an_objective_weighs_by_its_rule():
+    """FixMatch at t = 1/C from the start: both images count, where 0.8 let one through (test_objectives).
+
+    ln(4/3) for the strong x = 1 of class 0, and for x = -2 of class 1 -ln(0.9): the mean is half of their sum.
+    """
+    given = batch([1], [0], weak=[2, -1], strong=[1, -2])
+    line = Task(Line(1), SGD(0.1), Normalize())
+    model = line.network.init(torch.Generator())
+    objective = FixMatch(thresholding="freematch")
+    loss, seen = objective(line, model["params"], model["stats"], given, objective.remember(line, model))
+    assert float(loss) == pytest.approx(log(4 / 3) + (log(4 / 3) + log(10 / 9)) / 2, rel=1e-12)
+    assert float(seen.aside["thresholds"]["confidence"]) == pytest.approx(0.999 / 2 + 0.001 * (0.9 + 0.75) / 2)
+
+
+def test_the_received_model_guesses():
+    """w = ln 3 as received has x = 1 at 3/4; in training, at w = 2 ln 3, at 9/10.
+
+    "local" is sure at tau = 0.8, "global" is not; of "both" the surer one counts. With w = -ln 3 received, it says
+    class 1 of x = 2 with 9/10, the model in training (w = ln 3 / 2) class 0 with 3/4: "both" follows the received one.
+    """
+    line = Task(Line(1), SGD(0.1), Normalize())
+    local = line.network.init(torch.Generator())
+
+    def judged(teacher, now: float, received: float, x: float):
+        objective = FixMatch(0.8, teacher=teacher)
+        came = {"params": {"w": torch.tensor(received, dtype=torch.float64)}, "stats": local["stats"]}
+        ready = objective.prepare(line, came, data(1))
+        given = batch([1], [0], weak=[x], strong=[1])
+        w = {"w": torch.tensor(now, dtype=torch.float64)}
+        return objective(line, w, local["stats"], given, {}, ready)[1].pseudo[0]
+
+    assert judged("local", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
+    assert judged("global", 2 * log(3), log(3), 1).weight.tolist() == [0.0]
+    assert judged("both", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
+    other = judged("both", log(3) / 2, -log(3), 2)
+    assert (other.label.tolist(), other.weight.tolist()) == ([1], [1.0])
+    assert other.confidence.tolist() == pytest.approx([0.9], rel=1e-12)
+    with pytest.raises(Exception, match="labels are the round's"):
+        FixMatch(labels="round", teacher="global")
+
+
+def test_of_equals_the_first_counts():
+    one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    assert torch.equal(surer(one, other), one)
+    assert judge(PseudoLabel(0.8), batch([1], [0], weak=[2]))[2].pseudo[0].weight.tolist() == [1.0]
+
+
+RULES = ("freematch", "flexmatch", "softmatch", "fl2")
+METHODS = {
+    "fedavg-fixmatch": {},
+    "fedprox-uda": {"labels": "round"},
+    "pseudo-label": {},
+    "fixmatch-feddpl": {},
+    "feddb": {"labels": "step"},
+    "fedrgd": {},
+    "semifl": {},
+    "semifl-feddpl": {"labels": "step"},
+    "fedmatch": {"delta_threshold": None},
+    "feddure-without-freg": {},
+}
+SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
+
+
+# All rules in one method; in the others one that remembers each row, and one that looks at all rows first.
+CASES = [(name, rule) for name in METHODS for rule in (RULES if name == "fedavg-fixmatch" else ("flexmatch", "fl2"))]
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_in_every_method_state_stays_at_the_clients(name, rule):
+    """Two rounds of all clients: loop = vmap, running state in the clients' memories alone, the same bits anew."""
+    options = {**METHODS[name], "thresholding": rule}
+    method = registry.make(name, options)
+    shared, entry = task(rounds=2), registry.entry(name)
+    runs = []
+    for executor in ("loop", "vmap"):
+        held = dataset(SIZES, pooled=entry.pooled, place=entry.places[0])
+        simulation = simulate(method, shared, held, batching=Batching(4, 4), executor=executor, cohort=4)
+        runs.append(play(method, simulation, begin(method, shared), range(2)))
+    for one, many in zip(*runs, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+        assert furthest(many.state, one.state) < 1e-9
+        assert not any("threshold" in path for path in one.server)
+    memories = runs[0][-1].state["client"]
+    kept = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every visit
+    states = [memory["thresholds"] for memory in memories.values() if "thresholds" in memory]
+    assert bool(states) == kept
+    if kept and rule == "flexmatch":
+        assert sorted(len(state["label"]) for state in states) == ([25] if entry.pooled else [4, 6, 7, 8])
+    if kept and rule == "freematch" and len(states) > 1:
+        assert len({float(state["confidence"]) for state in states}) == len(states)
+    plain = registry.make(name, METHODS[name])
+    simulation = simulate(plain, shared, dataset(SIZES, pooled=entry.pooled, place=entry.places[0]), cohort=4)
+    assert not same(play(plain, simulation, begin(plain, shared), range(2))[-1].server, runs[0][-1].server)
+
+
+@pytest.mark.parametrize("teacher", ["global", "both"])
+@pytest.mark.parametrize("name", ["fedavg-fixmatch", "fedprox-uda", "pseudo-label"])
+def test_received_labels_in_both_executors(name, teacher):
+    method, played = registry.make(name, {"teacher": teacher, "tau": 0.39}), []
+    shared = replace(task(rounds=2), labeling="running")
+    for executor in ("loop", "vmap"):
+        held = dataset(SIZES, pooled=registry.entry(name).pooled)
+        simulation = simulate(method, shared, held, executor=executor)
+        played.append(play(method, simulation, begin(method, shared), range(2)))
+    for one, many in zip(*played, strict=True):
+        assert furthest(many.server, one.server) < 1e-9
+    passes = method.client_updates(shared)["train"].passes(4, 6)
+    assert passes.forward == {"fedavg-fixmatch": 16, "fedprox-uda": 16, "pseudo-label": 10}[name] + 6 * (
+        teacher == "both"
+    ) + (6 if name == "pseudo-label" else 0)
