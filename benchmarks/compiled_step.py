@@ -31,7 +31,7 @@ from halfmoon import Config
 from halfmoon.cli.main import MAIN_JOB
 from halfmoon.contract.scene import begin, dataset, simulate, task
 from halfmoon.core.optim import Adam
-from halfmoon.engine import client_update, compiled
+from halfmoon.engine import compiled, driver
 from halfmoon.engine.compiled import Steps
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -86,7 +86,7 @@ def first_step(scene: str, method: str) -> Taken:
         if network == "small"
         else (lambda: resnet9(method))
     )
-    with mock.patch.object(client_update, "Steps", Catch):
+    with mock.patch.object(driver, "Steps", Catch):
         try:
             play()
         except Taken as taken:
@@ -116,7 +116,7 @@ def measured(scene: str, method: str, turns: int) -> dict[str, Any]:
     taken = first_step(scene, method)
     cold = warmed(taken)[1]
     fast, warm = warmed(taken)
-    plain = Steps(fast.work, fast.down, fast.each, fast.together)
+    plain = Steps(fast.client_update, fast.down, fast.each, fast.together)
     carries = {"plain": taken.carry, "compiled": taken.carry}
     times: dict[str, list[float]] = {"plain": [], "compiled": []}
     for turn in range(turns + 1):

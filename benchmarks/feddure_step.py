@@ -76,17 +76,19 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
     images = [torch.randn(n, 3, 32, 32, generator=g) for n in (LABELED, unlabeled, unlabeled)]
     x, weak, strong = (each.contiguous(memory_format=torch.channels_last) for each in images)
     y = torch.randint(0, 10, (LABELED,), generator=g)
-    work = FedDure(through_weights="product").client_updates(task)["train"]  # Eq. 2 and 4 as printed, on all sides
+    client_update = FedDure(through_weights="product").client_updates(task)[
+        "train"
+    ]  # Eq. 2 and 4 as printed, on all sides
     down = tree.channels_last({**model, "gate": torch.ones(())})
     nothing = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
     local = Local(nothing, y, nothing, torch.tensor(LABELED), torch.tensor(unlabeled))
-    carry = work.begin(down, work.remember(down, g), local)
+    carry = client_update.begin(down, client_update.remember(down, g), local)
     batch = Batch(x, y, y, {"weak": weak, "strong": strong}, torch.arange(unlabeled))
     both = torch.cat([x, strong])
 
     def ours() -> None:
         with torch.no_grad():
-            work.step(down, carry, batch)
+            client_update.step(down, carry, batch)
 
     def forward() -> None:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfmoon.engine import client_update
+from halfmoon.engine import driver
 from halfmoon.federation.flower import client_app as clients
 from halfmoon.federation.flower import server_app as servers
 from halfmoon.federation.flower.link import GridPost
@@ -89,7 +89,7 @@ def clocked_server() -> None:
 def clocked_site() -> None:
     """Time what a site does of its own in this process: a line an answer."""
     clock = Clock()
-    client_update.update_together = clock.timed("method", client_update.update_together)  # type: ignore[method-assign]
+    driver.update_together = clock.timed("method", driver.update_together)  # type: ignore[method-assign]
     client.SiteClient._opened = clock.timed("open images", client.SiteClient._opened)  # type: ignore[method-assign]
     client.read, client.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
     client.SiteClient._say = clock.timed("log", client.SiteClient._say)  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ FIRST: dict[str, Any] = {
     "label_ratio": 0.9, "rounds": 10, "steps": 200, "labeled_batch": 64, "budget": "none", "evaluate_every": 10,
 }  # fmt: skip
 THEN: dict[str, Any] = {
-    **PLACE, "data": "pneumonia_mnist", "method": "fedavg-fixmatch", "options": {"tau": 0.9}, "clients": 20,
+    **PLACE, "data": "pneumonia_mnist", "method": "fedavg-fixmatch", "options": {"threshold": 0.9}, "clients": 20,
     "cohort": 5, "setting": "dir-dir", "labels_per_class": 5.0, "rounds": 40, "steps": 6, "labeled_batch": 10,
     "unlabeled_batch": 20, "flip": False, "validation_share": 0.1, "budget": "none", "evaluate_every": 5,
 }  # fmt: skip

@@ -102,9 +102,9 @@ class Spy:
         self.simulation, self.down, self.updates, self.clients = simulation, {}, [], []
         self.ask_first, simulation.ask = simulation.ask, self.ask  # type: ignore[method-assign]
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
         """Ask, and look."""
-        up = self.ask_first(work, down, each, to)
+        up = self.ask_first(client_update, down, each, to)
         before, after = tree.flatten({"params": down["params"]}), tree.flatten({"params": up["params"]})
         self.down, self.clients = down, self.simulation.answered.tolist()
         self.updates = [{path: after[path][k] - before[path] for path in before} for k in range(len(self.clients))]

@@ -17,7 +17,7 @@ from typing import Any
 import halfmoon
 from halfmoon import Config
 
-METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedavg-fixmatch": {"labels": "round", "tau": 0.7}}
+METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedavg-fixmatch": {"labels": "round", "threshold": 0.7}}
 RECIPE: dict[str, Any] = {"data": "digits", "lr": 6e-3, "steps": 6, "unlabeled_batch": 30, "labeling": "running"}
 
 

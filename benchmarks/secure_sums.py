@@ -79,7 +79,7 @@ class Wire:
         replies = {}
         for name, request in requests.items():
             k = int(name.removeprefix("site-"))
-            if request.work and k in self.gone:
+            if request.client_update and k in self.gone:
                 continue
             data = write(request)
             self.sent += len(data)
@@ -88,7 +88,7 @@ class Wire:
 
             def do(asked: Request) -> Reply:
                 plain = Reply.of(asked, VERSION, NOTHING)
-                return replace(plain, up=self.up) if asked.work else plain
+                return replace(plain, up=self.up) if asked.client_update else plain
 
             answer = write(part.answer(asked, do) if asked.masks else do(asked))
             self.seconds += time.process_time() - began

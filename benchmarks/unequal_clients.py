@@ -36,10 +36,10 @@ from halfmoon.runs import factory
 
 METHODS = ("fedavg", "fedavg-fixmatch", "feddure")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "fedavg-fixmatch": {"labels": "round", "tau": 0.7},
+    "fedavg-fixmatch": {"labels": "round", "threshold": 0.7},
     "feddure": {"labels": "round", "regulator_bias": 0.0},
-    "semifl": {"tau": 0.3},  # or nobody would train on pseudo-labels of a model that has not learned yet
-    "cbafed": {"tau": 0.1, "warmup": 0.0},
+    "semifl": {"threshold": 0.3},  # or nobody would train on pseudo-labels of a model that has not learned yet
+    "cbafed": {"threshold": 0.1, "warmup": 0.0},
     "proxyfl": {"tuning_passes": 0},  # the server's, of which clients know nothing
 }
 RULES: dict[str, dict[str, Any]] = {"main": {"steps": 6, "unlabeled_batch": 30}, "rest": {}}

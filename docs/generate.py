@@ -34,7 +34,7 @@ from halfmoon.core.optim import Adam
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.client_update import ClientContext, ClientResult
+from halfmoon.engine.driver import ClientContext, ClientResult
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
@@ -247,7 +247,9 @@ class Overheard(Simulation):
                 # What a client sends back as it came tells nothing of it.
                 if leaf.numel() > MANY and _mark(leaf) not in sent[client]:
                     self.known.setdefault(_mark(leaf), set()).add(client)
-        name = next(name for name, work in self.client_updates.items() if work is context.work)
+        name = next(
+            name for name, client_update in self.client_updates.items() if client_update is context.client_update
+        )
         for client, outcome in outcomes.items():
             if client != SERVER:
                 parts, samples = self.heard.setdefault(name, (set(), set()))
@@ -271,7 +273,7 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     entry, rounds = registry.entry(name), _rounds(name)
     changed: dict[str, Any] = {}
     if place == "clients" and entry.places[0] == "server":
-        changed["tau"] = 0.0  # SemiFL trains on rows alone that it is sure of, which random images would not have
+        changed["threshold"] = 0.0  # SemiFL trains on rows alone that it is sure of, which random images would not have
     if place != entry.places[0] and "interval" in registry.options(name):
         changed["interval"], rounds = 1, ROUNDS
     changed = {key: value for key, value in changed.items() if key in registry.options(name)}
@@ -303,10 +305,13 @@ def leaves() -> str:
     for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
         places = {entry.places[0]} if entry.all_labels else {"clients", "server"} & set(entry.places)
         heard = [_played(entry.name, place)[0].heard for place in sorted(places)]
-        client_updates = {work: "" for each in heard for work in each}
-        parts = {work: set().union(*(each[work][0] for each in heard if work in each)) for work in client_updates}
+        client_updates = {client_update: "" for each in heard for client_update in each}
+        parts = {
+            client_update: set().union(*(each[client_update][0] for each in heard if client_update in each))
+            for client_update in client_updates
+        }
         told = set().union(*(samples for each in heard for _, samples in each.values()))
-        sent = "; ".join(f"{work}: {_named(names)}" for work, names in parts.items())
+        sent = "; ".join(f"{client_update}: {_named(names)}" for client_update, names in parts.items())
         rows.setdefault((sent, _named(told)), []).append(f"`{entry.name}`")
     header = ["methods", "sent for each work", "reported"]
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
@@ -382,10 +387,14 @@ def passes() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in registry.names():
         client_updates = registry.make(name).client_updates(shared)
-        work = next(iter(client_updates.values()))
-        terms = [_terms(*each, "Bb") for each in zip(work.passes(1, 0), work.passes(0, 1), strict=True)]
-        costs = [f"{one.forward}, {one.backward}" for one in (work.passes(10, 10), work.passes(10, 90))]
-        looks = {"": work} | {f"{key}: ": each for key, each in client_updates.items() if not each.trains}
+        client_update = next(iter(client_updates.values()))
+        terms = [
+            _terms(*each, "Bb") for each in zip(client_update.passes(1, 0), client_update.passes(0, 1), strict=True)
+        ]
+        costs = [
+            f"{one.forward}, {one.backward}" for one in (client_update.passes(10, 10), client_update.passes(10, 90))
+        ]
+        looks = {"": client_update} | {f"{key}: ": each for key, each in client_updates.items() if not each.trains}
         once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
         rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
     header = ["method", "forward", "backward", "once a visit", "both at 10 + 10", "both at 10 + 90"]

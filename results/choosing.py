@@ -35,7 +35,7 @@ SETS: dict[str, dict[str, Any]] = {
     "pneumonia_mnist": {"width": 8, "lr": 8e-3, "labels": 200, "flip": False, "server_ema": 0.9,
                         "validation_share": 0.1},
 }  # fmt: skip
-TAU = {"fashion_mnist": 0.7, "pneumonia_mnist": 0.9}
+THRESHOLD = {"fashion_mnist": 0.7, "pneumonia_mnist": 0.9}
 """The confidence that a pseudo-label needs in the methods whose threshold is a constant (docs/training.md)."""
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -54,29 +54,29 @@ PARTS = {"accuracy": "", "held": ", held-out training images"}
 RECEIVED: dict[str, Any] = {"labels": "round"}
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {},
-    "fedavg-fixmatch": {"tau": True},
-    "fixmatch-received": {"method": "fedavg-fixmatch", "tau": True, "options": RECEIVED, "labeling": "running"},
-    "fedavg-fixmatch-global": {"tau": True},
+    "fedavg-fixmatch": {"threshold": True},
+    "fixmatch-received": {"method": "fedavg-fixmatch", "threshold": True, "options": RECEIVED, "labeling": "running"},
+    "fedavg-fixmatch-global": {"threshold": True},
     "fedavg-soft-labels": {},
-    "fixmatch-proxy-tuning": {"tau": True},
-    "sage": {"tau": True},
-    "proxyfl": {"tau": True},
+    "fixmatch-proxy-tuning": {"threshold": True},
+    "sage": {"threshold": True},
+    "proxyfl": {"threshold": True},
     "protofssl": {},
     "feddure": {},
     "feddure-received": {"method": "feddure", "options": {"labels": "round", "regulator_bias": 0.0},
                          "labeling": "running"},
     "fedloke": {"options": {"ramp_rounds": 20}},
-    "feddb": {"tau": True},
+    "feddb": {"threshold": True},
     "fedmatch": {},
-    "semifed": {"tau": True},
+    "semifed": {"threshold": True},
     "cbafed": {},
     "rscfed": {},
     "twin-sight": {},
     "partially-supervised": {},
-    "semifl": {"tau": True},
-    "semifl-feddpl": {"tau": True},
+    "semifl": {"threshold": True},
+    "semifl-feddpl": {"threshold": True},
     "fl2": {},
-    "fedrgd": {"tau": True, "norm": "group"},
+    "fedrgd": {"threshold": True, "norm": "group"},
     "fml": {},
     "fedavg-sl": {},
 }  # fmt: skip
@@ -98,8 +98,8 @@ def configured(data: str, place: str, row: str, seed: int, folder: Path | None) 
 
     said = {"method": row, **ROWS[row]}
     options = dict(said.pop("options", {}))
-    if said.pop("tau", False):
-        options["tau"] = TAU[data]
+    if said.pop("threshold", False):
+        options["threshold"] = THRESHOLD[data]
     values = {**SHARED, **SETS[data], **PLACES[place], **said, "options": options}
     return Config(**values, data=data, seed=seed, split_seed=seed, data_dir=folder)
 

@@ -94,7 +94,7 @@ for _name in ("digits", "digits, IID labels"):
 SETS["fashion_mnist, float32"] = {**SETS["fashion_mnist"], "data": "fashion_mnist", "precision": "float32"}
 SETS["cifar10, float32"] = {**SETS["cifar10"], "data": "cifar10", "precision": "float32"}
 
-TAU = {
+THRESHOLD = {
     "pneumonia_mnist": 0.9,
     "pneumonia_mnist, IID labels": 0.9,
     "pneumonia_mnist, ResNet-9": 0.9,
@@ -116,8 +116,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedavg-fixmatch": {"title": "FixMatch"},
     "fixmatch-received": {"title": "FixMatch, labels of the received model", "method": "fedavg-fixmatch",
                           "options": {"labels": "round"}, **RECEIVED},
-    "fixmatch-received-0.9": {"title": "the same with tau 0.9", "method": "fedavg-fixmatch",
-                              "options": {"labels": "round", "tau": 0.9}, **RECEIVED},
+    "fixmatch-received-0.9": {"title": "the same with threshold 0.9", "method": "fedavg-fixmatch",
+                              "options": {"labels": "round", "threshold": 0.9}, **RECEIVED},
     "fixmatch-global": {"title": "FixMatch, labels of the received model at each step",
                         "method": "fedavg-fixmatch-global"},
     "fixmatch-debiased": {"title": "FixMatch, debiased labels of the received model (FedDPL)",
@@ -193,7 +193,7 @@ SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased
 """The columns of the table in short, each the first of these rows that was played."""
 
 GUESSING = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
-"""The rows that take `TAU`."""
+"""The rows that take `THRESHOLD`."""
 FLOOR, CEILING = "fedavg", "fedavg-sl"
 FLOORS = ("alone", "forest")
 
@@ -207,7 +207,7 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     values |= {**SHARED, **SETS[data], **said}
     values["options"] = {**SETS[data].get("options", {}), **said.get("options", {})}
     if row in GUESSING:
-        values["options"]["tau"] = TAU.get(data, 0.7)
+        values["options"]["threshold"] = THRESHOLD.get(data, 0.7)
     config = Config(**values, seed=seed, data_dir=folder)
     if row == "supervised":  # as many steps in one place as all clients of a round take together
         return replace(config, steps=config.cohort * (config.steps or 1), budget="none")

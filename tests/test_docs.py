@@ -87,7 +87,7 @@ def test_a_stale_table_is_seen() -> None:
     assert defaults("fedprox-sl", "| `prox` | | | mu of 1 \\| 2 |") == fresh
     for method, row, why in (
         ("fedavg", "", "has no row for prox"),
-        ("fedavg", "| `tau` | | | a |", "no option `tau`"),
+        ("fedavg", "| `threshold` | | | a |", "no option `threshold`"),
         ("fedavg", "| `prox` | | |", "needs a default, values and a meaning"),
     ):
         with pytest.raises(ValueError, match=why):

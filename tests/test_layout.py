@@ -136,7 +136,7 @@ from halfmoon import Config
         "halfmoon",
     }
     assert "halfmoon.data" not in imported("data.sources", text)
-    assert "engine.sampling" in edges("engine.client_update")
+    assert "engine.sampling" in edges("engine.driver")
     assert "methods.registry" in edges("config.schema")  # inside a function
 
 

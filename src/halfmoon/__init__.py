@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from halfmoon.core.errors import UserError
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.data import load as load_data
-    from halfmoon.engine.client_update import Diverged
+    from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
     from halfmoon.runs.factory import Problem, problem
     from halfmoon.runs.runner import RunResult, compare, resume
@@ -36,7 +36,7 @@ _PLACES = {
     "Callbacks": ("halfmoon.runs.callbacks", "Callbacks"),
     "NullCallback": ("halfmoon.runs.callbacks", "NullCallback"),
     "Config": ("halfmoon.config.schema", "Config"),
-    "Diverged": ("halfmoon.engine.client_update", "Diverged"),
+    "Diverged": ("halfmoon.engine.driver", "Diverged"),
     "UserError": ("halfmoon.core.errors", "UserError"),
     "Images": ("halfmoon.data", "Images"),
     "Source": ("halfmoon.data", "Source"),

@@ -92,7 +92,9 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
     ):
         assert furthest(two.server, one.server) == 0
         assert two.report.cohort == one.report.cohort
-    assert [(asked.round, asked.query, asked.work) for asked in aggregator.seen] == [(k, 0, "train") for k in ROUNDS]
+    assert [(asked.round, asked.query, asked.client_update) for asked in aggregator.seen] == [
+        (k, 0, "train") for k in ROUNDS
+    ]
     assert list(aggregator.seen[-1].clients) == two.report.cohort
     assert aggregator.seen[-1].asked == baselines.size
     assert all(asked.drawn for asked in aggregator.seen)
@@ -133,13 +135,13 @@ def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
 
 def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     """With sbn 'server' a sum is enough, for its mean and to be private; a network without such statistics has none."""
-    made, shared = registry.make("semifl", {"tau": 0.39, "sbn": "server"}), task(rounds=3)
+    made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server"}), task(rounds=3)
     held, recorder = dataset(place="server"), Recorder(mean_for_all)
     plain, summed = simulate(made, shared, held), simulate(made, shared, held, aggregators=[recorder])
     one = play(made, plain, begin(made, shared), ROUNDS)
     two = play(made, summed, begin(made, shared), ROUNDS)
     assert furthest(two[-1].server, one[-1].server) < 1e-9
-    assert {asked.work for asked in recorder.seen} == {"train"}
+    assert {asked.client_update for asked in recorder.seen} == {"train"}
     config = Config(method="semifl", labels_at="server", secure_aggregation=True, options={"sbn": "server"})
     assert method(config)
     assert method(replace(config, options={}, norm="group"))
@@ -151,7 +153,7 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
 
 def test_the_servers_own_training_is_not_clipped():
     """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
-    made, shared = registry.make("semifl", {"tau": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
+    made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
     first = begin(made, shared)
     clipped = simulate(Clipped(made, 1e-12), shared, dataset(place="server"))
     (played,) = play(Clipped(made, 1e-12), clipped, first, range(1))

@@ -174,14 +174,14 @@ def test_a_clipped_work_is_the_work_in_all_but_its_upload() -> None:
     """Every property and method of `Work` is passed on; a new task reaches the work inside."""
     for name in SUMS:
         shared = task(GROUPED)
-        for key, work in registry.make(name).client_updates(shared).items():
+        for key, client_update in registry.make(name).client_updates(shared).items():
             around = Clipped(registry.make(name), 1.0).client_updates(shared)[key]
             assert isinstance(around, ClippedWork)
             for each in ("task", "views", "trains", "sweep", "whole", "others", "labeled_views", "mixup"):
-                assert getattr(around, each) == getattr(work, each), each
-            assert (around.passes(3, 5), around.swept(3, 5)) == (work.passes(3, 5), work.swept(3, 5))
+                assert getattr(around, each) == getattr(client_update, each), each
+            assert (around.passes(3, 5), around.swept(3, 5)) == (client_update.passes(3, 5), client_update.swept(3, 5))
             later = replace(around, task=shared.at(7))
-            assert later.work.task.round == 7
+            assert later.client_update.task.round == 7
             assert replace(later, task=shared) == around
 
 

@@ -279,7 +279,7 @@ class Village:
     def do(self, k: int) -> Callable[[Request], Reply]:
         def done(request: Request) -> Reply:
             plain = Reply.of(request, VERSION, NOTHING)
-            return replace(plain, up=self.upload(k).tree) if request.work else plain
+            return replace(plain, up=self.upload(k).tree) if request.client_update else plain
 
         return done
 
@@ -520,7 +520,7 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     refused(replace(old[MASK], round=1), "has not begun")
     refused(replace(old[REVEAL], round=1), "before this site has sent anything under one")
     first = until(village, DEAL)
-    refused(replace(first[KEYS], work="train"), "a work and for the rest of a sum at once")
+    refused(replace(first[KEYS], client_update="train"), "a work and for the rest of a sum at once")
     refused(replace(old[MASK], round=1, masks={}), "sees sums alone")
     refused(replace(old[MASK], round=1), "has dealt no shares")
     deal, told = first[DEAL], first[DEAL].masks[DEAL]

@@ -65,9 +65,10 @@ SENTENCES = {
     "run --width 0": "width is 0: it must be at least 1.",
     "run --width -16": "width is -16: it must be at least 1.",
     "run --lr nan": "lr is nan: it must be a number above 0.",
-    "run --option fedavg.tau=0.9": "method fedavg has no option 'tau': choose one of: decay, keep_optimizer, prox.",
+    "run --option fedavg.threshold=0.9": "method fedavg has no option 'threshold': "
+    "choose one of: decay, keep_optimizer, prox.",
     "run --method fedavg-fixmatch --option taw=0.9": (
-        "method fedavg-fixmatch has no option 'taw': did you mean 'tau'?"
+        "method fedavg-fixmatch has no option 'taw': did you mean 'threshold'?"
     ),
     "run --config unknown.toml": "unknown option 'roundz' in unknown.toml: did you mean 'rounds'?",
     "run --config typed.toml": 'rounds in typed.toml is "3": it must be a whole number.',

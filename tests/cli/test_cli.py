@@ -29,7 +29,7 @@ from halfmoon.config import schema as config
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.data import Split
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.methods import registry
 from halfmoon.runs.callbacks import RunInfo
 
@@ -93,7 +93,7 @@ def test_a_method_or_a_file_runs_alone(fake: Fake, tmp_path: Path) -> None:
 
 def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Path) -> None:
     words = "run --no-flip --unlabeled-batch rest --label-ratio 0.1 --run-dir a --width none --executor vmap --lr 1"
-    words += " --option coarse_lr=1 --option fine=false --option sign=new-old --option fedavg-fixmatch.tau=0.9"
+    words += " --option coarse_lr=1 --option fine=false --option sign=new-old --option fedavg-fixmatch.threshold=0.9"
     assert cli.main(words.split()) == 0
     chosen = fake.config
     assert (chosen.flip, chosen.unlabeled_batch, chosen.width, chosen.lr) == (False, "rest", None, 1.0)
@@ -101,7 +101,7 @@ def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Pa
     assert chosen.run_dir == tmp_path / "a"
     own = {"coarse_lr": 1, "fine": False, "sign": "new-old"}
     given = cli.MAIN_JOB["options"]
-    assert chosen.options == {**given, **own, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "tau": 0.9}}
+    assert chosen.options == {**given, **own, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "threshold": 0.9}}
 
 
 def test_the_main_job_is_a_recipe_that_flags_override(fake: Fake) -> None:
@@ -177,7 +177,7 @@ MISTAKES = {
     "run --clients 2000": "2000 clients cannot share 1437 images; ask for fewer clients.",
     "run --labeled-batch 1": "labeled_batch is 1: a batch of one image has no variance to normalize by: ",
     "run --labels-per-class 2 --label-ratio 0.1": "labels_per_class and label_ratio exclude each other: ",
-    "run --option tau": "--option 'tau' is not NAME=VALUE: write, for example, --option tau=0.9.",
+    "run --option threshold": "--option 'threshold' is not NAME=VALUE: write, for example, --option threshold=0.9.",
     "run --option hiden=3": "method feddure has no option 'hiden': did you mean 'hidden'?",
     "run --option hidden=x": 'option hidden of feddure is "x": it must be a whole number.',
     "run --config no.toml": "no.toml cannot be read: No such file or directory.",
@@ -419,7 +419,7 @@ def test_methods_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
         assert (each["labels_at"], each["centralized"]) == (list(entry.places), entry.pooled)
     assert cli.main(["methods", "fedavg-fixmatch"]) == 0
     shown = capsys.readouterr().out
-    assert "tau = 0.95" in shown
+    assert "threshold = 0.95" in shown
     assert "\n  labels_at: clients, some\n" in shown
     assert "centralized" not in shown
 

@@ -114,7 +114,7 @@ def configs(draw: st.DrawFn) -> Config:
 def method_options(draw: st.DrawFn) -> dict[str, Any]:
     """Draw options of the main method, and tables of others."""
     own = {"hidden": st.integers(1, 999), "coarse": st.booleans(), "virtual_lr": positive, "sign": st.just("new-old")}
-    fixmatch = {"tau": shares}
+    fixmatch = {"threshold": shares}
     drawn: dict[str, Any] = draw(st.fixed_dictionaries({}, optional=own))
     tables = {"feddure": st.fixed_dictionaries({}, optional=own)}
     tables["fedavg-fixmatch"] = st.fixed_dictionaries({}, optional=fixmatch)
@@ -146,12 +146,12 @@ def test_every_option_says_what_it_is() -> None:
 
 
 def test_flags_override_the_file_one_by_one() -> None:
-    file = {"rounds": 7, "lr": 1, "options": {"hidden": 4, "fine": False, "fedavg-fixmatch": {"tau": 0.5}}}
+    file = {"rounds": 7, "lr": 1, "options": {"hidden": 4, "fine": False, "fedavg-fixmatch": {"threshold": 0.5}}}
     merged = config.resolve(file, {"rounds": 9, "options": {"hidden": 8}})
     assert (merged.rounds, merged.lr) == (9, 1.0)
     assert isinstance(merged.lr, float)
     assert config.method_options(merged, "feddure") == {"hidden": 8, "fine": False}
-    assert config.method_options(merged, "fedavg-fixmatch") == {"tau": 0.5}
+    assert config.method_options(merged, "fedavg-fixmatch") == {"threshold": 0.5}
     assert config.method_options(merged, "fedavg") == {}
 
 
@@ -318,7 +318,7 @@ def test_identity_follows_the_numbers_only() -> None:
     same = dataclasses.replace(base, device="cpu", executor="loop", threads=1, run_dir=Path("x"), baselines=())
     assert config.identity(same, "feddure") == config.identity(base, "feddure")
     written_out = dataclasses.replace(
-        base, reference="fedavg", options={"hidden": 128, "fedavg-fixmatch": {"tau": 0.9}}
+        base, reference="fedavg", options={"hidden": 128, "fedavg-fixmatch": {"threshold": 0.9}}
     )
     assert config.identity(written_out, "feddure") == config.identity(base, "feddure")
     others: list[Config] = [

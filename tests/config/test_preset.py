@@ -77,10 +77,12 @@ def test_a_protocol_lies_under_what_is_said():
 
 def test_the_recipe_for_few_labels_lies_under_what_is_said():
     """Options of methods join one by one; another network has its own width, and a short run no average of rounds."""
-    recipe = Config.of(protocol="few-labels", data="xrays", options={"feddure": {"hidden": 8}, "sage": {"tau": 0.9}})
+    recipe = Config.of(
+        protocol="few-labels", data="xrays", options={"feddure": {"hidden": 8}, "sage": {"threshold": 0.9}}
+    )
     assert (recipe.network, recipe.width, recipe.rounds, recipe.steps, recipe.server_ema) == ("resnet9", 8, 500, 5, 0.9)
     assert recipe.options["feddure"] == {"regulator_bias": 0.0, "hidden": 8}
-    assert (recipe.options["fedavg-fixmatch"], recipe.options["sage"]) == ({"tau": 0.8}, {"tau": 0.9})
+    assert (recipe.options["fedavg-fixmatch"], recipe.options["sage"]) == ({"threshold": 0.8}, {"threshold": 0.9})
     other = Config.of(protocol="few-labels", network="small", rounds=4)
     assert (other.network, other.width, other.rounds, other.server_ema, other.lr) == ("small", None, 4, 0.0, 2e-3)
     assert resolve(tomllib.loads(text(recipe)), {}) == recipe

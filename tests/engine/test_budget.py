@@ -18,7 +18,7 @@ TEN = Batching(10, 10)
 CLIENT = ClientSize(50, 450)
 
 
-def work(name: str, **rules: str) -> ClientUpdate:
+def client_update(name: str, **rules: str) -> ClientUpdate:
     """Return what a client of the method does."""
     return next(iter(registry.make(name).client_updates(task(**rules)).values()))
 
@@ -49,34 +49,35 @@ def holding(name: str, given_: ClientSize) -> ClientSize:
 )
 def test_passes_of_a_step_by_hand(name, rules, forward, backward):
     """Images through the network in a step on 10 + 10; the cost counts a backward pass as two forward ones."""
-    one = work(name, **rules)
+    one = client_update(name, **rules)
     assert one.passes(10, 10) == Passes(forward, backward)
     assert cost(one, Amount(45, 10, 10)) == forward + 2 * backward
 
 
 def test_equal_forwards_by_hand():
     """FedDure's 45 steps of 80 + 2 * 60 = 200 are 9000 images: 100 steps of FixMatch's 90, 300 of FedAvg's 30."""
-    budget = Budget("forwards", work("feddure"))
+    budget = Budget("forwards", client_update("feddure"))
     steps = {
-        name: budget.amount(TEN, work(name), CLIENT, CLIENT).steps for name in ("feddure", "fedavg-fixmatch", "fedavg")
+        name: budget.amount(TEN, client_update(name), CLIENT, CLIENT).steps
+        for name in ("feddure", "fedavg-fixmatch", "fedavg")
     }
     assert steps == {"feddure": 45, "fedavg-fixmatch": 100, "fedavg": 300}
 
 
 def test_equal_labeled_steps_by_hand():
     """Labels alone take 5 steps by themselves, all labels 50, and 45 at FedDure's budget."""
-    budget = Budget("labeled-steps", work("feddure"))
+    budget = Budget("labeled-steps", client_update("feddure"))
     for name, alone in (("fedavg", 5), ("fedavg-sl", 50)):
         own = holding(name, CLIENT)
-        assert natural(TEN, work(name), own).steps == alone
-        assert budget.amount(TEN, work(name), own, CLIENT) == Amount(45, 10, 0)
+        assert natural(TEN, client_update(name), own).steps == alone
+        assert budget.amount(TEN, client_update(name), own, CLIENT) == Amount(45, 10, 0)
 
 
 def test_no_budget_is_the_batch_rule():
     """With "none", or without a reference, every method goes by the rule."""
-    for budget in (Budget(), Budget("none", work("feddure")), Budget("forwards"), Budget("labeled-steps")):
-        assert budget.amount(TEN, work("fedavg"), CLIENT, CLIENT) == Amount(5, 10, 0)
-        assert budget.amount(TEN, work("fedavg-uda"), CLIENT, CLIENT) == Amount(45, 10, 10, epochs=1)
+    for budget in (Budget(), Budget("none", client_update("feddure")), Budget("forwards"), Budget("labeled-steps")):
+        assert budget.amount(TEN, client_update("fedavg"), CLIENT, CLIENT) == Amount(5, 10, 0)
+        assert budget.amount(TEN, client_update("fedavg-uda"), CLIENT, CLIENT) == Amount(45, 10, 10, epochs=1)
 
 
 BATCHINGS = st.builds(Batching, st.integers(1, 12), st.integers(1, 12) | st.just("rest"), st.integers(1, 3))
@@ -87,21 +88,23 @@ NAMES = st.sampled_from(registry.names())
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_labeled_steps_are_those_of_the_reference(batching, client, name, reference):
     """Every method takes the reference's steps at every client, in its own batches."""
-    wanted = natural(batching, work(reference), holding(reference, client))
-    budget = Budget("labeled-steps", work(reference))
-    made = budget.amount(batching, work(name), holding(name, client), holding(reference, client))
+    wanted = natural(batching, client_update(reference), holding(reference, client))
+    budget = Budget("labeled-steps", client_update(reference))
+    made = budget.amount(batching, client_update(name), holding(name, client), holding(reference, client))
     assert made.steps == wanted.steps
-    assert made[1:3] == natural(batching, work(name), holding(name, client))[1:3]
+    assert made[1:3] == natural(batching, client_update(name), holding(name, client))[1:3]
 
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
     """The images through the network differ by at most half a step's (or the method takes its one step)."""
-    wanted, own = natural(batching, work(reference), client), holding(name, client)
-    total = wanted.steps * cost(work(reference), wanted) + work(reference).swept(client.labeled, client.unlabeled)
-    made = Budget("forwards", work(reference)).amount(batching, work(name), own, client)
-    step = cost(work(name), made)
-    total -= work(name).swept(own.labeled, own.unlabeled)  # what is left for steps
+    wanted, own = natural(batching, client_update(reference), client), holding(name, client)
+    total = wanted.steps * cost(client_update(reference), wanted) + client_update(reference).swept(
+        client.labeled, client.unlabeled
+    )
+    made = Budget("forwards", client_update(reference)).amount(batching, client_update(name), own, client)
+    step = cost(client_update(name), made)
+    total -= client_update(name).swept(own.labeled, own.unlabeled)  # what is left for steps
     assert made.steps >= 1
     assert abs(made.steps * step - total) <= step / 2 or (made.steps == 1 and total < step / 2)
 
@@ -109,9 +112,9 @@ def test_forwards_are_equal_within_half_a_step(batching, client, name, reference
 @given(BATCHINGS, HOLDINGS, NAMES)
 def test_the_reference_keeps_its_own_rule(batching, client, name):
     """A method measured by itself is not changed."""
-    own = natural(batching, work(name), client)
+    own = natural(batching, client_update(name), client)
     for rule in ("labeled-steps", "forwards"):
-        assert Budget(rule, work(name)).amount(batching, work(name), client, client) == own
+        assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == own
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-sl", "fedprox-fixmatch", "feddure-without-freg"])
@@ -125,10 +128,10 @@ def test_played_rounds_keep_to_the_budget(name):
         return play(method, simulation, begin(method, shared), range(1))[-1].report.cost
 
     reference = used("feddure", Budget())
-    assert used(name, Budget("labeled-steps", work("feddure")))["labeled_steps"] == reference["labeled_steps"]
-    made = used(name, Budget("forwards", work("feddure")))
+    assert used(name, Budget("labeled-steps", client_update("feddure")))["labeled_steps"] == reference["labeled_steps"]
+    made = used(name, Budget("forwards", client_update("feddure")))
     step = max(
-        cost(work(name), natural(Batching(2, "rest"), work(name), holding(name, ClientSize(a, b))))
+        cost(client_update(name), natural(Batching(2, "rest"), client_update(name), holding(name, ClientSize(a, b))))
         for a, b in ((5, 11), (3, 6), (6, 14), (4, 9))
     )
     total = reference["forward"] + 2 * reference["backward"]
@@ -172,12 +175,12 @@ def test_largest_is_the_method_that_takes_most_by_its_own_rule():
     In images, FixMatch sends B + 2b through the classifier forward and backward: 10 * 90 = 900 against 12 * 30 = 360.
     """
     names = ("fedavg", "fedavg-sl", "fedavg-fixmatch")
-    works = {name: (work(name), registry.entry(name).all_labels) for name in names}
+    client_updates = {name: (client_update(name), registry.entry(name).all_labels) for name in names}
     sizes = [ClientSize(20, 95), ClientSize(20, 95)]
-    assert largest("labeled-steps", TEN, works, sizes) == "fedavg-sl"
-    assert largest("forwards", TEN, works, sizes) == "fedavg-fixmatch"
-    del works["fedavg-sl"]
-    assert largest("labeled-steps", TEN, works, sizes) == "fedavg-fixmatch"
+    assert largest("labeled-steps", TEN, client_updates, sizes) == "fedavg-sl"
+    assert largest("forwards", TEN, client_updates, sizes) == "fedavg-fixmatch"
+    del client_updates["fedavg-sl"]
+    assert largest("labeled-steps", TEN, client_updates, sizes) == "fedavg-fixmatch"
 
 
 def test_comparison_has_the_same_budget_in_every_order(tmp_path):

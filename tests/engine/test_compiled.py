@@ -105,7 +105,7 @@ def test_the_rate_is_no_constant_of_the_program(graphs: list[GraphModule]):
 
 def test_the_servers_own_steps_are_compiled_too(graphs: list[GraphModule]):
     """SemiFL with labels at the server: its clients' steps, and its own under another batch rule."""
-    found, said = gap(registry.make("semifl", {"tau": 0.3}), "loop", place="server")
+    found, said = gap(registry.make("semifl", {"threshold": 0.3}), "loop", place="server")
     assert found < CLOSE
     assert not said
     assert len(graphs) == 3  # the server's, and of clients with rows for 8 and for 16

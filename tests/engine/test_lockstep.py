@@ -12,9 +12,9 @@ from scenes import Played, begin, dataset, furthest, play, same, simulate, task
 from spies import Counting
 
 from halfmoon.api.types import Method
-from halfmoon.engine import client_update
+from halfmoon.engine import driver
 from halfmoon.engine import lockstep as lockstep_module
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.engine.spread import Spread
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -27,13 +27,13 @@ SEEDS = (0, 1, 2)
 @pytest.fixture
 def programs(monkeypatch) -> list[int]:
     """Return of how many runs each program of the test had clients."""
-    seen, update_many = list[int](), client_update.update_many
+    seen, update_many = list[int](), driver.update_many
 
     def many(contexts, *rest):
         seen.append(len({context.seed for context in contexts}))
         return update_many(contexts, *rest)
 
-    monkeypatch.setattr(client_update, "update_many", many)
+    monkeypatch.setattr(driver, "update_many", many)
     return seen
 
 
@@ -125,13 +125,13 @@ def test_a_program_that_fails_alone_is_said(monkeypatch):
 
 def test_about_so_many_clients_make_a_program(monkeypatch):
     """Nine alike: in programs of about two, four of 2, 2, 2 and 3; of about seven, one."""
-    seen, update_many = list[int](), client_update.update_many
+    seen, update_many = list[int](), driver.update_many
 
     def many(contexts, *rest):
         seen.append(len(contexts))
         return update_many(contexts, *rest)
 
-    monkeypatch.setattr(client_update, "update_many", many)
+    monkeypatch.setattr(driver, "update_many", many)
     for most in (2, 7):
         lockstep([run(FedAvg(), seed, range(1)) for seed in SEEDS], most)
     assert seen == [2, 2, 2, 3, 9]

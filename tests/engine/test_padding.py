@@ -16,7 +16,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Local, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.engine import client_update
+from halfmoon.engine import driver
 from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -57,7 +57,7 @@ OTHERS = (
 )
 REST = Batching("all", "rest", epochs=2)
 CLOSE = 1e-12
-TAU = 0.3
+THRESHOLD = 0.3
 
 
 FEDERATED = [name for name in registry.names() if not registry.entry(name).pooled]
@@ -74,13 +74,13 @@ def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: B
 @pytest.fixture
 def programs(monkeypatch) -> list[int]:
     """Return how many clients each program of the test had."""
-    seen, update_many = list[int](), client_update.update_many
+    seen, update_many = list[int](), driver.update_many
 
     def many(contexts: Any, *rest: Any) -> Any:
         seen.append(len(contexts))
         return update_many(contexts, *rest)
 
-    monkeypatch.setattr(client_update, "update_many", many)
+    monkeypatch.setattr(driver, "update_many", many)
     return seen
 
 
@@ -89,7 +89,7 @@ def agree(loop: list[Played], many: list[Played]) -> None:
     assert executors_agree(loop, many) < CLOSE
 
 
-SOME = {"tau": TAU, "threshold": TAU, "delta": 1.35, "ramp_rounds": 0, "interval": 1, "tuning_passes": 2}
+SOME = {"threshold": THRESHOLD, "delta": 1.35, "ramp_rounds": 0, "interval": 1, "tuning_passes": 2}
 """Options under which an untrained network of four classes uses some of its pseudo-labels within two rounds."""
 
 
@@ -98,7 +98,10 @@ def of(name: str) -> Method:
     options = registry.options(name)
     some = {key: value for key, value in SOME.items() if key in options}
     if "tail" in options:
-        some |= {"tau": 0.25, "warmup": 0.0}  # a class's share, 0.1, is added; and pseudo-labels teach from the start
+        some |= {
+            "threshold": 0.25,
+            "warmup": 0.0,
+        }  # a class's share, 0.1, is added; and pseudo-labels teach from the start
     return registry.make(name, some)
 
 
@@ -168,7 +171,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
 def test_every_option_of_pseudo_labels_leaves_padding_out(options, shared, programs):
     """Labels of the round, debiasing, teachers, and thresholds that run or look at all rows."""
-    method = FedAvg(FixMatch(**{"tau": TAU, **options}))
+    method = FedAvg(FixMatch(**{"threshold": THRESHOLD, **options}))
     agree(rounds(method, "loop", BARE, **shared), rounds(method, "vmap", BARE, **shared))
     assert programs == [4, 4]
 
@@ -178,7 +181,7 @@ REGULATED: list[dict[str, Any]] = [
     {"through_weights": "product", "regulator_input": "softmax", "normalize_weights": True},
     {"coarse": False},
     {"coarse": False, "labels": "round"},
-    {"fine": False, "thresholding": "freematch", "threshold": TAU},
+    {"fine": False, "thresholding": "freematch", "threshold": THRESHOLD},
     {"judge_prior": True, "judging": "running", "labeled_first": 1, "reward_baseline": 0.9},
 ]
 
@@ -193,12 +196,12 @@ def test_feddure_leaves_padding_out(options, statistics, programs):
 
 
 ROWS: list[Method] = [
-    FedAvg(FixMatch(thresholding="flexmatch", tau=TAU)),
-    FedDure(fine=False, thresholding="flexmatch", threshold=TAU),
-    FedDB(labels="step", debias=False, thresholding="flexmatch", tau=TAU),
-    FedMatch(thresholding="flexmatch", tau=TAU),
-    SemiFL(labels="step", thresholding="flexmatch", tau=TAU),
-    SemiFed(tau=TAU, interval=1),
+    FedAvg(FixMatch(thresholding="flexmatch", threshold=THRESHOLD)),
+    FedDure(fine=False, thresholding="flexmatch", threshold=THRESHOLD),
+    FedDB(labels="step", debias=False, thresholding="flexmatch", threshold=THRESHOLD),
+    FedMatch(thresholding="flexmatch", threshold=THRESHOLD),
+    SemiFL(labels="step", thresholding="flexmatch", threshold=THRESHOLD),
+    SemiFed(threshold=THRESHOLD, interval=1),
 ]
 
 
@@ -218,13 +221,13 @@ def test_what_is_remembered_of_each_row_is_that_of_the_clients_own(method, progr
 
 def test_labels_of_other_rows_are_forgotten_in_a_program_too():
     """Of a client that has got more rows since, none has a label; of one with as many others neither."""
-    work = FedAvg(FixMatch(thresholding="flexmatch", tau=TAU)).client_updates(task())["train"]
+    client_update = FedAvg(FixMatch(thresholding="flexmatch", threshold=THRESHOLD)).client_updates(task())["train"]
     before, after = (dataset(sizes).local(0)[0] for sizes in (((2, 3),), ((2, 5),)))
     memory = {"thresholds": {"label": torch.tensor([1, 2, 0]), "mark": before.u.sum().double()}}
     for data, left in ((before, [1, 2, 0, NONE, NONE]), (after, [NONE] * 5)):
-        filled = client_update._filled(work, memory, data, 5)
+        filled = driver._filled(client_update, memory, data, 5)
         assert filled["thresholds"]["label"].tolist() == left
-        assert client_update._filled(work, filled, data)["thresholds"]["label"].tolist() == left[: len(data.u)]
+        assert driver._filled(client_update, filled, data)["thresholds"]["label"].tolist() == left[: len(data.u)]
 
 
 MIXED: list[Objective] = [
@@ -247,18 +250,18 @@ def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared,
 
 
 CHOICES: list[Method] = [
-    ProxyTuning(FedAvg(ICPL(tau=TAU, labeled_sets="label", sure="global")), tuning_passes=2),
-    FedDB(tau=TAU, accumulate="finish"),
-    FedDB(tau=TAU, accumulate_over="used", labels="step"),
-    SemiFL(tau=TAU, labels="step"),
-    SemiFL(tau=TAU, labels="step", mix_weight=0.0),
+    ProxyTuning(FedAvg(ICPL(threshold=THRESHOLD, labeled_sets="label", sure="global")), tuning_passes=2),
+    FedDB(threshold=THRESHOLD, accumulate="finish"),
+    FedDB(threshold=THRESHOLD, accumulate_over="used", labels="step"),
+    SemiFL(threshold=THRESHOLD, labels="step"),
+    SemiFL(threshold=THRESHOLD, labels="step", mix_weight=0.0),
     SemiFL(thresholding="softmatch"),
-    SemiFL(thresholding="flexmatch", tau=TAU),
+    SemiFL(thresholding="flexmatch", threshold=THRESHOLD),
     SemiFL(labels="step", thresholding="fl2"),
-    FedMatch(tau=TAU, helpers=0, mean="all", debias=True),
-    FL2(adaptive=False, sharpness=False, status_aware=False, tau=TAU),
-    CBAFed(tau=0.25, warmup=0.0, tail=None, local_residual_every=1),
-    SemiFed(tau=TAU, interval=1, confident="all", agree=0.3),
+    FedMatch(threshold=THRESHOLD, helpers=0, mean="all", debias=True),
+    FL2(adaptive=False, sharpness=False, status_aware=False, threshold=THRESHOLD),
+    CBAFed(threshold=0.25, warmup=0.0, tail=None, local_residual_every=1),
+    SemiFed(threshold=THRESHOLD, interval=1, confident="all", agree=0.3),
     FML(delta=1.35),
 ]
 
@@ -290,15 +293,15 @@ def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(monkeypatch):
     monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK", 4)
     monkeypatch.setattr(chunks, "__defaults__", (4,))
     monkeypatch.setattr(masked_chunks, "__defaults__", (4,))
-    method = FedAvg(FixMatch(tau=TAU, labels="round"))
+    method = FedAvg(FixMatch(threshold=THRESHOLD, labels="round"))
     agree(rounds(method, "loop"), rounds(method, "vmap"))
 
 
 SPOILED: dict[str, Method] = {
-    "fixmatch": FedAvg(FixMatch(tau=TAU, labels="round", debias=True)),
+    "fixmatch": FedAvg(FixMatch(threshold=THRESHOLD, labels="round", debias=True)),
     "mixmatch": FedAvg(MixMatch()),
     "remixmatch": FedAvg(ReMixMatch()),
-    "flexmatch": FedAvg(FixMatch(tau=TAU, thresholding="flexmatch")),
+    "flexmatch": FedAvg(FixMatch(threshold=THRESHOLD, thresholding="flexmatch")),
     **{name: of(name) for name in ("feddure", "proxyfl", "semifl", "fedmatch", "fl2", "twin-sight", "semifed")},
 }
 
@@ -307,7 +310,7 @@ SPOILED: dict[str, Method] = {
 def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
     """Noise in place of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)
-    batches, padded = client_update.batches, client_update._padded
+    batches, padded = driver.batches, driver._padded
     g, filled = torch.Generator().manual_seed(0), []
 
     def noise(leaf: Tensor, real: Tensor) -> Tensor:
@@ -331,8 +334,8 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
         views = {name: noise(view, u) for name, view in local.views.items()}
         return local._replace(x=noise(local.x, x), y=noise(local.y, x), u=noise(local.u, u), views=views)
 
-    monkeypatch.setattr(client_update, "batches", noisy)
-    monkeypatch.setattr(client_update, "_padded", spoiled)
+    monkeypatch.setattr(driver, "batches", noisy)
+    monkeypatch.setattr(driver, "_padded", spoiled)
     after = rounds(method, "vmap", UNEQUAL)
     assert sum(filled) > 100
     for one, other in zip(before, after, strict=True):
@@ -344,14 +347,14 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
 def test_a_loop_has_no_masks(monkeypatch):
     """A client alone, and clients of one size, see no mask: nothing is computed for them that was not before."""
     seen: list[bool] = []
-    batches = client_update.batches
+    batches = driver.batches
 
     def watched(*given: Any) -> Iterator[Batch]:
         for batch in batches(*given):
             seen.append(bool(batch.real))
             yield batch
 
-    monkeypatch.setattr(client_update, "batches", watched)
+    monkeypatch.setattr(driver, "batches", watched)
     rounds(FedAvg(FixMatch()), "loop")
     rounds(FedAvg(FixMatch()), "vmap", ((4, 6),) * 3)
     assert seen
@@ -405,4 +408,6 @@ def test_every_work_of_the_catalog_masks():
     clipped = Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"]
     assert clipped.masks
     for name in FEDERATED:
-        assert all(work.masks for work in registry.entry(name).method.client_updates(shared).values()), name
+        assert all(
+            client_update.masks for client_update in registry.entry(name).method.client_updates(shared).values()
+        ), name

@@ -10,9 +10,9 @@ from scenes import begin, dataset, play, simulate, task
 
 from halfmoon.api.types import ClientUpdate
 from halfmoon.contract.checks import executors_agree
-from halfmoon.engine import client_update
+from halfmoon.engine import driver
 from halfmoon.engine.budget import ClientSize, natural
-from halfmoon.engine.client_update import update_together
+from halfmoon.engine.driver import update_together
 from halfmoon.engine.lockstep import lockstep
 from halfmoon.engine.programs import PADDED, Extent, Program, grouped
 from halfmoon.engine.sampling import Batching
@@ -21,7 +21,7 @@ from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 
 
-def work(**options: object) -> ClientUpdate:
+def client_update(**options: object) -> ClientUpdate:
     """Return what a client of FixMatch does."""
     return FedAvg(FixMatch(**options)).client_updates(task())["train"]  # pyright: ignore[reportArgumentType]
 
@@ -50,22 +50,25 @@ ONE = Batching(1, 1)
 )
 def test_programs_of_hand_made_sizes(rows, programs):
     """Steps are as many as unlabeled rows, all of them alike: the padded share is that of steps not taken."""
-    assert grouped(work(), extents([(1, each) for each in rows], ONE, work())) == programs
+    assert grouped(client_update(), extents([(1, each) for each in rows], ONE, client_update())) == programs
 
 
 def test_images_a_step_count_as_steps_do():
     """One step on all labeled and all unlabeled rows: 12 images of each kind beside 3 and 3 have 9 of 24 padded."""
     batching = Batching("all", "rest", steps=1)
-    assert grouped(work(), extents([(3, 3), (12, 12)], batching, work())) == [[1], [0]]
-    assert grouped(work(), extents([(6, 6), (12, 12)], batching, work())) == [[0, 1]]
-    assert grouped(work(), extents([(12, 1), (1, 12)], batching, work())) == [[1], [0]]  # unlike in kind: half
+    assert grouped(client_update(), extents([(3, 3), (12, 12)], batching, client_update())) == [[1], [0]]
+    assert grouped(client_update(), extents([(6, 6), (12, 12)], batching, client_update())) == [[0, 1]]
+    assert grouped(client_update(), extents([(12, 1), (1, 12)], batching, client_update())) == [
+        [1],
+        [0],
+    ]  # unlike in kind: half
 
 
 def test_rows_count_where_they_are_looked_at():
     """Six equal steps for a client of 400 rows and one of 12: alike, but for a work that sweeps all rows."""
     batching, sizes = Batching(2, 4, steps=6), [(4, 12), (4, 400)]
     for labels, programs in (("step", [[0, 1]]), ("round", [[1], [0]])):
-        sweeping = work(labels=labels)
+        sweeping = client_update(labels=labels)
         assert grouped(sweeping, extents(sizes, batching, sweeping)) == programs
     census = BatchNormStatistics(task())
     assert grouped(census, extents([(2, 10), (3, 12), (4, 400)], batching, census)) == [[2], [0, 1]]
@@ -76,7 +79,7 @@ def test_no_program_is_padded_more_than_the_bound():
     drawn = random.Random(0)
     for _ in range(300):
         batching = drawn.choice([ONE, Batching("all", "rest"), Batching(4, 8, epochs=2), Batching(4, 8, steps=3)])
-        of = work(labels=drawn.choice(["step", "round"]))
+        of = client_update(labels=drawn.choice(["step", "round"]))
         sizes = [(drawn.randrange(9), drawn.randrange(1, 12) ** 2) for _ in range(drawn.randrange(1, 25))]
         held = extents(sizes, batching, of)
         groups = grouped(of, held)
@@ -98,8 +101,8 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(monkeypatch):
         seen.append([each.client for each in tasks])
         return update_together(context, down, tasks)
 
-    monkeypatch.setattr(client_update, "update_together", watched)
-    method, shared = FedAvg(FixMatch(tau=0.3)), task()
+    monkeypatch.setattr(driver, "update_together", watched)
+    method, shared = FedAvg(FixMatch(threshold=0.3)), task()
     played = []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
@@ -112,13 +115,13 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(monkeypatch):
 def test_runs_in_lockstep_keep_the_bound(monkeypatch):
     """Two runs of three clients with 1, 10 and 2 steps: both large ones and a small one have 8 of 30 padded."""
     sizes, seen = ((2, 4), (2, 40), (2, 5)), list[list[int]]()
-    update_many = client_update.update_many
+    update_many = driver.update_many
 
     def watched(contexts, down, each, tasks):
         seen.append([task.client for task in tasks])
         return update_many(contexts, down, each, tasks)
 
-    monkeypatch.setattr(client_update, "update_many", watched)
+    monkeypatch.setattr(driver, "update_many", watched)
 
     def run(seed):
         def played(spread):
@@ -128,6 +131,6 @@ def test_runs_in_lockstep_keep_the_bound(monkeypatch):
 
         return played
 
-    method, shared = FedAvg(FixMatch(tau=0.3)), task()
+    method, shared = FedAvg(FixMatch(threshold=0.3)), task()
     lockstep([run(0), run(1)])
     assert [sorted(clients) for clients in seen] == [[1, 1, 2], [0, 0, 2]]

@@ -154,8 +154,8 @@ def test_company_changes_nothing():
 def rule(batching: Batching, labeled: int, unlabeled: int, views: bool = True) -> tuple[int, int, int]:
     """Return what the batch rule says of a client, for a method with or without unlabeled views."""
     method = FedAvg(FixMatch()) if views else FedAvg()
-    work = method.client_updates(Task(SmallCNN(), SGD(), PIXELS))["train"]
-    return natural(batching, work, ClientSize(labeled, unlabeled))[:3]
+    client_update = method.client_updates(Task(SmallCNN(), SGD(), PIXELS))["train"]
+    return natural(batching, client_update, ClientSize(labeled, unlabeled))[:3]
 
 
 @pytest.mark.parametrize(

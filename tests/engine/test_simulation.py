@@ -19,10 +19,10 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Cosine
 from halfmoon.data.partition.heterogeneity import jensen_shannon
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.engine import client_update
+from halfmoon.engine import driver
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.client_update import Diverged, update_together
+from halfmoon.engine.driver import Diverged, update_together
 from halfmoon.engine.evaluation import Examples, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.sampling import Batching
@@ -235,22 +235,22 @@ class Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def passed(work, network, dtype=torch.float64, labeled=3, unlabeled=5, side=16) -> tuple[int, int]:
+def passed(client_update, network, dtype=torch.float64, labeled=3, unlabeled=5, side=16) -> tuple[int, int]:
     """Return the images that one step really sends forward and back."""
     g = torch.Generator().manual_seed(0)
     model = tree.to(network.init(g), dtype=dtype)
     draw = lambda n: torch.randn(n, network.channels, side, side, generator=g, dtype=dtype)  # noqa: E731
-    u = {name: draw(unlabeled) for name in work.views}
+    u = {name: draw(unlabeled) for name in client_update.views}
     batch = Batch(draw(labeled), torch.arange(labeled), torch.arange(labeled), u, torch.arange(unlabeled))
     nothing = torch.zeros(0, network.channels, side, side, dtype=torch.uint8)
     local = Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))
     down = {**model, "gate": torch.ones(())}
-    carry = work.begin(down, work.remember(down, g), local)
+    carry = client_update.begin(down, client_update.remember(down, g), local)
     weights = [leaf.shape for path, leaf in tree.flatten(model["params"]).items() if path.endswith("conv/weight")]
     assert weights.count(weights[0]) == 1
     counter = Passing(weights[0], weights[-1])
     with counter:
-        work.step(down, carry, batch)
+        client_update.step(down, carry, batch)
     return counter.forward, counter.backward // weights.count(weights[-1])
 
 
@@ -262,7 +262,7 @@ RULES = list(itertools.product(["joint", "separate"], ["batch", "running"]))
 def test_passes_are_what_went_through_the_network(name, statistics, labeling):
     """Two rounds of every method of the catalog count what its visits send forward and back, under every rule."""
     entry, shared = registry.entry(name), task(statistics=statistics, labeling=labeling)
-    method = registry.make(name, {key: 0.39 for key in ("tau", "threshold") if key in registry.options(name)})
+    method = registry.make(name, {key: 0.39 for key in ("threshold", "threshold") if key in registry.options(name)})
     # Small clients: every operation below torch.func is seen in Python here.
     held = dataset(((5, 5), (3, 4), (2, 3)), all_labels=entry.all_labels, pooled=entry.pooled, place=entry.places[0])
     simulation = simulate(method, shared, held, cohort=2)
@@ -282,8 +282,8 @@ def test_passes_are_what_went_through_the_network(name, statistics, labeling):
 def test_passes_of_resnet9():
     """The count does not depend on the network."""
     network = ResNet9(1, CLASSES, 2)
-    for work in FedDure().client_updates(task(network)).values():
-        assert passed(work, network) == tuple(work.passes(3, 5))
+    for client_update in FedDure().client_updates(task(network)).values():
+        assert passed(client_update, network) == tuple(client_update.passes(3, 5))
 
 
 @cache
@@ -331,7 +331,7 @@ def test_no_tensor_given_to_a_method_depends_on_a_hidden_label(name):
 )
 def test_pseudo_label_quality_equals_a_count(name):
     """The row of a round equals numpy's count, with unlabeled images known again by their pixels."""
-    chosen = {key: 0.39 for key in ("tau", "threshold") if key in registry.options(name)}
+    chosen = {key: 0.39 for key in ("threshold", "threshold") if key in registry.options(name)}
     held, shared = dataset(), task()
     spy = Spy(registry.make(name, chosen))
     (played,) = play(spy, simulate(spy, shared, held, confidence_threshold=0.39), begin(spy, shared), range(1))
@@ -458,7 +458,7 @@ def test_clients_lifted_together_are_wrapped_around():
 
 def test_rounds_do_not_depend_on_the_size_of_a_group():
     """Under vmap a client's upload is the same alone and in company, to rounding."""
-    shared, method = task(), FedAvg(FixMatch(tau=0.3))
+    shared, method = task(), FedAvg(FixMatch(threshold=0.3))
     held = FederatedDataset(examples(sum(a + b for a, b in SIZES)), dataset().split)
     server = begin(method, shared)
     everyone = simulate(method, shared, held, executor="vmap", cohort=4)
@@ -473,14 +473,14 @@ def test_rounds_do_not_depend_on_the_size_of_a_group():
 
 def test_programs_hold_so_many_clients_and_no_more(monkeypatch):
     """Four alike in programs of three: three lifted, the last alone; uploads come as from one program."""
-    shared, method = task(), FedAvg(FixMatch(tau=0.3))
+    shared, method = task(), FedAvg(FixMatch(threshold=0.3))
     sizes: list[int] = []
 
     def counted(context, down, tasks):
         sizes.append(len(tasks))
         return update_together(context, down, tasks)
 
-    monkeypatch.setattr(client_update, "update_together", counted)
+    monkeypatch.setattr(driver, "update_together", counted)
 
     def asked(together: int | None):
         simulation = simulate(method, shared, executor="vmap", cohort=4)
@@ -688,7 +688,7 @@ def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
 
 def test_both_executors_lean_alike():
     """After two rounds of FixMatch, loop and vmap say the same of their models, to rounding."""
-    method, shared, rows = FedAvg(FixMatch(tau=0.3)), task(), []
+    method, shared, rows = FedAvg(FixMatch(threshold=0.3)), task(), []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, executor=executor)
         last = play(method, simulation, begin(method, shared), range(2))[-1]

@@ -49,8 +49,8 @@ def waits(method: Method, executor: Executor, steps: int) -> Counter[str]:
 
 
 METHODS = {
-    "fixmatch": FedAvg(FixMatch(tau=0.3)),
-    "fixmatch-round": FedAvg(FixMatch(tau=0.3, labels="round")),
+    "fixmatch": FedAvg(FixMatch(threshold=0.3)),
+    "fixmatch-round": FedAvg(FixMatch(threshold=0.3, labels="round")),
     "feddure": FedDure(),
 }
 

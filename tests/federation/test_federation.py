@@ -217,10 +217,10 @@ def test_replies_hold_what_the_table_says(method: str, place: str, play: Callabl
     there = play(method, place)
     known, table = shapes(there.town), SENT.get(method, AVERAGED)
     replies = [letter.said for letter in there.letters if isinstance(letter.asked, Request)]
-    assert {reply.work for reply in replies if isinstance(reply, Reply)} == set(table)
+    assert {reply.client_update for reply in replies if isinstance(reply, Reply)} == set(table)
     for reply in replies:
         assert isinstance(reply, Reply)
-        assert parts(reply.up) == table[reply.work]
+        assert parts(reply.up) == table[reply.client_update]
         assert set(reply.samples) <= TOLD.get(method, {"loss"})
         assert not reply.evaluation
         for path, leaf in tree.flatten(dict(Upload.of(reply.up).parts)).items():
@@ -347,10 +347,10 @@ LEAKS: dict[str, Callable[[SiteClient, bytes], bytes]] = {
 }
 
 
-def renamed(data: bytes, work: str) -> bytes:
+def renamed(data: bytes, client_update: str) -> bytes:
     """Return a reply that says it did another work."""
     try:
-        return write(replace(read(data, Reply), work=work))
+        return write(replace(read(data, Reply), client_update=client_update))
     except UserError:
         return data
 

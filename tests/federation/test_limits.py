@@ -69,7 +69,9 @@ def single(name: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
         site.task = shared
     remote.base = shared
     most = Amount(10**6, 10**6, 10**6, 10**6), 10**6
-    remote.calls.inspection = Inspection(UplinkSpec(shared, Views(), IMAGE, SEED), lambda work, site: most, lambda _: 0)
+    remote.calls.inspection = Inspection(
+        UplinkSpec(shared, Views(), IMAGE, SEED), lambda client_update, site: most, lambda _: 0
+    )
     return method, shared, remote, wire
 
 
@@ -193,7 +195,7 @@ ABOVE: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", BELOW)
 def test_a_message_up_to_the_bounds_is_read(name: str):
     found = read(BELOW[name], Request)
-    assert found.work == "train"
+    assert found.client_update == "train"
 
 
 @pytest.mark.parametrize("name", ABOVE)
@@ -336,7 +338,7 @@ def pickles(tmp_path: Path) -> dict[str, bytes]:
         "header": len(raw).to_bytes(8, "little") + raw,
         "request's tensor": write(replace(REQUEST, down=tensor)),
         "reply's tensor": write(replace(REPLY, up=tensor, evaluation=tensor)),
-        "text": write(replace(REQUEST, work=text)),
+        "text": write(replace(REQUEST, client_update=text)),
         "reason": write(Refusal(VERSION, UNFIT, text)),
         "terms": write(Offer(VERSION, text)),
         "metadata": bytes_of(json.dumps({"__metadata__": {"halfmoon": text, "shape": text}})),
@@ -373,7 +375,7 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
     for request in (
         replace(honest, down=tensor),
         replace(honest, evaluation=tensor),
-        replace(honest, work="", evaluation=tensor),
+        replace(honest, client_update="", evaluation=tensor),
     ):
         assert told(member.answer(write(request))).kind == UNFIT
     harmless(tmp_path)
@@ -445,14 +447,18 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
     downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, len(remote.names))
     assert DownlinkSpec.parse(json.loads(json.dumps(downlinks.facts())), len(remote.names)) == downlinks
     seen = [look(data, Request, Reply) for data in wire.seen]
-    asked = [(each.message.work, each.pattern("down")) for each in seen if isinstance(each.message, Request)]
-    assert {work for work, _ in asked} == set(downlinks.known)
-    for work, pattern in asked:
-        assert downlinks.fault(work, pattern) is None
+    asked = [(each.message.client_update, each.pattern("down")) for each in seen if isinstance(each.message, Request)]
+    assert {client_update for client_update, _ in asked} == set(downlinks.known)
+    for client_update, pattern in asked:
+        assert downlinks.fault(client_update, pattern) is None
         path, (shape, dtype) = next((path, kind) for path, kind in pattern.items() if kind and kind[0])
-        assert "was agreed on" in str(downlinks.fault(work, {**pattern, path: ((*shape[:-1], shape[-1] + 1), dtype)}))
-        assert "not agreed on" in str(downlinks.fault(work, {**pattern, "more": ((1,), dtype)}))
-        assert "is missing" in str(downlinks.fault(work, {p: kind for p, kind in pattern.items() if p != path}))
+        assert "was agreed on" in str(
+            downlinks.fault(client_update, {**pattern, path: ((*shape[:-1], shape[-1] + 1), dtype)})
+        )
+        assert "not agreed on" in str(downlinks.fault(client_update, {**pattern, "more": ((1,), dtype)}))
+        assert "is missing" in str(
+            downlinks.fault(client_update, {p: kind for p, kind in pattern.items() if p != path})
+        )
 
 
 def test_a_count_of_other_sites_may_be_any():
@@ -543,14 +549,14 @@ def test_options_of_methods_are_bounded():
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_step_and_a_visit_have_an_end(beyond: int):
     """Images of a step by their values, those of a visit by their number."""
-    work = ClientUpdate(task(terms().config, terms().form), ("weak", "strong"))
+    client_update = ClientUpdate(task(terms().config, terms().form), ("weak", "strong"))
     most = limits.STEP // 64
     for amount, said in (
         (Amount(1, most + beyond, 0), "a step is of 2,097,153 images with 1 channel"),
         (Amount(1, 2 + beyond, (most - 2) // 2), "a step is of 2,097,153 images"),
         (Amount(limits.VISIT // 10 + beyond, 2, 4), "a visit is of 1,000,001 steps of 10 images"),
     ):
-        fault = limits.check_visit(work, amount, (1, 8, 8))
+        fault = limits.check_visit(client_update, amount, (1, 8, 8))
         assert (fault is not None and said in fault) if beyond else fault is None
     size = most + beyond
     if size <= limits.MOST["labeled_batch"]:

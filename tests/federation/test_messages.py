@@ -32,7 +32,7 @@ from halfmoon.methods import registry
 from halfmoon.storage.serialization import pack
 
 FEDERATED = [name for name in registry.names() if not registry.entry(name).pooled]
-REQUEST = Request(HASH, VERSION, RUN, round=0, attempt=0, query=0, work="train")
+REQUEST = Request(HASH, VERSION, RUN, round=0, attempt=0, query=0, client_update="train")
 
 
 def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
@@ -129,7 +129,7 @@ def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
     assert list(back.down) == ["b", "a", "none"]
     assert torch.equal(back.down["b"]["x"], leaf)
     assert back.down["b"]["x"].stride() == leaf.stride()
-    assert (back.round, back.query, back.work) == (7, 2, "train")
+    assert (back.round, back.query, back.client_update) == (7, 2, "train")
 
 
 MESSAGES: list[Message] = [

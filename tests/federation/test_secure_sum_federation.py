@@ -242,7 +242,7 @@ WATCHED = (0, 2)
 """The sites whose updates are looked for: a server's memory is large."""
 
 
-class Seen:
+class StepResult:
     """What single sites would have sent: bytes that only a server which sees single updates has."""
 
     def __init__(self) -> None:
@@ -300,12 +300,12 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     members = [SiteClient.at(town.folder / name, name) for name in town.names]
     for path in town.folder.rglob(KNOWN):  # a test before may have given a site a new secret
         path.unlink()
-    seen, counts = Seen(), dict[tuple[int, int, str], int]()
+    seen, counts = StepResult(), dict[tuple[int, int, str], int]()
     original = SiteRuntime.do
 
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
         reply = original(self, request, memories)
-        if request.work and self.number in WATCHED:
+        if request.client_update and self.number in WATCHED:
             seen.add(self.number, request.down, Upload.of(reply.up))
         return reply
 

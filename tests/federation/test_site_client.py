@@ -546,7 +546,7 @@ def test_a_site_tests_a_model_on_images_that_it_never_trains_on(
     assert both.evaluation["confusion"].sum() == 4
     assert both.evaluation["confusion"].sum(1).tolist() == [1, 3]
     assert write(replace(both, evaluation={})) == script[0][1]
-    alone = read(member.answer(write(replace(request, evaluation=model, work="", down={}))), Reply)
+    alone = read(member.answer(write(replace(request, evaluation=model, client_update="", down={}))), Reply)
     assert torch.equal(alone.evaluation["confusion"], both.evaluation["confusion"])
     assert alone.up == {}
 

@@ -85,7 +85,9 @@ def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[Remote
     manager.gather(SITES, 10.0)
     method = registry.make("fedavg")
     seen = UplinkSpec(MODEL, Views(), ABOUT.form.image, 0)
-    inspection = Inspection(seen, lambda work, site: (Amount(9, 9, 9, 9), 40), lambda site: 0, cap=WeightCap(factor))
+    inspection = Inspection(
+        seen, lambda client_update, site: (Amount(9, 9, 9, 9), 40), lambda site: 0, cap=WeightCap(factor)
+    )
     run = RunIdentity(ABOUT.hash, VERSION, "a" * 32)
     calls = SiteCalls(manager, ABOUT.sites, run, Rules(), inspection=inspection)
     runtime = RemoteRuntime(method, MODEL, Views(), calls, RuntimeSettings(SITES))

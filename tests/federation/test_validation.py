@@ -26,7 +26,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.client_update import ClientContext, ClientResult
+from halfmoon.engine.driver import ClientContext, ClientResult
 from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol.messages import Reply
@@ -69,7 +69,9 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
         if list(clients) != [SERVER]:
             downlinks = [{**down, **tree.index(each, k)} for k in range(len(clients))]
             own = [(held.own(k), held.given(k)) for k in clients]
-            most = [Budget().amount(local_clients.training.batching, context.work, *holding) for holding in own]
+            most = [
+                Budget().amount(local_clients.training.batching, context.client_update, *holding) for holding in own
+            ]
             images = [int((held.split.client == k).sum()) for k in clients]
             asked.append(Trip(context, clients, downlinks, outcomes, most, images))
         return outcomes
@@ -94,7 +96,7 @@ def answer(outcome: ClientResult, **changes: Any) -> Reply:
         "samples": samples,
         **changes,
     }
-    return Reply(federation="f", version="1", run="0" * 32, round=0, attempt=0, query=0, work="train", **given)
+    return Reply(federation="f", version="1", run="0" * 32, round=0, attempt=0, query=0, client_update="train", **given)
 
 
 PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).places]
@@ -111,7 +113,7 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     known = patterns(shared)
     assert asked
     for query in asked:
-        uplink = query.context.work.uplink
+        uplink = query.context.client_update.uplink
         for k, outcome in enumerate(query.outcomes):
             pattern = known.of(query.context, query.downlinks[k])
             assert pattern is not None
@@ -183,8 +185,8 @@ class Echo(ClientUpdate):
         raise NotImplementedError
 
 
-def context(work: ClientUpdate, round: int = 0) -> ClientContext:
-    return ClientContext(work, Views(), 3, round, 0)
+def context(client_update: ClientUpdate, round: int = 0) -> ClientContext:
+    return ClientContext(client_update, Views(), 3, round, 0)
 
 
 def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:

@@ -63,8 +63,8 @@ def test_the_mean_of_two_clients_by_hand():
 
     def bn_statistics(down, who):
         assert value(down["params"]) == 3
-        work = BatchNormStatistics(shared)
-        return [work.finish(down, work.begin(down, {}, held[k]), held[k])[0] for k in who]
+        client_update = BatchNormStatistics(shared)
+        return [client_update.finish(down, client_update.begin(down, {}, held[k]), held[k])[0] for k in who]
 
     server = {"params": weight(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     told = Told({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))

@@ -34,14 +34,15 @@ def test_thresholds_by_hand():
 
 
 def test_first_and_second_classes():
-    """Shares (0, 1): class 0 is in the tail, r = (0, 0.2), std 0.1, T = (tau - 0.1, tau + 0.1) = (0.6, 0.8).
+    """Shares (0, 1): class 0 is in the tail, r = (0, 0.2), std 0.1, T = (threshold - 0.1, threshold + 0.1) = (0.6,
+    0.8).
 
     Class 0 with 0.7 passes; class 1 with 0.9 passes; class 1 with 0.75 does not, its second class does; 0 with 0.55
     does not, and its second class, 1, is in no tail.
     """
-    work = Balanced(task(), ("weak",), CBAFed(tau=0.7, tau_most=0.9))
+    client_update = Balanced(task(), ("weak",), CBAFed(threshold=0.7, threshold_most=0.9))
     p = torch.tensor([[0.7, 0.3], [0.1, 0.9], [0.25, 0.75], [0.55, 0.45]]).double()
-    pseudo = work.judge(p, torch.tensor([0.0, 1.0]).double())
+    pseudo = client_update.pseudo_label(p, torch.tensor([0.0, 1.0]).double())
     assert pseudo.label.tolist() == [0, 1, 0, 0]
     assert pseudo.weight.tolist() == [1, 1, 1, 0]
     assert pseudo.confidence.tolist() == pytest.approx([0.7, 0.9, 0.25, 0.55])
@@ -54,17 +55,17 @@ def images(count: int, seed: int) -> Tensor:
 def test_a_visit_with_labels_goes_back():
     """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
     options, shared = CBAFed(local_residual_every=2), task(optimizer=SGD(0.5))
-    work, down = options.client_updates(shared)["train"], begin(options, shared)
+    client_update, down = options.client_updates(shared)["train"], begin(options, shared)
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
     nobody = Local(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
-    carry = work.begin(down, work.remember(down, torch.Generator()), nobody)
+    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), nobody)
     model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     saved = {name: leaf.clone() for name, leaf in model.state_dict().items() if leaf.is_floating_point()}
     for number in range(9):
         y, none = torch.tensor([number % 4, 1]), torch.zeros(0, dtype=torch.int64)
         batch = Batch(images(2, number), y, torch.arange(2), {"weak": images(0, 0)}, none)
-        carry, _ = work.step(down, carry, batch)
+        carry, _ = client_update.step(down, carry, batch)
         optimizer.zero_grad()
         F.cross_entropy(model(batch.x), batch.y).backward()
         optimizer.step()
@@ -81,7 +82,7 @@ def test_a_visit_with_labels_goes_back():
 
 def test_shares_are_those_of_all_labels_together():
     """Two clients of 3 labels + 1 pseudo-label and of 0 + 2: the mean by weight of their shares is counts / 6."""
-    work = Balanced(task(), ("weak",), CBAFed())
+    client_update = Balanced(task(), ("weak",), CBAFed())
     down = {"share": torch.full((4,), 0.25).double()}
     x = torch.zeros(5, 1, 1, 1, dtype=torch.uint8)
     given = [
@@ -92,7 +93,7 @@ def test_shares_are_those_of_all_labels_together():
     for data, label, weight in given:
         carry = {"params": {}, "stats": {}, "optimizer": {}, "label": torch.tensor(label)}
         carry["weight"] = torch.tensor(weight).double()
-        ups.append(work.finish(down, carry, data)[0])
+        ups.append(client_update.finish(down, carry, data)[0])
     assert [float(up.weight) for up in ups] == [4, 2]
     mean = tree.weighted_mean(tree.stack([{"share": up.update["share"]} for up in ups]), torch.tensor([4.0, 2.0]))
     assert mean["share"].tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6, 1 / 6])
@@ -102,7 +103,7 @@ def test_the_server_goes_back():
     """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
     shared, played = task(rounds=4), {}
     for share in (0.0, 0.25):
-        method = CBAFed(residual=share, residual_every=2, tau=0.3, warmup=0.0)
+        method = CBAFed(residual=share, residual_every=2, threshold=0.3, warmup=0.0)
         simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
         played[share] = play(method, simulation, begin(method, shared), range(4))
     plain, slow = played[0.0], played[0.25]
@@ -118,7 +119,7 @@ def test_the_server_goes_back():
 
 def test_warm_up_is_for_labels_alone():
     """No pseudo-label counts in it; clients without labels then weigh nothing."""
-    method, shared = CBAFed(tau=0.1), task(rounds=2)
+    method, shared = CBAFed(threshold=0.1), task(rounds=2)
     simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4), cohort=4)
     first, second = play(method, simulation, begin(method, shared), range(2))
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0

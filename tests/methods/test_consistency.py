@@ -11,7 +11,7 @@ import pytest
 import textbook_objectives as textbook
 import torch
 from scenes import begin, dataset, furthest, play, same, simulate, task
-from test_objectives import Line, W, batch, judge
+from test_objectives import Line, W, batch, pseudo_label
 from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 from torch.func import grad_and_value
 
@@ -39,7 +39,7 @@ def test_pi_model_by_hand():
     With p = 3/4, q = 9/10 it is (p - q)^2, with derivative 2 (p - q) (p (1 - p) * 1 - q (1 - q) * 2): through both.
     """
     given = batch([1], [0])._replace(u={"weak": one(1), "weak2": one(2)})
-    loss, gradient, seen = judge(PiModel(unlabeled_weight=2.0, ramp=0), given)
+    loss, gradient, seen = pseudo_label(PiModel(unlabeled_weight=2.0, ramp=0), given)
     assert loss == pytest.approx(log(4 / 3) + 2 * 0.15**2, rel=1e-12)
     assert gradient == pytest.approx(-1 / 4 + 2 * 2 * -0.15 * (0.1875 - 0.18), rel=1e-12)
     assert seen.pseudo[0].confidence.tolist() == pytest.approx([0.825], rel=1e-12)
@@ -53,25 +53,26 @@ def test_mean_teacher_by_hand():
     """
     objective = MeanTeacher(unlabeled_weight=2.0, ramp=0)
     given = batch([1], [0])._replace(u={"weak": one(1), "weak2": one(5)})
-    aside = {"teacher": {"w": torch.zeros((), dtype=torch.float64)}}
+    aux = {"teacher": {"w": torch.zeros((), dtype=torch.float64)}}
     model = {"params": {"w": torch.tensor(W, dtype=torch.float64)}, "stats": {}}
-    loss, gradient, _ = learned(objective, given, model, task(Line(1)), aside)
+    loss, gradient, _ = learned(objective, given, model, task(Line(1)), aux)
     assert loss == pytest.approx(log(4 / 3) + 2 / 16, rel=1e-12)
     assert float(gradient["w"]) == pytest.approx(-1 / 4 + 2 * 2 / 4 * 3 / 16, rel=1e-12)
 
 
 def test_pseudo_label_by_hand():
-    """tau = 0.8 lets x = 2, class 0 with 9/10, teach itself, and x = -1, class 1 with 3/4, not; the mean is over both.
+    """threshold = 0.8 lets x = 2, class 0 with 9/10, teach itself, and x = -1, class 1 with 3/4, not; the mean is
+    over both.
 
     CE is ln(10/9), with derivative -(1 - 9/10) * 2.
     """
     given = batch([1], [0], weak=[2, -1])
-    loss, gradient, seen = judge(PseudoLabel(0.8, 3.0, ramp=0), given)
+    loss, gradient, seen = pseudo_label(PseudoLabel(0.8, 3.0, ramp=0), given)
     assert loss == pytest.approx(log(4 / 3) + 3 * log(10 / 9) / 2, rel=1e-12)
     assert gradient == pytest.approx(-1 / 4 - 3 * 0.2 / 2, rel=1e-12)
     assert seen.pseudo[0].label.tolist() == [0, 1]
     assert seen.pseudo[0].weight.tolist() == [1.0, 0.0]
-    loss, _, _ = judge(PseudoLabel(0.0, 3.0, ramp=0), given)  # Lee's: all count
+    loss, _, _ = pseudo_label(PseudoLabel(0.0, 3.0, ramp=0), given)  # Lee's: all count
     assert loss == pytest.approx(log(4 / 3) + 3 * (log(10 / 9) + log(4 / 3)) / 2, rel=1e-12)
 
 
@@ -81,13 +82,13 @@ def test_pseudo_labels_of_the_round_and_debiased():
     Row 0 says (0.75, 0.25): over the prior (0.8333, 2.5), normalized (1/4, 3/4), class 1 with 3/4.
     """
     guess = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
-    ready = {"guess": guess, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
+    cached = {"guess": guess, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
     shared = task(Line(1))
     params = {"w": torch.tensor(W, dtype=torch.float64)}
     for debias, labels, sure in ((False, [0, 0], [0.99, 0.75]), (True, [0, 1], [11 / 12, 0.75])):
         objective = PseudoLabel(0.7, ramp=0, labels="round", debias=debias)
-        loss, seen = objective(shared, params, {}, given, {}, ready)
+        loss, seen = objective(shared, params, {}, given, {}, cached)
         assert seen.pseudo[0].label.tolist() == labels
         assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
         second = log(4) if labels[1] == 0 else log(4 / 3)  # x = -1 is class 0 with 1/4
@@ -110,16 +111,16 @@ def test_guesses_debiased_over_the_step():
 
 @pytest.mark.parametrize("objective", [PseudoLabel(0.6, ramp=0), PseudoLabel(0.95, 5.0, ramp=0)])
 def test_no_confident_image_leaves_the_supervised_loss(objective):
-    loss, gradient, _ = judge(objective, batch([1], [0], weak=[0, 0]))
+    loss, gradient, _ = pseudo_label(objective, batch([1], [0], weak=[0, 0]))
     assert loss == pytest.approx(log(4 / 3), rel=1e-12)
     assert gradient == pytest.approx(-1 / 4, rel=1e-12)
 
 
 def learned(
-    objective: Objective, given: Batch, model: dict, shared: Task, aside: Any = None, ready: Any = None
+    objective: Objective, given: Batch, model: dict, shared: Task, aux: Any = None, cached: Any = None
 ) -> tuple[float, dict, dict]:
     """Return our loss, its gradient, and the statistics that all passes leave."""
-    lost = lambda params: objective(shared, params, model["stats"], given, aside or {}, ready or {})  # noqa: E731
+    lost = lambda params: objective(shared, params, model["stats"], given, aux or {}, cached or {})  # noqa: E731
     gradient, (loss, seen) = grad_and_value(lost, has_aux=True)(model["params"])
     stats = model["stats"]
     for moments in seen.moments if stats else ():
@@ -150,16 +151,16 @@ def test_gradients_are_autograds(statistics, labeling, labeled):
     book = Textbook(module_of(model), statistics, labeling)
     check(ours, book.module, textbook.pi_model(book, given, 7.0))
     teacher = begin(FedAvg(), shared, seed=1)
-    aside = {"teacher": teacher["params"], "teacher_stats": model["stats"]}  # the textbook has one set for both
-    ours = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aside)
+    aux = {"teacher": teacher["params"], "teacher_stats": model["stats"]}  # the textbook has one set for both
+    ours = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aux)
     book = Textbook(module_of(model), statistics, labeling)
     check(ours, book.module, textbook.mean_teacher(book, module_of(teacher), given, 9.0))
     given = given._replace(u={"weak": given.u["weak"]})
     _, seen = PseudoLabel(0.0, ramp=0)(shared, model["params"], model["stats"], given)
-    for tau in (0.0, float(seen.pseudo[0].confidence.median())):  # all six images, and some
-        ours = learned(PseudoLabel(tau, 3.0, ramp=0), given, model, shared)
+    for threshold in (0.0, float(seen.pseudo[0].confidence.median())):  # all six images, and some
+        ours = learned(PseudoLabel(threshold, 3.0, ramp=0), given, model, shared)
         book = Textbook(module_of(model), statistics, labeling)
-        check(ours, book.module, textbook.pseudo_label(book, given, 3.0, tau))
+        check(ours, book.module, textbook.pseudo_label(book, given, 3.0, threshold))
 
 
 def test_ramps_by_hand():
@@ -182,13 +183,13 @@ def test_the_ramp_weighs_the_unlabeled_term(make, shape, factor):
     """Half way, the loss is that of the weight times the ramp's value, ramped no further."""
     shared = replace(task(NETWORK, rounds=10), round=2)
     model = begin(FedAvg(), shared)
-    aside = {"teacher": begin(FedAvg(), shared, 1)["params"], "teacher_stats": model["stats"]}
+    aux = {"teacher": begin(FedAvg(), shared, 1)["params"], "teacher_stats": model["stats"]}
     given = drawn_batch(views=("weak", "weak2", "strong"))
-    options: dict[str, Any] = {"tau": 0.2} if make in (PseudoLabel, FixMatch) else {}
-    half = learned(make(unlabeled_weight=8.0, ramp=0.4, ramp_shape=shape, **options), given, model, shared, aside)
-    same_weight = learned(make(unlabeled_weight=8 * factor, ramp=0.0, **options), given, model, shared, aside)
+    options: dict[str, Any] = {"threshold": 0.2} if make in (PseudoLabel, FixMatch) else {}
+    half = learned(make(unlabeled_weight=8.0, ramp=0.4, ramp_shape=shape, **options), given, model, shared, aux)
+    same_weight = learned(make(unlabeled_weight=8 * factor, ramp=0.0, **options), given, model, shared, aux)
     assert half[0] == pytest.approx(same_weight[0], rel=1e-12)
-    none = learned(make(unlabeled_weight=0.0, ramp=0.0, **options), given, model, shared, aside)
+    none = learned(make(unlabeled_weight=0.0, ramp=0.0, **options), given, model, shared, aux)
     assert half[0] != pytest.approx(none[0], rel=1e-4)
 
 
@@ -196,13 +197,13 @@ def test_a_teacher_by_hand():
     """From 0, models 1 and 2: the means 1/2 and 1. With decay 1/2, the second step keeps half: 1/4 + 2/2 = 5/4."""
     at = lambda value: {"w": torch.tensor([value])}  # noqa: E731
     for decay, wanted in ((0.999, 1.0), (0.5, 1.25), (0.0, 2.0)):
-        aside: Any = {"teacher": at(0.0), "teacher_steps": torch.zeros((), dtype=torch.float64)}
-        aside = follow(aside, at(1.0), decay)
-        assert float(aside["teacher"]["w"]) == (0.5 if decay else 1.0)
-        aside = follow(aside, at(2.0), decay)
-        assert float(aside["teacher"]["w"]) == pytest.approx(wanted)
-        assert float(aside["teacher_steps"]) == 2
-        assert aside["teacher"]["w"].dtype == torch.float32
+        aux: Any = {"teacher": at(0.0), "teacher_steps": torch.zeros((), dtype=torch.float64)}
+        aux = follow(aux, at(1.0), decay)
+        assert float(aux["teacher"]["w"]) == (0.5 if decay else 1.0)
+        aux = follow(aux, at(2.0), decay)
+        assert float(aux["teacher"]["w"]) == pytest.approx(wanted)
+        assert float(aux["teacher_steps"]) == 2
+        assert aux["teacher"]["w"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("objective", [FixMatch(0.39), PseudoLabel(0.39)])

@@ -20,20 +20,20 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 
 # An untrained network of four classes is sure of nothing; three rounds see the foot of a ramp, and no tenth round.
-SOME = {"tau": 0.39, "threshold": 0.39, "delta": 1.35, "ramp_rounds": 2, "interval": 1, "tuning_passes": 5}
+SOME = {"threshold": 0.39, "delta": 1.35, "ramp_rounds": 2, "interval": 1, "tuning_passes": 5}
 
 
 def method_of(name: str) -> Method:
     """Return a method that uses some, but not all, of its pseudo-labels on random images."""
     options = registry.options(name)
     some = {key: value for key, value in SOME.items() if key in options}
-    if "tau" in some and "debias" in options and options["debias"].default:
-        some["tau"] = 0.28  # a guess divided by the mean of all guesses is less sure still
+    if "threshold" in some and "debias" in options and options["debias"].default:
+        some["threshold"] = 0.28  # a guess divided by the mean of all guesses is less sure still
     if "teacher" in options and options["teacher"].default in ("global", "average"):
         # Under tracked statistics, which are young, the received model is less sure, and the average still less.
-        some["tau"] = 0.32 if options["teacher"].default == "global" else 0.31
+        some["threshold"] = 0.32 if options["teacher"].default == "global" else 0.31
     if "tail" in options:
-        some["tau"] = 0.25  # to which the share of a class, 0.1, is added
+        some["threshold"] = 0.25  # to which the share of a class, 0.1, is added
     return registry.make(name, some)
 
 
@@ -121,7 +121,7 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
 def test_guesses_that_are_never_confident_do_no_harm(name, place):
     """With a threshold that no probability reaches, every round ends, and with finite numbers."""
     options = registry.options(name)
-    never = {key: 1.01 for key in ("tau", "threshold") if key in options}
+    never = {key: 1.01 for key in ("threshold", "threshold") if key in options}
     if not never:
         return
     if "adaptive" in options:
@@ -141,9 +141,9 @@ def test_guesses_that_are_never_confident_do_no_harm(name, place):
 def test_the_clients_of_the_scene_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
     _, _, simulation = scene("fedavg-fixmatch", rule)
-    work, training = simulation.client_updates["train"], simulation.local_clients.training
+    client_update, training = simulation.client_updates["train"], simulation.local_clients.training
     owned = [simulation.dataset.own(k) for k in range(4)]
-    amounts = [training.budget.amount(training.batching, work, own, own) for own in owned]
+    amounts = [training.budget.amount(training.batching, client_update, own, own) for own in owned]
     assert len({amount.steps for amount in amounts}) > 1
     assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")
 
@@ -157,14 +157,14 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
     before, after = method.solution(shared, server), method.solution(shared, last.server)
     assert furthest(after["params"], before["params"]) > 1e-3
     assert furthest(after["stats"], before["stats"]) > 1e-3
-    if any(work.views for work in method.client_updates(shared).values()):
+    if any(client_update.views for client_update in method.client_updates(shared).values()):
         assert last.report.pseudo is not None
         assert last.report.pseudo["share_used"] > 0
         used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)
         kept = [one.report.samples["kept"] for one in straight(name, "both") if "kept" in one.report.samples]
         if kept:  # only rows that it is sure of are drawn, and it says how many these are
             used = float(sum(each.total for each in kept) / sum(each.count for each in kept))
-        assert used < 1 or "tau" not in registry.options(name)
+        assert used < 1 or "threshold" not in registry.options(name)
 
 
 @EVERY

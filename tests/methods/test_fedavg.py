@@ -55,11 +55,11 @@ def test_the_average_by_hand():
     Statistics are averaged like parameters.
     """
     shared = task()
-    work = FedAvg().client_updates(shared)["train"]
+    client_update = FedAvg().client_updates(shared)["train"]
     ups = []
     for p, s, counts in ((1.0, 10.0, (2, 2)), (5.0, 2.0, (3, 9))):
         down = {"params": {"w": torch.tensor([p])}, "stats": {"n": {"mean": torch.tensor([s])}}}
-        up, memory = work.finish(down, work.begin(down, {}, local(*counts)), local(*counts))
+        up, memory = client_update.finish(down, client_update.begin(down, {}, local(*counts)), local(*counts))
         assert memory == {}
         assert float(up.weight) == sum(counts)
         ups.append(up)
@@ -96,20 +96,20 @@ def test_prox_of_zero_is_fedavg_bit_by_bit(pair):
     assert furthest(runs[2], runs[0]) > 1e-4
 
 
-@pytest.mark.parametrize("objective", [None, FixMatch(tau=0.3)], ids=["supervised", "fixmatch"])
+@pytest.mark.parametrize("objective", [None, FixMatch(threshold=0.3)], ids=["supervised", "fixmatch"])
 def test_the_proximal_gradient_is_autograds(objective):
     """Three steps of SGD equal autograd on objective + (prox / 2) ||params - received||^2, written as a loss."""
     prox, lr = 0.7, 0.1
     method = FedAvg(prox=prox) if objective is None else FedAvg(objective, prox=prox)
     shared = task(optimizer=SGD(lr))
-    work = method.client_updates(shared)["train"]
+    client_update = method.client_updates(shared)["train"]
     down = begin(method, shared)
-    carry = work.begin(down, {}, local(5, 6))
+    carry = client_update.begin(down, {}, local(5, 6))
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), down["params"])
     stats = down["stats"]
     for batch in batches(3):
         before = stats
-        carry, notes = work.step(down, carry, batch)
+        carry, notes = client_update.step(down, carry, batch)
         plain, seen = method.objective(shared, params, before, batch)
         far = sum((p - q).square().sum() for p, q in zip(tree.leaves(params), tree.leaves(down["params"]), strict=True))
         gradients = torch.autograd.grad(plain + prox / 2 * far, list(tree.leaves(params)))
@@ -126,11 +126,11 @@ def test_the_proximal_gradient_is_autograds(objective):
 def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
     """Momentum is not carried from visit to visit, and nothing stays at the client."""
     method, shared = FedAvg(), task(optimizer=SGD(0.1, momentum=0.9))
-    work = method.client_updates(shared)["train"]
+    client_update = method.client_updates(shared)["train"]
     down = begin(method, shared)
-    carry, _ = work.step(down, work.begin(down, {}, local(5, 6)), batches(1)[0])
+    carry, _ = client_update.step(down, client_update.begin(down, {}, local(5, 6)), batches(1)[0])
     assert any(leaf.any() for leaf in tree.leaves(carry["optimizer"]))
-    again = work.begin(down, {}, local(5, 6))
+    again = client_update.begin(down, {}, local(5, 6))
     assert not any(leaf.any() for leaf in tree.leaves(again["optimizer"]))
     assert again["params"] is down["params"]
 
@@ -231,7 +231,7 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
         "average": {"teacher": "average"},
         "newest": {"teacher": "average", "teacher_decay": 0.0},
     }.items():
-        method = FedAvg(objective(tau=0.3, labels=labels, **options))
+        method = FedAvg(objective(threshold=0.3, labels=labels, **options))
         runs[name] = play(method, simulate(method, shared, held), begin(method, shared), range(4))
     ends = {name: [each.server["params"] for each in played] for name, played in runs.items()}
     for number in range(4):
@@ -246,7 +246,7 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_loop_and_vmap_agree_where_the_average_teaches(norm):
     """As everywhere, to rounding, with statistics and without."""
-    method, runs = FedAvg(FixMatch(tau=0.3, teacher="average", debias=True)), []
+    method, runs = FedAvg(FixMatch(threshold=0.3, teacher="average", debias=True)), []
     shared = task(SmallCNN(1, CLASSES, 4, norm))
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, dataset(), executor=executor)

@@ -63,30 +63,31 @@ def test_app_u_and_labels_by_hand():
     """Weak views 1, 1, -1 and 2 have class 0 with 3/4, 3/4, 1/4 and 9/10: APP-U is (2.65, 1.35) / 4.
 
     Over it, (3/4, 1/4) has the odds 3 * 1.35 / 2.65 = 1.528 and is class 0 with 0.604; x = -1 has (1/3) * 0.509 = 0.17,
-    class 1 with 0.855; x = 2 has 9 * 0.509, class 0 with 0.821. tau = 0.7 lets rows 2 and 3 through; undebiased, 0 too.
-    The loss of rows (2, 0) is ln(4/3) + CE of class 1 at its strong view x = -1, ln(4/3), over the one that is used.
+    class 1 with 0.855; x = 2 has 9 * 0.509, class 0 with 0.821. threshold = 0.7 lets rows 2 and 3 through;
+    undebiased, 0 too. The loss of rows (2, 0) is ln(4/3) + CE of class 1 at its strong view x = -1, ln(4/3), over the
+    one that is used.
     """
-    work, model = line(FedDB(tau=0.7))
-    carry = work.begin(model, work.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    client_update, model = line(FedDB(threshold=0.7))
+    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 1, -1, 2))
     appu = torch.tensor([2.65 / 4, 1.35 / 4], dtype=torch.float64)
     torch.testing.assert_close(carry["appu"], appu, rtol=1e-12, atol=0)
-    _, notes = work.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
+    _, notes = client_update.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
     odds = 1.35 / 2.65
     (pseudo,) = notes.pseudo
     assert pseudo.label.tolist() == [1, 0]
     assert pseudo.confidence.tolist() == pytest.approx([1 / (1 + odds / 3), 3 * odds / (1 + 3 * odds)], rel=1e-9)
     assert pseudo.weight.tolist() == [1.0, 0.0]
     assert float(notes.loss) == pytest.approx(2 * log(4 / 3), rel=1e-9)
-    plain, _ = line(FedDB(tau=0.7, debias=False))
+    plain, _ = line(FedDB(threshold=0.7, debias=False))
     carry = plain.begin(model, plain.remember(model, torch.Generator()), client(1, 1, -1, 2))
     assert plain.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))[1].pseudo[0].weight.tolist() == [1.0, 1.0]
 
 
 def test_a_gradient_by_hand():
     """-1/4 of the labeled image, and of class 1 at x = -1, where class 0 has 1/4: (1/4) * -1. SGD at 1/2 adds 1/4."""
-    work, model = line(FedDB(tau=0.7))
-    carry = work.begin(model, work.remember(model, torch.Generator()), client(1, 1, -1, 2))
-    new, _ = work.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
+    client_update, model = line(FedDB(threshold=0.7))
+    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    new, _ = client_update.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
     assert float(new["params"]["w"]) == pytest.approx(W + 0.5 * 0.5, rel=1e-12)
 
 
@@ -96,20 +97,20 @@ def test_accumulation_by_hand():
     Views 1 and 2 of weight ln 3: p = (0.825, 0.175), and so p_e in the first step. After it the weight is w, and
     p_e = (s(w) + s(2 w)) / 2 with the logistic s. A minibatch of one of two images is half an epoch: sqrt(gamma).
     """
-    work, model = line(FedDB(tau=0.7, gamma=0.25))
+    client_update, model = line(FedDB(threshold=0.7, gamma=0.25))
     data = client(1, 2)
-    carry = work.begin(model, work.remember(model, torch.Generator()), data)
-    carry, _ = work.step(model, carry, given([1, 1], [1, 2], [0, 1]))
+    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
+    carry, _ = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
     assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
     w = float(carry["params"]["w"])
     assert w > W + 0.1
     s = lambda z: 1 / (1 + exp(-z))  # noqa: E731
-    second, _ = work.step(model, carry, given([1, 1], [1, 2], [0, 1]))
+    second, _ = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
     moved = 0.25 * 0.825 + 0.75 * (s(w) + s(2 * w)) / 2
     assert float(second["appu"][0]) == pytest.approx(moved, rel=1e-12)
-    half, _ = work.step(model, carry, given([1], [2], [1]))
+    half, _ = client_update.step(model, carry, given([1], [2], [1]))
     assert float(half["appu"][0]) == pytest.approx(0.5 * 0.825 + 0.5 * s(2 * w), rel=1e-12)
-    up, _ = work.finish(model, half, data)
+    up, _ = client_update.finish(model, half, data)
     assert float(up.aux["appu"][0]) == float(half["appu"][0])
     assert up.aux["appu"].shape == (2,)
 
@@ -123,32 +124,32 @@ def test_other_accumulations_by_hand():
     s = lambda z: 1 / (1 + exp(-z))  # noqa: E731
     data = client(1, 2)
     for how, epochs in (("finish", 1), ("finish", 1.5), ("none", 1)):
-        work, model = line(FedDB(tau=0.7, gamma=0.25, accumulate=how))
-        assert work.views == ("strong",)
-        carry = work.begin(model, work.remember(model, torch.Generator()), data)
-        carry, _ = work.step(model, carry, given([1, 1], [], [0, 1]))
+        client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate=how))
+        assert client_update.views == ("strong",)
+        carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
+        carry, _ = client_update.step(model, carry, given([1, 1], [], [0, 1]))
         if epochs > 1:
-            carry, _ = work.step(model, carry, given([1], [], [0]))
+            carry, _ = client_update.step(model, carry, given([1], [], [0]))
         assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
-        up, _ = work.finish(model, carry, data)
+        up, _ = client_update.finish(model, carry, data)
         w, keep = float(carry["params"]["w"]), 0.25**epochs if how == "finish" else 1.0
         assert float(up.aux["appu"][0]) == pytest.approx(keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12)
-    work, model = line(FedDB(tau=0.7, gamma=0.25, accumulate_over="used"))
-    carry = work.begin(model, work.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate_over="used"))
+    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 1, -1, 2))
     before = float(carry["appu"][0])
-    new, _ = work.step(model, carry, given([1, 1], [-1, 1], [2, 0]))  # of these two, the first
+    new, _ = client_update.step(model, carry, given([1, 1], [-1, 1], [2, 0]))  # of these two, the first
     keep = sqrt(0.25)
     assert float(new["appu"][0]) == pytest.approx(keep * before + (1 - keep) * 0.25, rel=1e-12)
-    new, _ = work.step(model, carry, given([1], [1], [0]))  # none
+    new, _ = client_update.step(model, carry, given([1], [1], [0]))  # none
     assert float(new["appu"][0]) == before
 
 
 def test_no_confident_image_leaves_the_labeled_loss():
     """Above 1 no guess counts: the step is that of the labeled image alone, and nothing is divided by zero."""
     for mean in ("used", "all"):
-        work, model = line(FedDB(tau=1.01, mean=mean))
-        carry = work.begin(model, work.remember(model, torch.Generator()), client(1, 2))
-        new, notes = work.step(model, carry, given([1, 1], [1, 2], [0, 1]))
+        client_update, model = line(FedDB(threshold=1.01, mean=mean))
+        carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 2))
+        new, notes = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
         assert float(notes.loss) == pytest.approx(log(4 / 3), rel=1e-12)
         assert float(new["params"]["w"]) == pytest.approx(W + 0.5 / 4, rel=1e-12)
 
@@ -158,16 +159,16 @@ def test_a_uniform_app_u_changes_no_label():
     logits = torch.randn(20, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     flat = torch.full((7,), 1 / 7, dtype=torch.float64)
     torch.testing.assert_close(debiased(logits, flat).softmax(-1), logits.softmax(-1), rtol=1e-12, atol=1e-14)
-    work, model = line(FedDB(accumulate="finish"))
+    client_update, model = line(FedDB(accumulate="finish"))
     data = client()
-    carry = work.begin(model, work.remember(model, torch.Generator()), data)
-    up, _ = work.finish(model, carry, data)
+    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
+    up, _ = client_update.finish(model, carry, data)
     assert up.aux["appu"].tolist() == [0.5, 0.5]
 
 
 def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
     """Return FedDB without what sets it apart, and FedAvg of its loss."""
-    method = FedDB(tau=0.39, dma="size", accumulate="none", keep_optimizer=keep, **options)
+    method = FedDB(threshold=0.39, dma="size", accumulate="none", keep_optimizer=keep, **options)
     return method, FedAvg(replace(DPL, **options), keep_optimizer=keep)
 
 
@@ -190,7 +191,7 @@ def test_by_rows_and_without_accumulation_it_is_fedavg_bit_by_bit(keep, rule, op
 def test_accumulating_changes_no_step(how):
     """What is accumulated goes to the server: with weights by rows, the model is the same in every bit."""
     shared = task()
-    plain = FedDB(tau=0.39, dma="size", accumulate="none")
+    plain = FedDB(threshold=0.39, dma="size", accumulate="none")
     one, two = (
         play(method, simulate(method, shared), begin(method, shared), range(2))[-1].server
         for method in (plain, replace(plain, accumulate=how))
@@ -285,7 +286,7 @@ def test_the_readings_of_dma_on_random_clients(classes, concentration, wanted):
 def test_the_server_by_hand(dma, momentum):
     """Two rounds: params move by v <- momentum v + old - mean; statistics are the weighted mean."""
     shared = task(optimizer=ADAM)
-    method = FedDB(tau=0.39, dma=dma, server_momentum=momentum)
+    method = FedDB(threshold=0.39, dma=dma, server_momentum=momentum)
     server = begin(method, shared)
     assert ("momentum" in server) == bool(momentum)
     params, v = server["params"], tree.zeros_like(server["params"])
@@ -309,7 +310,7 @@ class Answers:
 
     up: Upload
 
-    def ask(self, work: str, down: tree.Tree) -> Upload:
+    def ask(self, client_update: str, down: tree.Tree) -> Upload:
         return self.up
 
 
@@ -333,7 +334,7 @@ def test_what_travels_and_what_is_counted():
     shared, held = task(), dataset()
     costs = {}
     for how in ("none", "step", "finish"):
-        method = FedDB(tau=0.39, accumulate=how)
+        method = FedDB(threshold=0.39, accumulate=how)
         costs[how] = play(method, simulate(method, shared), begin(method, shared), range(1))[-1]
     base = FedAvg(DPL, keep_optimizer=True)
     reference = play(base, simulate(base, shared), begin(base, shared), range(1))[-1]
@@ -355,7 +356,7 @@ def test_whole_sets_are_the_papers_batches():
     server = begin(FedDB(), shared)
     sent = []
     for gamma in (0.5, 1.0, 0.0):
-        method = FedDB(tau=0.39, gamma=gamma)
+        method = FedDB(threshold=0.39, gamma=gamma)
         simulation = simulate(method, shared, held, batching=batching, cohort=2)
         simulation.open(0)
         sent.append(simulation.ask("train", server).aux["appu"])
@@ -369,7 +370,7 @@ def test_whole_sets_are_the_papers_batches():
 
 def test_the_rows_of_the_catalog():
     """FixMatch-FedDPL is FedDB's loss averaged by rows; FedDB has the paper's readings where it gives one."""
-    assert registry.entry("fixmatch-feddpl").method == FedAvg(replace(DPL, tau=0.95), keep_optimizer=True)
+    assert registry.entry("fixmatch-feddpl").method == FedAvg(replace(DPL, threshold=0.95), keep_optimizer=True)
     assert registry.entry("feddb").places == ("clients", "some")
     method = registry.make("feddb", {"dma": "logits", "gamma": 0.9, "labels": "step"})
     assert method == FedDB(dma="logits", gamma=0.9, labels="step")

@@ -18,7 +18,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
-from halfmoon.engine.client_update import first_memory
+from halfmoon.engine.driver import first_memory
 from halfmoon.methods import registry
 from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.fine_regulator import weigh
@@ -40,9 +40,9 @@ def scene(
     model["stats"] = tree.map(
         lambda leaf: leaf + 0.3 * torch.rand(leaf.shape, generator=g, dtype=dtype), model["stats"]
     )
-    work = options.client_updates(task)["train"]
+    client_update = options.client_updates(task)["train"]
     down = {**model, "gate": torch.ones(())}
-    memory = work.remember(down, torch.Generator().manual_seed(7))
+    memory = client_update.remember(down, torch.Generator().manual_seed(7))
     draw = lambda n: torch.randn(n, network.channels, size, size, generator=g, dtype=dtype)  # noqa: E731
     batches = [
         Batch(
@@ -57,7 +57,7 @@ def scene(
     nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
     labels = torch.tensor([0, 0, 0, 1, 2, 3, 3])  # five are the client's, the others repeat
     local = Local(nothing, labels, nothing, torch.tensor(5), torch.tensor(u))
-    return work, work.begin(down, memory, local), down, batches, model
+    return client_update, client_update.begin(down, memory, local), down, batches, model
 
 
 def textbook(network, model, carry, options: FedDure, optimizer, lr, statistics="joint", labeling="batch") -> Textbook:
@@ -109,10 +109,10 @@ def parameters(params) -> list[torch.Tensor]:
 def compare(network, options, dtype, optimizer, torch_optimizer, lr, bound, steps=3, **rules) -> None:
     """Assert that `steps` iterations agree with the oracle in everything that is trained or reported."""
     options = replace(options, regulator_lr=None)  # the textbook has one rate for all
-    work, carry, down, batches, model = scene(network, optimizer, options, dtype, **rules)
+    client_update, carry, down, batches, model = scene(network, optimizer, options, dtype, **rules)
     oracle = textbook(network, model, carry, options, torch_optimizer, lr, **rules)
     for batch in batches[:steps]:
-        carry, notes = work.step(down, carry, batch)
+        carry, notes = client_update.step(down, carry, batch)
         said = oracle.step(batch.x, batch.y, batch.u["weak"], batch.u["strong"])
         # d is a difference of two losses: rounding is relative to them
         assert abs(float(notes.samples["d"].total - said["d"])) < bound * float(said["loss"])
@@ -175,9 +175,9 @@ def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
     """
     options = FedDure(through_weights=through, regulator_lr=1e6, virtual_lr=0.05)
     network = ResNet9(3, 10, 8)
-    work, carry, down, batches, model = scene(network, SGD(0.05), options, dtype)
+    client_update, carry, down, batches, model = scene(network, SGD(0.05), options, dtype)
     oracle = textbook(network, model, carry, options, torch.optim.SGD, 0.05)
-    new, _ = work.step(down, carry, batches[0])
+    new, _ = client_update.step(down, carry, batches[0])
     oracle.step(batches[0].x, batches[0].y, batches[0].u["weak"], batches[0].u["strong"])
     old, now = (parameters(each["regulator"]["params"]) for each in (carry, new))
     assert distance([(a - b) / 1e6 for a, b in zip(old, now, strict=True)], oracle.hypergradient) < bound
@@ -213,8 +213,8 @@ def nets(book: Textbook) -> list[nn.Module]:
 
 def test_no_second_order_graph_is_built():
     """The step runs without autograd's help from outside: nothing it returns carries a graph."""
-    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
-    new, notes = work.step(down, carry, batches[0])
+    client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
+    new, notes = client_update.step(down, carry, batches[0])
     assert not any(leaf.requires_grad for leaf in tree.leaves(new))
     assert not notes.loss.requires_grad
 
@@ -222,10 +222,10 @@ def test_no_second_order_graph_is_built():
 def test_d_is_the_fall_of_the_labeled_loss():
     """Eq. 3 with its sign: old minus new loss of C-reg on the labeled minibatch; the code's sign is the opposite."""
     for sign, factor in (("old-new", 1), ("new-old", -1)):
-        work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(sign=sign), torch.float64)
-        new, notes = work.step(down, carry, batches[0])
+        client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(sign=sign), torch.float64)
+        new, notes = client_update.step(down, carry, batches[0])
         loss = [
-            F.cross_entropy(work.task.network.train(c["coarse"]["params"], batches[0].x)[0], batches[0].y)
+            F.cross_entropy(client_update.task.network.train(c["coarse"]["params"], batches[0].x)[0], batches[0].y)
             for c in (carry, new)
         ]
         assert float(notes.samples["d"].total) == pytest.approx(factor * float(loss[0] - loss[1]), rel=1e-12)
@@ -233,9 +233,11 @@ def test_d_is_the_fall_of_the_labeled_loss():
 
 def test_warmup_trains_on_labels_alone():
     """With the gate shut, the local model's step is that of the labeled loss (the joint pass still sees all images)."""
-    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, statistics="separate")
-    new, _ = work.step({**down, "gate": torch.zeros(())}, carry, batches[0])
-    labels = registry.make("fedavg").client_updates(work.task)["train"]
+    client_update, carry, down, batches, _ = scene(
+        SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, statistics="separate"
+    )
+    new, _ = client_update.step({**down, "gate": torch.zeros(())}, carry, batches[0])
+    labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     alone, _ = labels.step(
         down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}, batches[0]
     )
@@ -249,11 +251,11 @@ def test_a_number_added_to_all_logits(seen, moves):
     loss = [F.cross_entropy(each, torch.arange(50) % 10) for each in (z, z - 37.0)]
     torch.testing.assert_close(*loss, rtol=1e-12, atol=0)
     options, network = FedDure(regulator_input=seen), SmallCNN(1, 10, 4)
-    work = options.client_updates(Task(network, SGD(0.1), NORMALIZE))["train"]
+    client_update = options.client_updates(Task(network, SGD(0.1), NORMALIZE))["train"]
     model = tree.to(network.init(torch.Generator()), dtype=torch.float64)
     answers = []
     for seed in range(10):
-        regulator = work.remember(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
+        regulator = client_update.remember(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
         at, shifted = (weigh(regulator, z - offset, seen) for offset in (0.0, 37.0))
         assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
         if not moves:
@@ -305,8 +307,8 @@ def test_baseline_and_bound_change_the_reward_alone():
     """d is reported as Eq. 3 has it; the loss takes the reward: its difference is that of the weights times mean CE."""
     found = {}
     for name, options in {"plain": FedDure(), "bound": FedDure(reward_bound=1e-9)}.items():
-        work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64)
-        found[name] = (work.step(down, carry, batches[0])[1], carry)
+        client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64)
+        found[name] = (client_update.step(down, carry, batches[0])[1], carry)
     (plain, _), (bound, _) = found["plain"], found["bound"]
     d = float(plain.samples["d"].total)
     assert float(bound.samples["d"].total) == d
@@ -318,17 +320,17 @@ def test_baseline_and_bound_change_the_reward_alone():
 def test_the_mean_of_rewards_stays_at_the_client():
     """Two steps of one visit, then a second visit: it counts three rewards, and begins at the mean of two."""
     options = FedDure(reward_baseline=0.9)
-    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64)
+    client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64)
     ds = []
     for batch in batches[:2]:
-        carry, notes = work.step(down, carry, batch)
+        carry, notes = client_update.step(down, carry, batch)
         ds.append(float(notes.samples["d"].total))
     nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
     local = Local(nothing, torch.tensor([0]), nothing, torch.tensor(1), torch.tensor(4))
-    _, memory = work.finish(down, carry, local)
+    _, memory = client_update.finish(down, carry, local)
     assert float(memory["baseline"]["mean"]) == pytest.approx(sum(ds) / 2, rel=1e-12)
-    again = work.begin(down, memory, local)
-    carry, notes = work.step(down, again, batches[2])
+    again = client_update.begin(down, memory, local)
+    carry, notes = client_update.step(down, again, batches[2])
     weight = notes.pseudo[0].weight.mean() - notes.samples["m"].total / len(batches[2].u_rows)
     assert float(weight) == pytest.approx(float(notes.samples["d"].total) - sum(ds) / 2, rel=1e-9)
     assert float(carry["baseline"]["count"]) == 3
@@ -338,18 +340,18 @@ def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
     """Of three steps with labeled_first=2 two equal labels-only steps; the third is FedDure's from there."""
     options = FedDure(labeled_first=2)
     rules = {"statistics": "separate"}
-    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64, **rules)
+    client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64, **rules)
     begun = carry
-    labels = registry.make("fedavg").client_updates(work.task)["train"]
+    labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     alone = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}
     for batch in batches[:2]:
-        carry, _ = work.step(down, carry, batch)
+        carry, _ = client_update.step(down, carry, batch)
         alone, _ = labels.step(down, alone, batch)
     assert distance(list(tree.leaves(carry["params"])), list(tree.leaves(alone["params"]))) < 1e-12
     for name in ("regulator", "coarse"):
         assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (carry[name], begun[name])), strict=True))
-    free = FedDure().client_updates(work.task)["train"]
-    after, _ = work.step(down, carry, batches[2])
+    free = FedDure().client_updates(client_update.task)["train"]
+    after, _ = client_update.step(down, carry, batches[2])
     joint, _ = free.step(down, {name: part for name, part in carry.items() if name != "steps"}, batches[2])
     for name in ("params", "regulator", "coarse"):
         assert distance(list(tree.leaves(after[name])), list(tree.leaves(joint[name]))) == 0
@@ -359,10 +361,10 @@ def test_plain_step_of_eq_2_hardly_moves_c_reg():
     """With Eq. 2 to the letter C-reg moves by the rate times the gradient: its d is a small part of Adam's."""
     found = {}
     for step in ("optimizer", "plain"):
-        work, carry, down, batches, _ = scene(
+        client_update, carry, down, batches, _ = scene(
             SmallCNN(1, 5, 4), Adam(5e-4), FedDure(coarse_step=step, coarse_lr=5e-4), torch.float64
         )
-        new, notes = work.step(down, carry, batches[0])
+        new, notes = client_update.step(down, carry, batches[0])
         moved = [a - b for a, b in zip(*(tree.leaves(c["coarse"]["params"]) for c in (new, carry)), strict=True)]
         length = float(torch.cat([leaf.flatten() for leaf in moved]).norm())
         found[step] = (float(notes.samples["d"].total), length, float(notes.samples["coarse_gradient"].total))
@@ -374,8 +376,10 @@ def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
     """Algorithm 1, line 2: with regulator_start "client" clients differ, and one client always draws the same."""
     down = {**SmallCNN(1, 5, 4).init(torch.Generator()), "gate": torch.ones(())}
     for start, differ in (("clients", False), ("client", True)):
-        work = FedDure(regulator_start=start).client_updates(Task(SmallCNN(1, 5, 4), SGD(0.1), NORMALIZE))["train"]
-        one, again, two = (first_memory(work, down, 0, client)["regulator"]["params"] for client in (1, 1, 2))
+        client_update = FedDure(regulator_start=start).client_updates(Task(SmallCNN(1, 5, 4), SGD(0.1), NORMALIZE))[
+            "train"
+        ]
+        one, again, two = (first_memory(client_update, down, 0, client)["regulator"]["params"] for client in (1, 1, 2))
         assert distance(parameters(one), parameters(again)) == 0
         assert (distance(parameters(one), parameters(two)) > 0) == differ
 
@@ -383,9 +387,9 @@ def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
 def test_the_mean_logit_is_reported():
     """The mean over images and classes of the strong views' logits of the local model."""
     rules = {"statistics": "separate"}
-    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, **rules)
-    _, notes = work.step(down, carry, batches[0])
-    strong = work.task.network.train(carry["params"], batches[0].u["strong"])[0]
+    client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), FedDure(), torch.float64, **rules)
+    _, notes = client_update.step(down, carry, batches[0])
+    strong = client_update.task.network.train(carry["params"], batches[0].u["strong"])[0]
     seen = notes.samples["mean_logit"]
     assert float(seen.total / seen.count) == pytest.approx(float(strong.mean()), rel=1e-12)
 
@@ -406,7 +410,7 @@ def test_server_opens_the_gate_after_the_warmup():
     class Port:
         cohort = torch.arange(1)
 
-        def average(self, work, down):
+        def average(self, client_update, down):
             gates.append(float(down["gate"]))
             return Upload({"params": down["params"], "stats": down["stats"]}, torch.ones(()))
 
@@ -419,22 +423,22 @@ def test_server_opens_the_gate_after_the_warmup():
 
 def test_regulator_persists_and_is_the_same_at_first_for_all():
     """F-reg and its optimizer stay at the client; with keep_regulator off nothing stays."""
-    work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
+    client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), FedDure(), torch.float32)
     nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
     local = Local(nothing, torch.zeros(0), nothing, torch.tensor(3), torch.tensor(4))
-    carry, _ = work.step(down, carry, batches[0])
-    up, memory = work.finish(down, carry, local)
+    carry, _ = client_update.step(down, carry, batches[0])
+    up, memory = client_update.finish(down, carry, local)
     assert float(up.weight) == 7
-    again = work.begin(down, memory, local)
+    again = client_update.begin(down, memory, local)
     assert distance(list(tree.leaves(again["regulator"])), list(tree.leaves(carry["regulator"]))) == 0
     assert float(again["regulator"]["optimizer"]["steps"]) == 1
-    one = work.remember(down, torch.Generator().manual_seed(1))
-    two = work.remember(down, torch.Generator().manual_seed(1))
+    one = client_update.remember(down, torch.Generator().manual_seed(1))
+    two = client_update.remember(down, torch.Generator().manual_seed(1))
     assert distance(list(tree.leaves(one["regulator"]["params"])), list(tree.leaves(two["regulator"]["params"]))) == 0
     assert tree.size(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
-    free = FedDure(keep_regulator=False).client_updates(work.task)["train"]
+    free = FedDure(keep_regulator=False).client_updates(client_update.task)["train"]
     assert free.finish(down, carry, local)[1] == {}
-    fresh = FedDure(keep_regulator_optimizer=False).client_updates(work.task)["train"]
+    fresh = FedDure(keep_regulator_optimizer=False).client_updates(client_update.task)["train"]
     assert float(fresh.begin(down, memory, local)["regulator"]["optimizer"]["steps"]) == 0
 
 
@@ -449,21 +453,21 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     network, optimizer = SmallCNN(1, 5, 4), Adam(1e-2)
     rules = {"labeling": "running", "size": 8}
     step, before, down, batches, _ = scene(network, optimizer, FedDure(), torch.float64, **rules)
-    work = replace(step, options=FedDure(labels="round"))
-    assert (step.sweep, work.sweep) == ((), ("weak",))
+    client_update = replace(step, options=FedDure(labels="round"))
+    assert (step.sweep, client_update.sweep) == ((), ("weak",))
     assert FedDure(labels="round").client_updates(step.task)["train"].views == ("strong",)
     nothing, counts = torch.zeros(0, 1, 1, 1, dtype=torch.uint8), (torch.tensor(10), torch.tensor(12))
     seen = Local(nothing, torch.zeros(0), nothing, *counts, views={"weak": batches[0].u["weak"]})
     memory = {"regulator": before["regulator"]}
-    begun = work.begin(down, memory, seen)
+    begun = client_update.begin(down, memory, seen)
     wanted, metrics = step.step(down, before, batches[0])
     strong = batches[0]._replace(u={"strong": batches[0].u["strong"]})
-    made, same = work.step(down, begun, strong)
+    made, same = client_update.step(down, begun, strong)
     assert torch.equal(same.pseudo[0].label, metrics.pseudo[0].label)
     for name, leaf in tree.flatten(wanted["params"]).items():
         assert torch.allclose(tree.flatten(made["params"])[name], leaf, atol=1e-12)
     assert made["ready"] is begun["ready"]
-    assert work.passes(10, 12).forward == step.passes(10, 12).forward - 12
+    assert client_update.passes(10, 12).forward == step.passes(10, 12).forward - 12
 
 
 def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for():
@@ -481,16 +485,16 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
     nothing, counts = torch.zeros(0, 1, 1, 1, dtype=torch.uint8), (torch.tensor(10), torch.tensor(12))
     data = Local(nothing, torch.zeros(0), nothing, *counts, views={"weak": weak})
     for options in (FedDure(debias=True), FedDure(debias=True, labels="round"), FedDure(debias=True, coarse=False)):
-        work = replace(plain, options=options)
-        begun = work.begin(down, {"regulator": before["regulator"]}, data)
-        _, notes = work.step(down, begun, batches[0])
+        client_update = replace(plain, options=options)
+        begun = client_update.begin(down, {"regulator": before["regulator"]}, data)
+        _, notes = client_update.step(down, begun, batches[0])
         assert torch.equal(notes.pseudo[0].label, divided.argmax(-1))
         assert torch.allclose(notes.pseudo[0].confidence, divided.amax(-1), atol=1e-12)
     for coarse in (True, False):  # a mean prediction that is uniform changes nothing, weak views pass with the others
         step, carry, down, batches, _ = scene(network, SGD(0.1), FedDure(coarse=coarse), torch.float64)
-        work = replace(step, options=FedDure(coarse=coarse, debias=True))
+        client_update = replace(step, options=FedDure(coarse=coarse, debias=True))
         uniform = {**carry, "ready": {"prior": torch.full((5,), 0.2, dtype=torch.float64)}}
-        (one, _), (two, _) = step.step(down, carry, batches[0]), work.step(down, uniform, batches[0])
+        (one, _), (two, _) = step.step(down, carry, batches[0]), client_update.step(down, uniform, batches[0])
         for name in ("params", "regulator"):
             assert distance(list(tree.leaves(one[name])), list(tree.leaves(two[name]))) < 1e-12
     assert FedDure(debias=True).client_updates(plain.task)["train"].sweep == ("weak",)
@@ -503,15 +507,15 @@ def test_the_optimizer_is_kept_where_it_is_asked_for():
     local = Local(nothing, torch.zeros(0), nothing, torch.tensor(3), torch.tensor(4))
     for kept in (False, True):
         options = FedDure(keep_optimizer=kept)
-        work, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), options, torch.float64)
-        carry, _ = work.step(down, carry, batches[0])
-        _, memory = work.finish(down, carry, local)
+        client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), Adam(1e-2), options, torch.float64)
+        carry, _ = client_update.step(down, carry, batches[0])
+        _, memory = client_update.finish(down, carry, local)
         assert ("optimizer" in memory) == kept
-        again = work.begin(down, memory, local)
+        again = client_update.begin(down, memory, local)
         assert float(again["optimizer"]["steps"]) == (1 if kept else 0)
         if kept:
             assert distance(list(tree.leaves(again["optimizer"])), list(tree.leaves(carry["optimizer"]))) == 0
-        ends[kept] = work.step(down, again, batches[1])[0]["params"]
+        ends[kept] = client_update.step(down, again, batches[1])[0]["params"]
     assert distance(list(tree.leaves(ends[True])), list(tree.leaves(ends[False]))) > 1e-3
 
 

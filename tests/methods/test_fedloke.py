@@ -41,12 +41,12 @@ ROLES = {
 
 def visit(method: FedLoKe, shared: Task, down: dict, memory: dict, steps: list[Batch]) -> tuple[dict, list, dict, dict]:
     """Return the last carry, all notes, the upload and the memory of a client's visit."""
-    work = method.client_updates(shared)["train"]
-    carry, notes = work.begin(down, memory, local()), []
+    client_update = method.client_updates(shared)["train"]
+    carry, notes = client_update.begin(down, memory, local()), []
     for batch in steps:
-        carry, note = work.step(down, carry, batch)
+        carry, note = client_update.step(down, carry, batch)
         notes.append(note)
-    return carry, notes, *work.finish(down, carry, local())
+    return carry, notes, *client_update.finish(down, carry, local())
 
 
 def test_one_step_by_hand():
@@ -158,11 +158,11 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
     oracle = Formula(method, shared)
     models = {"global": down, "local": memory} if method.local else {"global": down}
     steps = batches(ROLES[method.views])
-    work = method.client_updates(shared)["train"]
-    carry = work.begin(down, memory if method.local else {}, local())
+    client_update = method.client_updates(shared)["train"]
+    carry = client_update.begin(down, memory if method.local else {}, local())
     shares = []
     for batch in steps:
-        carry, notes = work.step(down, carry, batch)
+        carry, notes = client_update.step(down, carry, batch)
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
         for name, each in models.items():
@@ -216,17 +216,19 @@ def test_the_fusion_by_hand():
 
 def test_a_local_model_starts_as_the_first_received():
     """Two clients meet two different global models: each remembers its own."""
-    work = FedLoKe().client_updates(task())["train"]
+    client_update = FedLoKe().client_updates(task())["train"]
     for seed in (0, 1):
         down = begin(FedLoKe(), task(), seed)
-        assert same(work.remember(down, torch.Generator()), down)
+        assert same(client_update.remember(down, torch.Generator()), down)
     assert FedLoKe(local=False).client_updates(task())["train"].remember(down, torch.Generator()) == {}
 
 
 def test_a_fresh_local_model_is_another_network_and_the_same_for_all():
     """Algorithm 1, line 2; with mu 1 and without global pseudo-labels it has nothing of the received model."""
-    work = FedLoKe(private="fresh").client_updates(task())["train"]
-    first, second = (work.remember(begin(FedLoKe(), task(), k), torch.Generator().manual_seed(3)) for k in (0, 1))
+    client_update = FedLoKe(private="fresh").client_updates(task())["train"]
+    first, second = (
+        client_update.remember(begin(FedLoKe(), task(), k), torch.Generator().manual_seed(3)) for k in (0, 1)
+    )
     assert same(first, second)
     assert not any(same({"params": first["params"]}, {"params": begin(FedLoKe(), task(), k)["params"]}) for k in (0, 1))
 
@@ -334,7 +336,7 @@ def test_without_local_models_it_is_uda_without_threshold():
     So FedAvg + UDA at temperature 1 and threshold 0, on labeled images in the strong view. Clients remember nothing.
     """
     shared = task(optimizer=SGD(0.1))
-    ours, theirs = FedLoKe(local=False, delta=None, ramp_rounds=0), FedAvg(UDA(tau=0.0, temperature=1.0))
+    ours, theirs = FedLoKe(local=False, delta=None, ramp_rounds=0), FedAvg(UDA(threshold=0.0, temperature=1.0))
     start = begin(ours, shared)
     one = play(ours, simulate(ours, shared, views=FIXED), start, range(2))[-1]
     two = play(theirs, simulate(theirs, shared, views=FIXED), start, range(2))[-1]

@@ -94,11 +94,11 @@ def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: li
     return down
 
 
-def visit(work: Disjoint, down: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
+def visit(client_update: Disjoint, down: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
     """Return the carry and the notes after one step."""
     data = client(len(batch.x), batch.u_rows.numel(), batch.u["strong"].shape[-1])
-    memory = work.remember(down, torch.Generator()) if memory is None else memory
-    return work.step(down, work.begin(down, memory, data), batch)
+    memory = client_update.remember(down, torch.Generator()) if memory is None else memory
+    return client_update.step(down, client_update.begin(down, memory, data), batch)
 
 
 def test_the_penalties_by_hand():
@@ -107,8 +107,8 @@ def test_the_penalties_by_hand():
     10 (0.5^2 + 3^2) + 0.1 (0.5 + 1) = 92.5 + 0.15. Its gradient in psi is 20 (psi - sigma) + 0.1 sign(psi), so
     (-10 + 0.1, -60 - 0.1): at a rate of 0.01 psi becomes (0.5 + 0.099, -1 + 0.601). sigma stays.
     """
-    work = work_of(FedMatch(tau=1.01, l1_weight=0.1, l2_weight=10.0))
-    carry, notes = visit(work, down_of(line(1, 2), line(0.5, -1)), batch_of(images(1, 2), images(2, 1)))
+    client_update = work_of(FedMatch(threshold=1.01, l1_weight=0.1, l2_weight=10.0))
+    carry, notes = visit(client_update, down_of(line(1, 2), line(0.5, -1)), batch_of(images(1, 2), images(2, 1)))
     assert float(notes.loss) == pytest.approx(92.65)
     assert float(notes.samples["penalty"].total) == pytest.approx(92.65)
     assert carry["psi"]["head"]["weight"].flatten().tolist() == pytest.approx([0.599, -0.399])
@@ -165,7 +165,7 @@ def written(
     others = [say(each, received, view).detach() for each in helpers]
     total, sure = torch.zeros((), dtype=torch.float64), 0
     for i in range(len(view)):
-        if float(own[i].detach().exp().max()) < o.tau:
+        if float(own[i].detach().exp().max()) < o.threshold:
             continue
         sure += 1
         votes = [int(own[i].argmax()), *(int(each[i].argmax()) for each in others)]
@@ -202,17 +202,17 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     Strong weights on the terms over images, so that a gradient that is missing, or passes where it is stopped, shows.
     """
     method = FedMatch(
-        tau=0.4, labeled_weight=0.5, consistency_weight=3.0, unlabeled_weight=2.0, l2_weight=0.5, l1_weight=0.01
+        threshold=0.4, labeled_weight=0.5, consistency_weight=3.0, unlabeled_weight=2.0, l2_weight=0.5, l1_weight=0.01
     )
-    work = work_of(method, BARE, helpers, statistics=statistics, labeling=labeling)
+    client_update = work_of(method, BARE, helpers, statistics=statistics, labeling=labeling)
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    server = begin(method, work.task)
+    server = begin(method, client_update.task)
     near = lambda leaf: leaf + 0.2 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype)  # noqa: E731
     other = [tree.map(near, server["psi"]) for _ in "ab"]
     batch = batch_of(draw(7), draw(7), draw(5), torch.arange(5) % CLASSES)
     down = down_of(server["sigma"], server["psi"], other[:helpers])
-    carry, notes = visit(work, down, batch)
+    carry, notes = visit(client_update, down, batch)
 
     sigma = learnable(server["sigma"])
     logits = BARE.predict(composed(sigma, server["psi"]), {}, batch.x)
@@ -233,13 +233,13 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
 
 def test_each_part_learns_from_its_own_images():
     """Other unlabeled images leave sigma's step as it is, in every bit; labeled ones reach psi through sigma only."""
-    method = FedMatch(tau=0.3, unlabeled_weight=1.0, l2_weight=0.0)
-    work = work_of(method, BARE)
+    method = FedMatch(threshold=0.3, unlabeled_weight=1.0, l2_weight=0.0)
+    client_update = work_of(method, BARE)
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    server, x, u, strong, y = begin(method, work.task), draw(4), draw(6), draw(6), torch.arange(4)
+    server, x, u, strong, y = begin(method, client_update.task), draw(4), draw(6), draw(6), torch.arange(4)
     down = down_of(server["sigma"], server["psi"])
-    one, two = (visit(work, down, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
+    one, two = (visit(client_update, down, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
     assert same(one["sigma"], two["sigma"])
     assert not same(one["psi"], two["psi"])
     frozen = work_of(replace(method, labeled_weight=0.0), BARE)
@@ -251,7 +251,7 @@ def test_each_part_learns_from_its_own_images():
 
 def test_helpers_that_are_not_there_say_nothing():
     """With one of two places empty: the term and the votes of one helper; with both: those of a client alone."""
-    method = FedMatch(tau=0.3, consistency_weight=2.0, unlabeled_weight=2.0, ties="own")
+    method = FedMatch(threshold=0.3, consistency_weight=2.0, unlabeled_weight=2.0, ties="own")
     server = begin(method, task(BARE))
     g = torch.Generator().manual_seed(1)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
@@ -272,10 +272,10 @@ def test_helpers_that_are_not_there_say_nothing():
 
 
 def test_who_is_sure_of_nothing_learns_from_labels_alone():
-    """Nobody above tau and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
-    work = work_of(FedMatch(tau=1.01, l2_weight=0.0, l1_weight=0.0))
+    """Nobody above threshold and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
+    client_update = work_of(FedMatch(threshold=1.01, l2_weight=0.0, l1_weight=0.0))
     down = down_of(line(1, 2), line(0.2, 0.4))
-    carry, notes = visit(work, down, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0])))
+    carry, notes = visit(client_update, down, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0])))
     assert same(carry["psi"], down["psi"])
     assert not same(carry["sigma"], down["sigma"])
     assert bool(notes.loss.isfinite())
@@ -286,7 +286,7 @@ def test_the_mean_over_all_images_or_over_those_used():
 
     Over the used one the mean is log 2 = 0.693, over all three log 2 / 3 = 0.231.
     """
-    quiet: dict[str, Any] = {"tau": 0.8, "unlabeled_weight": 1.0, "l2_weight": 0.0, "l1_weight": 0.0}
+    quiet: dict[str, Any] = {"threshold": 0.8, "unlabeled_weight": 1.0, "l2_weight": 0.0, "l1_weight": 0.0}
     batch = batch_of(images(2, 0.5, 0.1), images(0, 0, 0))
     means: tuple[tuple[Any, float], ...] = (("used", 0.693147), ("all", 0.231049))
     for mean, expected in means:
@@ -299,23 +299,25 @@ def test_debiasing_turns_the_clients_own_vote():
 
     Divided by it, an image at x = 0.5, (0.622, 0.378), becomes (0.855, 1.390) / 2.245 = (0.381, 0.619): class 1.
     """
-    plain, debiased = (work_of(FedMatch(debias=debias, tau=0.6)) for debias in (False, True))
+    plain, debiased = (work_of(FedMatch(debias=debias, threshold=0.6)) for debias in (False, True))
     assert plain.sweep == ()
     assert debiased.sweep == ("plain",)
     down, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
-    for work, label, sure in ((plain, 0, 0.622459), (debiased, 1, 0.6190)):
-        carry = work.begin(down, work.remember(down, torch.Generator()), data)
-        _, notes = work.step(down, carry, batch_of(images(0.5), images(0.5)))
+    for client_update, label, sure in ((plain, 0, 0.622459), (debiased, 1, 0.6190)):
+        carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+        _, notes = client_update.step(down, carry, batch_of(images(0.5), images(0.5)))
         assert notes.pseudo[0].label.tolist() == [label]
         assert notes.pseudo[0].confidence.tolist() == pytest.approx([sure], rel=1e-3)
         assert notes.pseudo[0].weight.tolist() == [1.0]
 
 
-def finished(work: Disjoint, down: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1) -> tuple[Tree, Tree]:
+def finished(
+    client_update: Disjoint, down: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1
+) -> tuple[Tree, Tree]:
     """Return upload and memory of a visit that ends with these parts."""
     data = client(labeled)
-    carry = work.begin(down, memory, data)
-    return work.finish(down, {**carry, "sigma": sigma, "psi": psi}, data)
+    carry = client_update.begin(down, memory, data)
+    return client_update.finish(down, {**carry, "sigma": sigma, "psi": psi}, data)
 
 
 def test_bytes_by_hand():
@@ -325,12 +327,12 @@ def test_bytes_by_hand():
     changes six entries of sigma (72 of 80 bytes), seven of psi (84: whole, 80); three psi entries of it by 0.09: these
     stay as the client had them. Seven changed entries of the client's psi are more than the whole: 80.
     """
-    work = work_of(FedMatch(delta_threshold=0.1, l1_threshold=0.05), Line(classes=10))
+    client_update = work_of(FedMatch(delta_threshold=0.1, l1_threshold=0.05), Line(classes=10))
     zero, ones = [0.0] * 10, [1.0] * 10
     down = down_of(line(*ones), line(*ones))
-    memory = work.remember(down, torch.Generator())
-    up, memory = finished(work, down, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
-    assert work.traffic(down, up) == (160, 24 + 0 + 80)
+    memory = client_update.remember(down, torch.Generator())
+    up, memory = finished(client_update, down, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
+    assert client_update.traffic(down, up) == (160, 24 + 0 + 80)
     assert up.update["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
     assert same(
         {"sigma": up.update["sigma"], "psi": up.update["psi"]}, {name: memory[name] for name in ("sigma", "psi")}
@@ -338,8 +340,8 @@ def test_bytes_by_hand():
 
     sigma = line(2.0, 0.5, *[3.0] * 6, 1.0, 1.0)
     down = down_of(sigma, line(*[2.0] * 7, 1.09, 0.91, 1.09))
-    up, after = finished(work, down, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
-    assert work.traffic(down, up) == (72 + 80, 0 + 80 + 80)
+    up, after = finished(client_update, down, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
+    assert client_update.traffic(down, up) == (72 + 80, 0 + 80 + 80)
     assert up.update["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3
     assert same(
         {"sigma": up.update["sigma"], "psi": up.update["psi"]}, {name: after[name] for name in ("sigma", "psi")}
@@ -350,11 +352,11 @@ def test_only_who_has_labels_sends_sigma():
     """A client without labels sends psi alone, with thresholds or without; without them, whole trees and no memory."""
     down = down_of(line(1, 2), line(3, 4))
     for threshold, labeled, back in ((None, 1, 16 + 16), (None, 0, 16), (0.0, 1, 16 + 12), (0.0, 0, 12)):
-        work = work_of(FedMatch(delta_threshold=threshold))
-        memory = work.remember(down, torch.Generator())
+        client_update = work_of(FedMatch(delta_threshold=threshold))
+        memory = client_update.remember(down, torch.Generator())
         assert bool(memory) == (threshold is not None)
-        up, kept = finished(work, down, memory, line(0, 0), line(3, 5), labeled)
-        assert work.traffic(down, up) == (32, back + 16)
+        up, kept = finished(client_update, down, memory, line(0, 0), line(3, 5), labeled)
+        assert client_update.traffic(down, up) == (32, back + 16)
         assert bool(kept) == (threshold is not None)
 
 
@@ -364,9 +366,9 @@ def test_helpers_travel_as_what_differs_from_ones_own():
     helpers = [line(5, 5, *own[2:]), line(*[5.0] * 8, 1.05, 1.0), line(*[0.0] * 10)]
     down = down_of(line(*own), line(*own), helpers, [1.0, 1.0, 0.0])
     for threshold, more in ((0.1, 24 + 80), (None, 80 + 80)):
-        work = work_of(FedMatch(delta_threshold=threshold), Line(classes=10), 3)
-        up, _ = finished(work, down, work.remember(down, torch.Generator()), line(*own), line(*own))
-        assert work.traffic(down, up)[0] == 160 + more
+        client_update = work_of(FedMatch(delta_threshold=threshold), Line(classes=10), 3)
+        up, _ = finished(client_update, down, client_update.remember(down, torch.Generator()), line(*own), line(*own))
+        assert client_update.traffic(down, up)[0] == 160 + more
 
 
 def test_a_helper_is_its_psi_on_the_receivers_sigma():
@@ -374,10 +376,10 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
 
     The client (class 0) is outvoted by two of that kind, though sigma's step has just come to where they say class 0.
     """
-    work = work_of(FedMatch(tau=0.5, labeled_weight=500.0, delta_threshold=None), helpers=2)
+    client_update = work_of(FedMatch(threshold=0.5, labeled_weight=500.0, delta_threshold=None), helpers=2)
     down = down_of(line(1, 0), line(1, 0), [line(0, 1.5), line(0, 1.5)])
     batch = batch_of(images(1), images(1), images(1), torch.tensor([0]))
-    carry, notes = visit(work, down, batch)
+    carry, notes = visit(client_update, down, batch)
     assert notes.pseudo[0].label.tolist() == [1]
     first, second = carry["sigma"]["head"]["weight"].flatten().tolist()
     assert first > second + 1.5
@@ -386,9 +388,9 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
 @pytest.mark.parametrize("threshold", [None, 5e-5])
 def test_a_weight_that_is_no_number_is_not_left_out(threshold):
     """Not below any threshold, it goes up, where the driver sees it and stops."""
-    work = work_of(FedMatch(delta_threshold=threshold))
+    client_update = work_of(FedMatch(delta_threshold=threshold))
     down, nan = down_of(line(1, 2), line(3, 4)), float("nan")
-    up, _ = finished(work, down, work.remember(down, torch.Generator()), line(nan, 0), line(3, nan))
+    up, _ = finished(client_update, down, client_update.remember(down, torch.Generator()), line(nan, 0), line(3, nan))
     for name, place in (("sigma", 0), ("psi", 1)):
         assert up.update[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
 
@@ -413,7 +415,7 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
 
 def test_the_server_teaches_sigma_and_clients_psi():
     """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
-    method, held = FedMatch(tau=0.3, labeled_weight=2.0), dataset(place="server")
+    method, held = FedMatch(threshold=0.3, labeled_weight=2.0), dataset(place="server")
     shared = task(BARE, optimizer=SGD(RATE))
     simulation = simulate(method, shared, held, serving=Batching(4))
     spy = Spy(method)
@@ -457,7 +459,9 @@ def test_sigma_is_averaged_over_those_with_labels():
 
 def test_helpers_come_every_interval_rounds_to_those_who_are_known():
     """With interval 2: none in rounds 0 and 2; in 1 and 3, the psi that the nearest others sent last, found afresh."""
-    method = FedMatch(interval=2, tau=0.3, delta_threshold=None, l1_threshold=0.0)  # what is sent is what was trained
+    method = FedMatch(
+        interval=2, threshold=0.3, delta_threshold=None, l1_threshold=0.0
+    )  # what is sent is what was trained
     shared = task(BARE, optimizer=SGD(RATE))
     spy, server = Spy(method), begin(method, shared)
     held = dataset()
@@ -495,10 +499,10 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
 
 def test_the_embedding_is_the_prediction_on_noise():
     """Of sigma + psi as they were sent, on the one image, in probabilities."""
-    work = work_of(FedMatch(delta_threshold=None, l1_threshold=0.0), BARE)
-    server = begin(FedMatch(), work.task)
+    client_update = work_of(FedMatch(delta_threshold=None, l1_threshold=0.0), BARE)
+    server = begin(FedMatch(), client_update.task)
     down, data = down_of(server["sigma"], server["psi"]), client(2, 3, 8)
-    up, _ = work.finish(down, work.begin(down, {}, data), data)
+    up, _ = client_update.finish(down, client_update.begin(down, {}, data), data)
     seen = (noise(data.u).double() / 255 - 0.5) / 0.5
     theta = composed(server["sigma"], server["psi"])
     torch.testing.assert_close(
@@ -523,7 +527,7 @@ def test_the_start_and_what_is_evaluated():
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
 def test_without_normalization_rounds_go_on_after_a_checkpoint(executor):
     """Empty statistics leave no trace in a file: a server's tree that was flattened plays the same round."""
-    method, shared = FedMatch(interval=1, tau=0.3, debias=True), task(BARE, optimizer=SGD(RATE))
+    method, shared = FedMatch(interval=1, threshold=0.3, debias=True), task(BARE, optimizer=SGD(RATE))
     simulation = simulate(method, shared, executor=executor)
     first, _ = play(method, simulation, begin(method, shared), range(2))
     straight = simulate(method, shared, executor=executor)

@@ -27,7 +27,7 @@ from halfmoon.models import SmallCNN
 GROUPED = SmallCNN(1, CLASSES, 4, "group")
 """With group normalization, as FedRGD has it."""
 
-SURE = FixMatch(tau=0.3)
+SURE = FixMatch(threshold=0.3)
 
 
 def number(value: float) -> Tree:
@@ -44,12 +44,12 @@ class Answers:
         self.answered = torch.tensor(sorted(uploads))
         self.given: list[tuple[Tree, Tree | None]] = []
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         self.given.append((down, each))
         up = tree.stack([number(self.uploads[k]) for k in self.answered.tolist()])
         return Upload(up, torch.arange(1.0, 1 + len(self.answered)))
 
-    def ask_server(self, work: str, down: Tree) -> Upload:
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
         self.given.append((down, None))
         return Upload(number(self.copies.pop(0)), torch.tensor(7.0))
 
@@ -201,7 +201,7 @@ def test_the_servers_copies_are_plain_training():
 
     So w = (1/2) sum_s (w_s + |s| w_0) / (|s| + 1) with w_s by torch.autograd, |s| = 2 and 1.
     """
-    method, held = FedRGD(FixMatch(tau=1.01)), dataset(place="server")
+    method, held = FedRGD(FixMatch(threshold=1.01)), dataset(place="server")
     shared = task(GROUPED, optimizer=SGD(0.05))
     spy, server = Spy(method), begin(method, shared)
     (played,) = play(spy, simulate(spy, shared, held, serving=Batching(6)), server, range(1))
@@ -230,10 +230,10 @@ def test_the_row_with_feddpl_debiases():
     """The catalog's row is FixMatch with the round's mean prediction divided out, still labeled at every step."""
     method = registry.make("fedrgd-feddpl")
     assert method == FedRGD(FixMatch(debias=True))
-    work = method.client_updates(task())["train"]
-    assert work.sweep == ("weak",)
-    assert work.views == ("weak", "strong")
-    assert registry.make("fedrgd", {"groups": 3, "tau": 0.8}) == FedRGD(FixMatch(tau=0.8), groups=3)
+    client_update = method.client_updates(task())["train"]
+    assert client_update.sweep == ("weak",)
+    assert client_update.views == ("weak", "strong")
+    assert registry.make("fedrgd", {"groups": 3, "threshold": 0.8}) == FedRGD(FixMatch(threshold=0.8), groups=3)
 
 
 def test_no_group_is_refused():

@@ -45,8 +45,8 @@ def test_a_step_as_asam_does_it():
     }  # fmt: skip
     none = images(0, 0)
     batch = Batch(none, label[:0], label[:0], {"strong": strong[rows]}, rows)
-    work = options.client_updates(shared)["train"]
-    new, notes = work.step(down, carry, batch)
+    client_update = options.client_updates(shared)["train"]
+    new, notes = client_update.step(down, carry, batch)
 
     model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
     leaves = list(model.named_parameters())
@@ -82,25 +82,25 @@ def test_status_and_thresholds():
     p = NETWORK.predict(down["params"], down["stats"], data.views["weak"]).softmax(-1)
     t, q = p.max(-1).values.mean(), p.mean(0)
     for options, weight in ((FL2(), float(1 - t)), (FL2(status_aware=False), 1.0)):
-        work = options.client_updates(shared)["train"]
-        carry = work.begin(down, work.remember(down, torch.Generator()), data)
+        client_update = options.client_updates(shared)["train"]
+        carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
         wanted = p.max(-1).values >= t * q[p.argmax(-1)] / q.max()
-        assert work.keep(carry, data).tolist() == wanted.tolist()
+        assert client_update.keep(carry, data).tolist() == wanted.tolist()
         assert wanted.any()
-        up, _ = work.finish(down, carry, data)
+        up, _ = client_update.finish(down, carry, data)
         assert float(up.weight) == pytest.approx(weight, rel=1e-12)
-    work = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
-    carry = work.begin(down, work.remember(down, torch.Generator()), data)
-    assert not work.keep(carry, data).any()
-    assert float(work.finish(down, carry, data)[0].weight) == 0
+    client_update = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
+    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+    assert not client_update.keep(carry, data).any()
+    assert float(client_update.finish(down, carry, data)[0].weight) == 0
 
 
 def test_without_its_parts_it_is_semifl_without_a_mix():
     """Two rounds, labels at the server: the same bits but for rounding, statistics and momentum included."""
     shared, runs = task(rounds=2), []
     for method in (
-        FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, tau=0.39),
-        SemiFL(mix_weight=0.0, tau=0.39),
+        FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, threshold=0.39),
+        SemiFL(mix_weight=0.0, threshold=0.39),
     ):
         simulation = simulate(method, shared, dataset(place="server"))
         runs.append(play(method, simulation, begin(method, shared), range(2))[-1])
@@ -111,10 +111,10 @@ def test_without_its_parts_it_is_semifl_without_a_mix():
 def test_each_switch_changes_the_run():
     """With labels at the server; the server's own training before the first round too."""
     shared = task(rounds=1)
-    options = {"tau": 0.3, "warmup": 1}
+    options = {"threshold": 0.3, "warmup": 1}
     every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]
     servers = []
-    for method in (FL2(**options), *every, FL2(tau=0.3, warmup=2)):
+    for method in (FL2(**options), *every, FL2(threshold=0.3, warmup=2)):
         simulation = simulate(method, shared, dataset(place="server"))
         servers.append(play(method, simulation, begin(method, shared), range(1))[-1].server)
     assert not any(same(one, other) for k, one in enumerate(servers) for other in servers[:k])

@@ -20,7 +20,7 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
-from halfmoon.engine.client_update import first_memory
+from halfmoon.engine.driver import first_memory
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fml import FML
 from halfmoon.models import SmallCNN
@@ -34,11 +34,11 @@ def test_one_step_by_hand():
     Meme: 1/2 (1/2 - 1) + 1/2 (1/2 - 3/4) + 1/2 (1/2 - 9/10) 2 = -0.25 - 0.125 - 0.4 = -0.775.
     Private: 1/2 (3/4 - 1) + 1/2 (3/4 - 1/2) + 1/2 (9/10 - 1/2) 2 = -0.125 + 0.125 + 0.4 = 0.4.
     """
-    work = FML().client_updates(task(PIXEL, optimizer=SGD(1.0)))["train"]
-    carry = work.begin(model(0, 0), model(log(3), 0), local())
+    client_update = FML().client_updates(task(PIXEL, optimizer=SGD(1.0)))["train"]
+    carry = client_update.begin(model(0, 0), model(log(3), 0), local())
     batch = Batch(pixels(1), torch.tensor([0]), torch.tensor([0]), {"weak": pixels(2)}, torch.tensor([0]))
-    carry, notes = work.step({}, carry, batch)
-    up, memory = work.finish({}, carry, local())
+    carry, notes = client_update.step({}, carry, batch)
+    up, memory = client_update.finish({}, carry, local())
     assert up.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) - 0.4, 0.4], rel=1e-12)
     kl = lambda p, q: p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))  # noqa: E731
@@ -106,10 +106,10 @@ def test_steps_are_autograds_on_the_formula(options: dict[str, Any], statistics)
         {**one, "params": {**one["params"], "head": tree.map(lambda leaf: 3 * leaf, one["params"]["head"])}}
         for one in (begin(method, shared), begin(method, shared, seed=5))
     )
-    work, oracle = method.client_updates(shared)["train"], Formula(method, shared)
-    carry, models, shares = work.begin(down, memory, local()), {"meme": down, "private": memory}, []
+    client_update, oracle = method.client_updates(shared)["train"], Formula(method, shared)
+    carry, models, shares = client_update.begin(down, memory, local()), {"meme": down, "private": memory}, []
     for batch in batches((method.view,)):
-        carry, notes = work.step(down, carry, batch)
+        carry, notes = client_update.step(down, carry, batch)
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
         for name, each in models.items():
@@ -182,15 +182,15 @@ def test_the_memes_optimizer_is_new_in_every_visit():
     """The private one is as it was left, the meme's is zero."""
     shared = task(optimizer=SGD(0.1, momentum=0.9))
     method = FML()
-    work = method.client_updates(shared)["train"]
+    client_update = method.client_updates(shared)["train"]
     down = begin(method, shared)
-    memory = first_memory(work, down, 0, 0)
+    memory = first_memory(client_update, down, 0, 0)
     for batch in batches(("weak",), 2):
-        carry = work.begin(down, memory, local())
+        carry = client_update.begin(down, memory, local())
         assert not any(leaf.any() for leaf in tree.leaves(carry["meme"]["optimizer"]))
-        carry, _ = work.step(down, carry, batch)
-        _, memory = work.finish(down, carry, local())
-        assert same(work.begin(down, memory, local())["private"], memory)
+        carry, _ = client_update.step(down, carry, batch)
+        _, memory = client_update.finish(down, carry, local())
+        assert same(client_update.begin(down, memory, local())["private"], memory)
         assert any(leaf.any() for leaf in tree.leaves(memory["optimizer"]))
 
 
@@ -202,18 +202,18 @@ def test_how_a_private_model_starts():
     """
     shared = task()
     down = begin(FML(), shared)
-    work = FML().client_updates(shared)["train"]
-    memory = first_memory(work, down, 7, 0)
+    client_update = FML().client_updates(shared)["train"]
+    memory = first_memory(client_update, down, 7, 0)
     drawn = tree.to(shared.network.init(rng.generator(7, "remember")), dtype=torch.float64)
     assert same({"params": memory["params"], "stats": memory["stats"]}, drawn)
     assert not same(memory["params"], down["params"])
     for private in ("copy", "fresh"):
         method = FML(private=private)
-        work = method.client_updates(shared)["train"]
-        carry = work.begin(down, first_memory(work, down, 7, 0), local())
+        client_update = method.client_updates(shared)["train"]
+        carry = client_update.begin(down, first_memory(client_update, down, 7, 0), local())
         for batch in batches(("weak",)):
             before = carry
-            carry, notes = work.step(down, carry, batch)
+            carry, notes = client_update.step(down, carry, batch)
             losses = []
             for name in ("meme", "private"):
                 (labels, _), _ = looked(shared, before[name]["params"], batch.x, batch.u["weak"])
@@ -231,10 +231,10 @@ def test_a_filter_that_lets_nothing_through():
     down, memory = begin(FML(), shared), begin(FML(), shared, seed=5)
     ends = []
     for method in (FML(delta=0.0), FML(unlabeled_weight=0.0), FML()):
-        work = method.client_updates(shared)["train"]
-        carry = work.begin(down, memory, local())
+        client_update = method.client_updates(shared)["train"]
+        carry = client_update.begin(down, memory, local())
         for batch in batches(("weak",)):
-            carry, _ = work.step(down, carry, batch)
+            carry, _ = client_update.step(down, carry, batch)
         ends.append({"meme": carry["meme"]["params"], "private": carry["private"]["params"]})
     assert furthest(ends[0], ends[1]) < 1e-12
     assert furthest(ends[2], ends[1]) > 1e-4

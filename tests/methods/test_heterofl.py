@@ -182,17 +182,17 @@ def test_the_mask_by_hand():
     nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
     data = Local(nothing, torch.tensor([0, 1, 1]), nothing, torch.tensor(3), torch.tensor(0))
     for masked, loss in ((True, log(2)), (False, log(103 / 2))):
-        work = HeteroFL(masked=masked).client_updates(task(network, optimizer=SGD(1.0)))["train-1"]
-        carry = work.begin({"params": params}, {}, data)
+        client_update = HeteroFL(masked=masked).client_updates(task(network, optimizer=SGD(1.0)))["train-1"]
+        carry = client_update.begin({"params": params}, {}, data)
         assert carry["present"].tolist() == [True, True, False]
-        after, notes = work.step({}, carry, batch)
+        after, notes = client_update.step({}, carry, batch)
         assert float(notes.loss) == pytest.approx(loss)
         moved = after["params"]["head"]["weight"] - params["head"]["weight"]
         assert bool(moved[2].any()) == (not masked)
     empty = Local(nothing, torch.zeros(4, dtype=torch.int64), nothing, torch.tensor(0), torch.tensor(0))
-    carry = work.begin({"params": params}, {}, empty)
+    carry = client_update.begin({"params": params}, {}, empty)
     assert not carry["present"].any()  # the labels of a client without rows are padding
-    sent, memory = work.finish({}, carry, empty)
+    sent, memory = client_update.finish({}, carry, empty)
     assert (float(sent.weight), memory) == (0, {})
 
 
@@ -214,7 +214,7 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     shared = task(network, optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01))
     method = HeteroFL(f"1-{rate}", masked=masked)
     down = {"params": cut(begin(method, shared)["params"], rate, fixed(network))}
-    work = method.client_updates(shared)[f"train-{rate}"]
+    client_update = method.client_updates(shared)[f"train-{rate}"]
 
     oracle = module_of(network).double()
     for name, leaf in tree.flatten(down["params"]).items():
@@ -233,10 +233,10 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     g = torch.Generator().manual_seed(0)
     nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     data = Local(nothing, torch.tensor([0, 2, 3]), nothing, torch.tensor(3), torch.tensor(0))
-    carry = work.begin(down, {}, data)
+    carry = client_update.begin(down, {}, data)
     for _ in range(3):
         x, y = torch.randn(6, 1, 8, 8, generator=g, dtype=torch.float64), torch.tensor([0, 2, 3, 3, 2, 0])
-        carry, notes = work.step(down, carry, Batch(x, y, y, {}, y[:0]))
+        carry, notes = client_update.step(down, carry, Batch(x, y, y, {}, y[:0]))
         optimizer.zero_grad()
         logits = oracle(x)
         if masked:

@@ -106,20 +106,20 @@ def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, alig
     objective = ReMixMatch(1.5, 0.5, 0.7, align=align, ramp=0)
     model = remix_model(objective, shared)
     given = drawn_batch(labeled, 6, REMIX)
-    ready = {"marginal": torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)}
+    cached = {"marginal": torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)}
     book = Textbook(module_of(model), statistics, labeling)
     head = [leaf.clone().requires_grad_() for leaf in tree.leaves(model["params"]["rotation"])]
-    ratio = (ready["marginal"] + TINY) / (model["predicted"] + TINY) if align else torch.ones(4, dtype=torch.float64)
+    ratio = (cached["marginal"] + TINY) / (model["predicted"] + TINY) if align else torch.ones(4, dtype=torch.float64)
     theirs = textbook.remixmatch(book, (head[0], head[1]), given, ratio, (1.5, 0.5, 0.7), 0.5)
-    loss, gradient, stats = learned(objective, given, model, shared, model, ready)
+    loss, gradient, stats = learned(objective, given, model, shared, model, cached)
     mine = torch.autograd.grad(theirs, head, retain_graph=True)
     for name, leaf in zip(("weight", "bias"), mine, strict=True):
         torch.testing.assert_close(gradient["rotation"][name], leaf, rtol=1e-8, atol=1e-11)
         assert float(leaf.abs().max()) > 1e-3
     plain = {name: part for name, part in gradient.items() if name != "rotation"}
     check((loss, plain, stats), book.module, theirs)
-    _, seen = objective(shared, model["params"], model["stats"], given, model, ready)
-    assert set(seen.aside) == ({"predicted"} if align else set())
+    _, seen = objective(shared, model["params"], model["stats"], given, model, cached)
+    assert set(seen.aux) == ({"predicted"} if align else set())
 
 
 def test_the_alignment_by_hand():
@@ -129,15 +129,15 @@ def test_the_alignment_by_hand():
     """
     objective = ReMixMatch(alignment_decay=0.75)
     guess = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
-    aside = {"predicted": torch.tensor([0.5, 0.5], dtype=torch.float64)}
-    ready = {"marginal": torch.tensor([0.25, 0.75], dtype=torch.float64)}
-    aligned, news = objective._align(guess, aside, ready, None)
+    aux = {"predicted": torch.tensor([0.5, 0.5], dtype=torch.float64)}
+    cached = {"marginal": torch.tensor([0.25, 0.75], dtype=torch.float64)}
+    aligned, news = objective._align(guess, aux, cached, None)
     assert aligned.flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
     assert news["predicted"].tolist() == pytest.approx([9 / 16, 7 / 16], rel=1e-12)
     none = {"marginal": torch.zeros(2, dtype=torch.float64)}  # no labels: towards even classes
-    aside = {"predicted": torch.tensor([0.75, 0.25], dtype=torch.float64)}
-    assert objective._align(guess, aside, none, None)[0].flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
-    assert replace(objective, align=False)._align(guess, aside, ready, None) == (guess, {})
+    aux = {"predicted": torch.tensor([0.75, 0.25], dtype=torch.float64)}
+    assert objective._align(guess, aux, none, None)[0].flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
+    assert replace(objective, align=False)._align(guess, aux, cached, None) == (guess, {})
 
 
 def test_class_frequencies_count_a_clients_own_rows():
@@ -165,11 +165,11 @@ def test_a_head_of_zeros_guesses_all_turns_alike():
     shared, objective = task(NETWORK), ReMixMatch(0.0, 0.0, 1.0)
     model = objective.start(shared, begin(FedAvg(), shared))
     given = drawn_batch(views=REMIX)
-    ready = {"marginal": torch.full((4,), 0.25, dtype=torch.float64)}
+    cached = {"marginal": torch.full((4,), 0.25, dtype=torch.float64)}
 
     def lost(params, rotation_weight):
         chosen = replace(objective, rotation_weight=rotation_weight)
-        return chosen(shared, params, model["stats"], given, model, ready)[0]
+        return chosen(shared, params, model["stats"], given, model, cached)[0]
 
     with_it, without = (torch.func.grad_and_value(lambda p, r=r: lost(p, r))(model["params"]) for r in (1.0, 1e-300))
     assert float(with_it[1] - without[1]) == pytest.approx(log(4), rel=1e-9)
@@ -187,18 +187,18 @@ def test_options_of_remixmatch_do_what_they_say():
     given = drawn_batch(views=REMIX)
     weak_labels = given._replace(x_views={"strong": given.x})
     without = given._replace(x_views={})
-    ready = {"marginal": torch.full((4,), 0.25, dtype=torch.float64)}
+    cached = {"marginal": torch.full((4,), 0.25, dtype=torch.float64)}
     model = remix_model(ReMixMatch(), shared)
 
     def loss(objective: ReMixMatch, given: Batch) -> float:
-        return float(objective(shared, model["params"], model["stats"], given, model, ready)[0])
+        return float(objective(shared, model["params"], model["stats"], given, model, cached)[0])
 
     assert loss(ReMixMatch(), weak_labels) == loss(ReMixMatch(strong_labels=False), without)
     assert loss(ReMixMatch(), given) != loss(ReMixMatch(), weak_labels)
     late = task(NETWORK, rounds=64, round=1)
     early = ReMixMatch(rotation_weight=0.0, strong_labels=False)
-    assert float(early(shared, model["params"], model["stats"], without, model, ready)[0]) < float(
-        early(late, model["params"], model["stats"], without, model, ready)[0]
+    assert float(early(shared, model["params"], model["stats"], without, model, cached)[0]) < float(
+        early(late, model["params"], model["stats"], without, model, cached)[0]
     )
 
 

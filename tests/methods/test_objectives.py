@@ -67,7 +67,7 @@ def batch(x: list[float], y: list[int], weak: list[float] = (), strong: list[flo
     )
 
 
-def judge(
+def pseudo_label(
     objective: Objective,
     given: Batch,
     *,
@@ -85,7 +85,7 @@ def judge(
 
 def test_supervised_by_hand():
     """x = 1 of class 0: ln(4/3), derivative -1/4. x = 2 of class 1: ln 10, derivative 0.9 * 2. The loss is the mean."""
-    loss, gradient, seen = judge(Supervised(), batch([1, 2], [0, 1]))
+    loss, gradient, seen = pseudo_label(Supervised(), batch([1, 2], [0, 1]))
     assert loss == pytest.approx((log(4 / 3) + log(10)) / 2, rel=1e-12)
     assert gradient == pytest.approx((-0.25 + 1.8) / 2, rel=1e-12)
     assert seen.pseudo == ()
@@ -94,12 +94,12 @@ def test_supervised_by_hand():
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_fixmatch_by_hand(weight):
-    """Two unlabeled images, of which tau = 0.8 lets one through.
+    """Two unlabeled images, of which threshold = 0.8 lets one through.
 
     Weak x = 2 is class 0 with 0.9; its strong view x = 1 costs ln(4/3) with derivative -1/4. Weak x = -1 is class 1
     with 0.75 and is not used. The mean runs over both, so the second term is half of the first image's.
     """
-    loss, gradient, seen = judge(FixMatch(0.8, weight), batch([1], [0], weak=[2, -1], strong=[1, -2]))
+    loss, gradient, seen = pseudo_label(FixMatch(0.8, weight), batch([1], [0], weak=[2, -1], strong=[1, -2]))
     assert loss == pytest.approx(log(4 / 3) + weight * log(4 / 3) / 2, rel=1e-12)
     assert gradient == pytest.approx(-1 / 4 - weight / 8, rel=1e-12)
     (pseudo,) = seen.pseudo
@@ -110,13 +110,13 @@ def test_fixmatch_by_hand(weight):
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_uda_by_hand(weight):
-    """tau = 0.7 lets weak x = 1 through and x = 0 not; temperature 0.5 squares and normalizes.
+    """threshold = 0.7 lets weak x = 1 through and x = 0 not; temperature 0.5 squares and normalizes.
 
     (3/4, 1/4) becomes (9/16, 1/16) / (10/16) = (0.9, 0.1). Against the strong view x = 1 that is
     0.9 ln(4/3) + 0.1 ln 4, with derivative (p - 0.9) x = 0.75 - 0.9 = -0.15: none of it through the target, which
     would add the derivative of (0.9, 0.1) times (ln 4/3, ln 4). The mean over two images halves it.
     """
-    loss, gradient, seen = judge(UDA(0.7, 0.5, weight), batch([1], [0], weak=[1, 0], strong=[1, 1]))
+    loss, gradient, seen = pseudo_label(UDA(0.7, 0.5, weight), batch([1], [0], weak=[1, 0], strong=[1, 1]))
     assert loss == pytest.approx(log(4 / 3) + weight * (0.9 * log(4 / 3) + 0.1 * log(4)) / 2, rel=1e-12)
     assert gradient == pytest.approx(-1 / 4 - weight * 0.15 / 2, rel=1e-12)
     (pseudo,) = seen.pseudo
@@ -126,19 +126,19 @@ def test_uda_by_hand(weight):
 
 @pytest.mark.parametrize("make", [FixMatch, UDA])
 def test_a_guess_at_the_threshold_counts(make):
-    """x = 0 has the probability 1/2 exactly: used at tau = 0.5, not one step of a double above it."""
+    """x = 0 has the probability 1/2 exactly: used at threshold = 0.5, not one step of a double above it."""
     given = batch([1], [0], weak=[0], strong=[1])
-    assert judge(make(tau=0.5), given)[2].pseudo[0].weight.tolist() == [1.0]
+    assert pseudo_label(make(threshold=0.5), given)[2].pseudo[0].weight.tolist() == [1.0]
     above = torch.nextafter(torch.tensor(0.5, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)).item()
-    loss, _, seen = judge(make(tau=above), given)
+    loss, _, seen = pseudo_label(make(threshold=above), given)
     assert seen.pseudo[0].weight.tolist() == [0.0]
     assert loss == pytest.approx(log(4 / 3), rel=1e-12)
 
 
-@pytest.mark.parametrize("objective", [FixMatch(tau=0.6), UDA(tau=0.6)])
+@pytest.mark.parametrize("objective", [FixMatch(threshold=0.6), UDA(threshold=0.6)])
 def test_unsure_guesses_leave_the_supervised_loss(objective):
     """With every guess at 1/2 nothing is added, and the mean over no used image is 0, not NaN."""
-    loss, gradient, _ = judge(objective, batch([1], [0], weak=[0, 0], strong=[3, -5]))
+    loss, gradient, _ = pseudo_label(objective, batch([1], [0], weak=[0, 0], strong=[3, -5]))
     assert loss == pytest.approx(log(4 / 3), rel=1e-12)
     assert gradient == pytest.approx(-1 / 4, rel=1e-12)
 
@@ -147,11 +147,12 @@ CENTERED = batch([3], [0], weak=[2], strong=[1])
 
 
 def test_joint_statistics_by_hand():
-    """The mean of 3, 1 and 2 is 2: labeled 1, strong -1, weak 0, whose guess is class 0 with 1/2, used at tau = 0.5.
+    """The mean of 3, 1 and 2 is 2: labeled 1, strong -1, weak 0, whose guess is class 0 with 1/2, used at threshold =
+    0.5.
 
     Loss ln(4/3) + CE of class 0 at -1 = ln(4/3) + ln 4; derivative -1/4 - (1 - 1/4) * (-1) = 1/2.
     """
-    loss, gradient, seen = judge(FixMatch(tau=0.5), CENTERED, centered=True)
+    loss, gradient, seen = pseudo_label(FixMatch(threshold=0.5), CENTERED, centered=True)
     assert loss == pytest.approx(log(4 / 3) + log(4), rel=1e-12)
     assert gradient == pytest.approx(0.5, rel=1e-12)
     assert [float(m["in"]["mean"]) for m in seen.moments] == [2.0]
@@ -159,7 +160,7 @@ def test_joint_statistics_by_hand():
 
 def test_separate_statistics_by_hand():
     """Each image is its own mean: all logits 0, loss 2 ln 2, derivative 0; moments of weak, labeled, strong."""
-    loss, gradient, seen = judge(FixMatch(tau=0.5), CENTERED, centered=True, statistics="separate")
+    loss, gradient, seen = pseudo_label(FixMatch(threshold=0.5), CENTERED, centered=True, statistics="separate")
     assert loss == pytest.approx(2 * log(2), rel=1e-12)
     assert gradient == 0
     assert [float(m["in"]["mean"]) for m in seen.moments] == [2.0, 3.0, 1.0]
@@ -170,17 +171,19 @@ def test_running_labels_by_hand():
 
     Joint: labeled 1, strong -1, loss ln(4/3) + ln 4, and the weak images leave no moments.
     """
-    loss, gradient, seen = judge(FixMatch(tau=0.7), CENTERED, centered=True, labeling="running")
+    loss, gradient, seen = pseudo_label(FixMatch(threshold=0.7), CENTERED, centered=True, labeling="running")
     assert loss == pytest.approx(log(4 / 3) + log(4), rel=1e-12)
     assert gradient == pytest.approx(0.5, rel=1e-12)
     assert seen.pseudo[0].confidence.tolist() == pytest.approx([0.75], rel=1e-12)
     assert [float(m["in"]["mean"]) for m in seen.moments] == [2.0]
-    _, _, apart = judge(FixMatch(tau=0.7), CENTERED, centered=True, labeling="running", statistics="separate")
+    _, _, apart = pseudo_label(
+        FixMatch(threshold=0.7), CENTERED, centered=True, labeling="running", statistics="separate"
+    )
     assert apart.pseudo[0].confidence.tolist() == pytest.approx([0.75], rel=1e-12)
     assert [float(m["in"]["mean"]) for m in apart.moments] == [3.0, 1.0]
 
 
-@pytest.mark.parametrize("objective", [FixMatch(tau=0.5), UDA(tau=0.5)])
+@pytest.mark.parametrize("objective", [FixMatch(threshold=0.5), UDA(threshold=0.5)])
 @pytest.mark.parametrize("statistics", ["joint", "separate"])
 @pytest.mark.parametrize("labeling", ["batch", "running"])
 def test_pseudo_labels_carry_no_gradient(objective, statistics, labeling):
@@ -189,7 +192,7 @@ def test_pseudo_labels_carry_no_gradient(objective, statistics, labeling):
     Against the full derivative of UDA, in which the target moves too, the numbers differ.
     """
     given = batch([1.5, -0.5], [0, 1], weak=[2, 0.7], strong=[1, -0.4])
-    _, gradient, _ = judge(objective, given, statistics=statistics, labeling=labeling)
+    _, gradient, _ = pseudo_label(objective, given, statistics=statistics, labeling=labeling)
 
     def fixed(w: float) -> float:
         """Return the loss at w with guesses made at W (nothing is centered, so views do not mix)."""

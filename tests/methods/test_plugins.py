@@ -37,9 +37,9 @@ class Mine:
     """FedAvg with FixMatch, once more.
 
     Nothing new."""
-    tau: float = 0.9
+    threshold: float = 0.9
     def requirements(self, norm): return self._whole().requirements(norm)
-    def _whole(self): return FedAvg(FixMatch(tau=self.tau))
+    def _whole(self): return FedAvg(FixMatch(threshold=self.threshold))
     def client_updates(self, task): return self._whole().client_updates(task)
     def start(self, task, model): return self._whole().start(task, model)
     def round(self, task, server, federation): return self._whole().round(task, server, federation)
@@ -82,13 +82,22 @@ SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "
 def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, capsys) -> None:
     """The command plays it, its file names module and hash, resume checks them, predict wants the name said."""
     own = here.stem
-    flags = ["--method", f"{own}:Mine", "--network", f"{own}:make", "--setting", f"{own}:rule", "--option", "tau=0.5"]
+    flags = [
+        "--method",
+        f"{own}:Mine",
+        "--network",
+        f"{own}:make",
+        "--setting",
+        f"{own}:rule",
+        "--option",
+        "threshold=0.5",
+    ]
     assert cli.main(["run", *flags, *SMALL, "--run-dir", "r"]) == 0
     words = Path("r/config.toml").read_text()
     digest = hashlib.sha256(f"{here.name}\0".encode() + hashlib.sha256(here.read_bytes()).digest()).hexdigest()
     for part in ("Mine", "make", "rule"):
         assert f"# {own}:{part} from {own} without a version sha256 {digest}\n" in words
-    assert "tau = 0.5" in words
+    assert "threshold = 0.5" in words
     assert str(here.parent) in os.environ["PYTHONPATH"].split(os.pathsep)  # processes started from here find it too
     assert cli.main(["resume", "r"]) == 0
     with pytest.raises(UserError, match="which is not loaded because a file or a server names it"):
@@ -152,10 +161,10 @@ def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
 def test_a_method_as_an_object(tmp_path: Path) -> None:
     """Its class and options stand in the run's file, and equal the same method by its name."""
     config = Config(rounds=1, data_share=0.2, clients=4, cohort=2, run_dir=tmp_path / "own")
-    one = halfmoon.run(config, method=Local(FixMatch(tau=0.5)))
+    one = halfmoon.run(config, method=Local(FixMatch(threshold=0.5)))
     assert "test_plugins:Local" in (tmp_path / "own/config.toml").read_text()
     ours = Config(
-        method="fedavg-fixmatch", options={"tau": 0.5}, rounds=1, data_share=0.2, clients=4, cohort=2,
+        method="fedavg-fixmatch", options={"threshold": 0.5}, rounds=1, data_share=0.2, clients=4, cohort=2,
         run_dir=tmp_path / "ours",
     )  # fmt: skip
     two = halfmoon.run(ours)
@@ -234,7 +243,7 @@ class Careless(FedAvg):
 
 def test_check_method_names_the_promises_that_are_broken(capsys) -> None:
     """A good method keeps all; one that draws and writes is told so, and the command returns 1."""
-    assert all(each.kept for each in check("fedavg-fixmatch", {"tau": 0.39}))
+    assert all(each.kept for each in check("fedavg-fixmatch", {"threshold": 0.39}))
     name = outside.register(Careless())
     broken = {each.promise: each.said for each in check(name) if not each.kept}
     assert "a run repeats itself" in broken

@@ -47,8 +47,8 @@ def test_an_episode_image_by_image(through: bool):
     down["there"] = torch.tensor([1.0, 1, 0, 0, 0]).double()
     down["known"] = torch.tensor([1.0, 1, 1, 0]).double()
     batch = Batch(images(4, 1), torch.tensor([0, 2, 2, 0]), torch.arange(4), {"weak": images(5, 2)}, torch.arange(5))
-    work = options.client_updates(shared)["train"]
-    gradient, loss, (moments, pseudo) = grad_and_value(work._loss, down["params"], down, batch)
+    client_update = options.client_updates(shared)["train"]
+    gradient, loss, (moments, pseudo) = grad_and_value(client_update._loss, down["params"], down, batch)
     wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, down, batch), ()), down["params"])
     assert float(loss) == pytest.approx(float(theirs), rel=1e-10)
     assert furthest(gradient, wanted) < 1e-10
@@ -111,7 +111,7 @@ class Answers:
     def __init__(self, up: Upload) -> None:
         self.up = up
 
-    def ask(self, work: str, down: Tree) -> Upload:
+    def ask(self, client_update: str, down: Tree) -> Upload:
         self.down = down
         return self.up
 

@@ -49,8 +49,8 @@ def textbook(objective: ICPL, params: Tree, stats: Tree, came: Tree, prior: Tens
         z.append(v / v.norm())
     sure, sets, pull = [], [], []
     for k, row in enumerate(rows):
-        wide = float(g[k].max()) >= objective.tau
-        sure.append(wide or (objective.sure == "either" and float(p[row].max()) >= objective.tau))
+        wide = float(g[k].max()) >= objective.threshold
+        sure.append(wide or (objective.sure == "either" and float(p[row].max()) >= objective.threshold))
         top = int(g[k].argmax())
         sets.append({top} if sure[-1] else {c for c in range(CLASSES) if g[k][c] > prior[c]})
         pull.append(proxies[top] if sure[-1] else sum(g[k][c] * proxies[c] for c in sets[-1]))
@@ -74,7 +74,11 @@ def textbook(objective: ICPL, params: Tree, stats: Tree, came: Tree, prior: Tens
 
 @pytest.mark.parametrize(
     "objective",
-    [ICPL(tau=0.42), ICPL(tau=0.42, sure="global", labeled_sets="label"), ICPL(tau=0.9, proxy_weight=0.5)],
+    [
+        ICPL(threshold=0.42),
+        ICPL(threshold=0.42, sure="global", labeled_sets="label"),
+        ICPL(threshold=0.9, proxy_weight=0.5),
+    ],
     ids=["code", "paper", "unsure"],
 )
 def test_the_loss_image_by_image(objective: ICPL):
@@ -90,9 +94,9 @@ def test_the_loss_image_by_image(objective: ICPL):
     came = {"params": {**down["params"], "head": other}, "stats": down["stats"]}
     params = tree.map(lambda leaf: leaf + 0.3 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), down["params"])
     prior = torch.tensor([0.4, 0.2, 0.2, 0.2], dtype=torch.float64)
-    aside = {"prior": prior, "counts": torch.zeros(CLASSES, dtype=torch.float64)}
-    ready = {"received": came}
-    gradient, loss, seen = grad_and_value(lambda p: objective(shared, p, down["stats"], given(), aside, ready), params)
+    aux = {"prior": prior, "counts": torch.zeros(CLASSES, dtype=torch.float64)}
+    cached = {"received": came}
+    gradient, loss, seen = grad_and_value(lambda p: objective(shared, p, down["stats"], given(), aux, cached), params)
     wanted, theirs, _ = grad_and_value(
         lambda p: (textbook(objective, p, down["stats"], came, prior, given()), ()), params
     )
@@ -101,8 +105,8 @@ def test_the_loss_image_by_image(objective: ICPL):
     assert gradient["proxy_head"]["weight"].abs().max() > 1e-4
     (pseudo,) = seen.pseudo
     used = float(pseudo.weight.sum())
-    assert float(seen.aside["counts"].sum()) == pytest.approx(3 + used)
-    assert (0 < used < 5) == (objective.tau < 0.9)
+    assert float(seen.aux["counts"].sum()) == pytest.approx(3 + used)
+    assert (0 < used < 5) == (objective.threshold < 0.9)
 
 
 def test_the_prior_runs_by_hand():

@@ -43,18 +43,18 @@ def test_weights_by_hand():
 def test_a_visit_with_its_teacher():
     """Three steps on a module and a copy that follows it, both on batch statistics; the teacher comes back."""
     options, shared = RSCFed(unlabeled_weight=2.0, decay=0.9), task(optimizer=SGD(0.3))
-    work, down = options.client_updates(shared)["train"], begin(options, shared)
+    client_update, down = options.client_updates(shared)["train"], begin(options, shared)
     nobody = Local(*[torch.zeros(0)] * 3, torch.tensor(2), torch.tensor(3))
-    memory = work.remember(down, torch.Generator())
+    memory = client_update.remember(down, torch.Generator())
     memory["teacher"] = tree.map(lambda leaf: leaf * 1.1 + 0.01, memory["teacher"])
-    carry = work.begin(down, memory, nobody)
+    carry = client_update.begin(down, memory, nobody)
     model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
     teacher = twin(TorchSmall(1, CLASSES, NETWORK.width), {**down, "params": memory["teacher"]}).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for number in range(3):
         u = {"weak": images(3, number), "weak2": images(3, number + 10)}
         batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(3))
-        carry, _ = work.step(down, carry, batch)
+        carry, _ = client_update.step(down, carry, batch)
         optimizer.zero_grad()
         z = model(torch.cat([batch.x, u["weak2"]]))
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_a_visit_with_its_teacher():
     for part, theirs in (("params", model), ("teacher", teacher)):
         for (name, p), leaf in zip(theirs.named_parameters(), tree.leaves(carry[part]), strict=True):
             torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
-    up, kept = work.finish(down, carry, nobody)
+    up, kept = client_update.finish(down, carry, nobody)
     assert same(kept["teacher"], carry["teacher"])
     assert (float(up.weight), float(up.aux["labels"])) == (5, 1)
 

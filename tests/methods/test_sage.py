@@ -23,9 +23,9 @@ def judged(objective: SAGE, local: float, received: float, weak: list[float], st
     task = Task(Line(1, **line), SGD(0.1), Normalize())
     model = task.network.init(torch.Generator())
     came = {"params": {"w": torch.tensor(received, dtype=torch.float64)}, "stats": model["stats"]}
-    ready = objective.prepare(task, came, NOBODY)
+    cached = objective.prepare(task, came, NOBODY)
     given = batch([], [], weak=weak, strong=strong)
-    lost = lambda params: objective(task, params, model["stats"], given, {}, ready)  # noqa: E731
+    lost = lambda params: objective(task, params, model["stats"], given, {}, cached)  # noqa: E731
     params = {"w": torch.tensor(local, dtype=torch.float64)}
     gradient, (loss, seen) = grad_and_value(lost, has_aux=True)(params)
     return float(loss), float(gradient["w"]), seen.pseudo[0]
@@ -45,7 +45,8 @@ def test_a_target_between_two_classes():
 
 
 def test_who_is_sure_and_who_is_followed():
-    """tau = 0.8; strong x = 1 costs ln(4/3) for class 0 and ln 4 for class 1, w = ln 3. The mean runs over all four.
+    """threshold = 0.8; strong x = 1 costs ln(4/3) for class 0 and ln 4 for class 1, w = ln 3. The mean runs over all
+    four.
 
     Weak 2: local 0.9 (class 0). Weak 1: 3/4, not sure; received -2 ln 3: class 1 with 0.9: followed. Weak 0: nobody is
     sure. Weak -2: local class 1 with 0.9, received class 0 with 81/82.

@@ -67,11 +67,11 @@ def work_of(method: SemiFed, labels: bool = False, network: Network = Line(), **
 
 def labeled(method: SemiFed, models: list[Tree], data: Local, memory: Tree | None = None, round: int = 0) -> list[int]:
     """Return the labels after a labeling round with the first model as the server's, the others as peers."""
-    work = work_of(method, True)
-    work = replace(work, task=work.task.at(round))
+    client_update = work_of(method, True)
+    client_update = replace(client_update, task=client_update.task.at(round))
     down = {**models[0], "peers": tree.stack(models[1:])} if models[1:] else models[0]
-    memory = work.remember(down, torch.Generator()) if memory is None else memory
-    return work.begin(down, memory, data)["labels"].tolist()
+    memory = client_update.remember(down, torch.Generator()) if memory is None else memory
+    return client_update.begin(down, memory, data)["labels"].tolist()
 
 
 FIRM, SOFT, OTHER = model(3, 0, 0), model(1, 0, 0), model(0, 3, 0)
@@ -79,11 +79,12 @@ FIRM, SOFT, OTHER = model(3, 0, 0), model(1, 0, 0), model(0, 3, 0)
 
 
 def test_votes_by_hand():
-    """Four models at x = 1: FIRM, FIRM, SOFT and OTHER. With tau 0.9 two vote for class 0, one for 1, one is unsure.
+    """Four models at x = 1: FIRM, FIRM, SOFT and OTHER. With threshold 0.9 two vote for class 0, one for 1, one is
+    unsure.
 
-    Half of the models is enough (2 of 4), more is not. With tau 0.5 three of four agree. If all have to be sure,
-    tau 0.9 accepts nothing, and tau 0.5 does at three quarters. At x = -1 FIRM is split between classes 1 and 2 and
-    OTHER between 0 and 2 (0.488 each): nobody is sure at 0.5.
+    Half of the models is enough (2 of 4), more is not. With threshold 0.5 three of four agree. If all have to be sure,
+    threshold 0.9 accepts nothing, and threshold 0.5 does at three quarters. At x = -1 FIRM is split between classes 1
+    and 2 and OTHER between 0 and 2 (0.488 each): nobody is sure at 0.5.
     """
     models, data = [FIRM, FIRM, SOFT, OTHER], client(images(1, -1))
     cases: tuple[tuple[float, float, Any, int], ...] = (
@@ -95,31 +96,31 @@ def test_votes_by_hand():
         (0.5, 0.75, "all", 0),
         (0.5, 0.76, "all", -1),
     )
-    for tau, agree, confident, expected in cases:
-        method = SemiFed(tau=tau, agree=agree, confident=confident)
+    for threshold, agree, confident, expected in cases:
+        method = SemiFed(threshold=threshold, agree=agree, confident=confident)
         assert labeled(method, models, data) == [expected, -1]
-    assert labeled(SemiFed(tau=0.9, agree=1.0), [OTHER], data) == [1, -1]  # the server's model alone
+    assert labeled(SemiFed(threshold=0.9, agree=1.0), [OTHER], data) == [1, -1]  # the server's model alone
 
 
 def test_the_threshold_moves_in_a_straight_line():
     """From 0.95 to 0.5 over 10 rounds: 0.75 in round 4. SOFT's 0.576 is enough in round 8 (0.55), not in 7 (0.6)."""
-    method, shared = SemiFed(tau=0.95, tau_last=0.5, agree=1.0), task(rounds=10)
-    assert [method.threshold(shared.at(t)) for t in (0, 4, 9)] == pytest.approx([0.95, 0.75, 0.5])
-    assert SemiFed(tau=0.7).threshold(shared.at(5)) == 0.7
-    work = work_of(method, True, rounds=10)
+    method, shared = SemiFed(threshold=0.95, threshold_last=0.5, agree=1.0), task(rounds=10)
+    assert [method.threshold_in(shared.at(t)) for t in (0, 4, 9)] == pytest.approx([0.95, 0.75, 0.5])
+    assert SemiFed(threshold=0.7).threshold_in(shared.at(5)) == 0.7
+    client_update = work_of(method, True, rounds=10)
     for round, expected in ((7, -1), (8, 0)):
-        now = replace(work, task=work.task.at(round))
+        now = replace(client_update, task=client_update.task.at(round))
         carry = now.begin(SOFT, now.remember(SOFT, torch.Generator()), client(images(1)))
         assert carry["labels"].tolist() == [expected]
 
 
 def test_a_label_stays():
     """What was accepted is kept against all later votes; what was not may still be; other rows begin without labels."""
-    method, data = SemiFed(tau=0.9, agree=1.0), client(images(1, 0), shade=3)
-    work = work_of(method, True)
-    carry = work.begin(OTHER, work.remember(OTHER, torch.Generator()), data)
+    method, data = SemiFed(threshold=0.9, agree=1.0), client(images(1, 0), shade=3)
+    client_update = work_of(method, True)
+    carry = client_update.begin(OTHER, client_update.remember(OTHER, torch.Generator()), data)
     assert carry["labels"].tolist() == [1, -1]
-    _, memory = work.finish(OTHER, carry, data)
+    _, memory = client_update.finish(OTHER, carry, data)
     assert labeled(method, [FIRM], data._replace(views={"plain": images(1, 1)}), memory) == [1, 0]
     quiet = work_of(method).begin(FIRM, memory, data)
     assert quiet["labels"].tolist() == [1, -1]
@@ -129,10 +130,10 @@ def test_a_label_stays():
 
 def step(method: SemiFed, at: Tree, batch: Batch, labels: list[int], **shared: Any) -> tuple[Tree, Any]:
     """Return the carry and the notes after a step at a model, with these labels of the rows."""
-    work = work_of(method, **shared)
+    client_update = work_of(method, **shared)
     data = client(torch.zeros(len(labels), 1, 1, 1), len(batch.x))
-    carry = work.begin(at, work.remember(at, torch.Generator()), data)
-    return work.step(at, {**carry, "labels": torch.tensor(labels)}, batch)
+    carry = client_update.begin(at, client_update.remember(at, torch.Generator()), data)
+    return client_update.step(at, {**carry, "labels": torch.tensor(labels)}, batch)
 
 
 def test_the_loss_by_hand():
@@ -209,7 +210,7 @@ def test_the_models_that_travel():
 
     Its bytes are those of as many models as are sent; in the other rounds of one.
     """
-    method, shared = SemiFed(interval=2, peers=3, tau=0.3), task(BARE, optimizer=SGD(0.1))
+    method, shared = SemiFed(interval=2, peers=3, threshold=0.3), task(BARE, optimizer=SGD(0.1))
     spy, server = Spy(method), begin(method, shared)
     simulation = simulate(spy, shared, cohort=2)
     last: dict[int, tuple[int, Tree]] = {}
@@ -244,7 +245,7 @@ def test_the_models_that_travel():
 
 def test_no_peers_leaves_the_vote_to_the_server():
     """With peers 0 nothing lies on the shelf, and the received model labels alone."""
-    method, shared = SemiFed(interval=1, peers=0, tau=0.3), task(BARE, optimizer=SGD(0.1))
+    method, shared = SemiFed(interval=1, peers=0, threshold=0.3), task(BARE, optimizer=SGD(0.1))
     spy = Spy(method)
     simulation = simulate(spy, shared)
     played = play(spy, simulation, begin(method, shared), range(2))
@@ -256,7 +257,7 @@ def test_no_peers_leaves_the_vote_to_the_server():
 
 def test_clients_of_one_size_are_lifted_together():
     """Equal clients, some met before and some not: loop and vmap agree, with labels given and used."""
-    method, shared = SemiFed(interval=1, tau=0.3, agree=0.6), task(BARE, optimizer=SGD(0.1))
+    method, shared = SemiFed(interval=1, threshold=0.3, agree=0.6), task(BARE, optimizer=SGD(0.1))
     held, runs = dataset(((4, 8),) * 4), []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, held, executor=executor, cohort=2)

@@ -20,7 +20,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.data.partition.split import SERVER
 from halfmoon.data.views import Plain
-from halfmoon.engine.client_update import ClientContext, update_one
+from halfmoon.engine.driver import ClientContext, update_one
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
@@ -43,10 +43,10 @@ def client(views: torch.Tensor, labeled: int = 0) -> Local:
 
 def one_step(method: SemiFL, w: float, batch: Batch, rows: torch.Tensor, labeled: int = 0) -> tuple[float, float]:
     """Return the loss and the gradient of a first step of `Pixel` at w, by SGD of rate 1."""
-    work = method.client_updates(task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
+    client_update = method.client_updates(task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
     down = {"params": weight(w), "stats": {}}
-    carry = work.begin(down, work.remember(down, torch.Generator()), client(rows, labeled))
-    carry, notes = work.step(down, carry, batch)
+    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(rows, labeled))
+    carry, notes = client_update.step(down, carry, batch)
     return float(notes.loss), w - value(carry["params"])
 
 
@@ -69,9 +69,9 @@ def test_the_loss_by_hand():
     """
     rows = pixels([0.0, 0.0])
     batch = batch_of([2.0], [4.0], [8.0], [0], [1], 0.25)
-    assert one_step(SemiFL(tau=0.5), 0.0, batch, rows) == pytest.approx((2 * log(2), -4.5))
-    assert one_step(SemiFL(tau=0.5, mix_weight=2.0), 0.0, batch, rows) == pytest.approx((3 * log(2), -8.0))
-    assert one_step(SemiFL(tau=0.5, unlabeled_weight=0.5), 0.0, batch, rows) == pytest.approx((log(2), -2.25))
+    assert one_step(SemiFL(threshold=0.5), 0.0, batch, rows) == pytest.approx((2 * log(2), -4.5))
+    assert one_step(SemiFL(threshold=0.5, mix_weight=2.0), 0.0, batch, rows) == pytest.approx((3 * log(2), -8.0))
+    assert one_step(SemiFL(threshold=0.5, unlabeled_weight=0.5), 0.0, batch, rows) == pytest.approx((log(2), -2.25))
 
 
 def test_each_image_of_a_mixture_brings_its_own_label():
@@ -83,19 +83,24 @@ def test_each_image_of_a_mixture_brings_its_own_label():
     """
     rows, w = pixels([1.0, -1.0]), log(3)
     flat = batch_of([1.0], [1.0], [-1 / 3], [0], [1], 0.25)
-    assert one_step(SemiFL(tau=0.7), w, flat, rows) == pytest.approx((log(4 / 3) + log(2), -0.25))
+    assert one_step(SemiFL(threshold=0.7), w, flat, rows) == pytest.approx((log(4 / 3) + log(2), -0.25))
     steep = batch_of([1.0], [1.0], [1.0], [0], [1], 0.25)
     loss = log(4 / 3) + 0.25 * log(4 / 3) + 0.75 * log(4)
-    assert one_step(SemiFL(tau=0.7), w, steep, rows) == pytest.approx((loss, 0.25))
+    assert one_step(SemiFL(threshold=0.7), w, steep, rows) == pytest.approx((loss, 0.25))
 
 
 def test_only_confident_rows_are_drawn_and_others_are_any():
-    """p = 3/4 at the pixels 1 and -1, 0.634 at 1/2: above tau = 0.7 stand the first two, with the labels 0 and 1.
+    """p = 3/4 at the pixels 1 and -1, 0.634 at 1/2: above threshold = 0.7 stand the first two, with the labels 0 and 1.
 
     A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
     """
-    work = SemiFL(tau=0.7).client_updates(task(Pixel()))["train"]
-    assert (work.sweep, work.views, work.others, work.mixup) == (("weak",), ("weak", "strong"), ("weak",), 0.75)
+    client_update = SemiFL(threshold=0.7).client_updates(task(Pixel()))["train"]
+    assert (client_update.sweep, client_update.views, client_update.others, client_update.mixup) == (
+        ("weak",),
+        ("weak", "strong"),
+        ("weak",),
+        0.75,
+    )
     down = {"params": weight(log(3)), "stats": {}}
     for values, labeled, kept, share in (
         ([1.0, 0.5, -1.0], 0, [True, False, True], 1),
@@ -105,11 +110,11 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         ([], 3, [], 0),
     ):
         data = client(pixels(values), labeled)
-        carry = work.begin(down, work.remember(down, torch.Generator()), data)
-        drawn = work.keep(carry, data)
+        carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+        drawn = client_update.keep(carry, data)
         assert drawn is not None
         assert drawn.tolist() == kept
-        assert float(work.finish(down, carry, data)[0].weight) == share
+        assert float(client_update.finish(down, carry, data)[0].weight) == share
     assert SemiFL(mix_weight=0).client_updates(task())["train"].others == ()
     assert SemiFL(mix_weight=0).client_updates(task())["train"].mixup is None
     assert SemiFL(concentration=0.5).client_updates(task())["train"].mixup == 0.5
@@ -124,8 +129,8 @@ def test_debiasing_by_hand():
     down, rows = {"params": weight(1.0), "stats": {}}, pixels([log(9), log(4), log(1.5)])
     found = {}
     for debias in (True, False):
-        work = SemiFL(debias=debias).client_updates(task(Pixel()))["train"]
-        found[debias] = work.begin(down, work.remember(down, torch.Generator()), client(rows))
+        client_update = SemiFL(debias=debias).client_updates(task(Pixel()))["train"]
+        found[debias] = client_update.begin(down, client_update.remember(down, torch.Generator()), client(rows))
     assert found[True]["label"].tolist() == [0, 0, 1]
     assert found[True]["confidence"].tolist() == pytest.approx([0.7326, 0.5490, 0.6866], abs=1e-4)
     assert found[False]["label"].tolist() == [0, 0, 0]
@@ -185,8 +190,8 @@ def test_the_gradient_is_autograds(labels, statistics, labeling, debias, labeled
         prior = whole.softmax(-1).mean(0)
         probabilities = [(each / prior) / (each / prior).sum(-1, keepdim=True) for each in probabilities]
     (confidence, fix), (_, mix) = (each.max(-1) for each in probabilities)
-    tau = float(confidence.sort().values[2:4].mean())
-    sure = confidence >= tau
+    threshold = float(confidence.sort().values[2:4].mean())
+    sure = confidence >= threshold
     assert int(sure.sum()) == 3
     assert len(fix.unique()) > 1
     loss = F.cross_entropy(outs[1][sure], fix[sure])
@@ -195,9 +200,9 @@ def test_the_gradient_is_autograds(labels, statistics, labeling, debias, labeled
     if labeled:
         loss = loss + F.cross_entropy(outs[0], batch.y)
 
-    work, data = SemiFL(tau=tau, **o).client_updates(shared)["train"], client(sweep, labeled)
-    begun = work.begin(down, work.remember(down, g), data)
-    after, notes = work.step(down, begun, batch)
+    client_update, data = SemiFL(threshold=threshold, **o).client_updates(shared)["train"], client(sweep, labeled)
+    begun = client_update.begin(down, client_update.remember(down, g), data)
+    after, notes = client_update.step(down, begun, batch)
     gradient = torch.autograd.grad(loss, list(tree.leaves(params)))
     expected = [p.detach() - lr * each for p, each in zip(tree.leaves(params), gradient, strict=True)]
     assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -209,14 +214,14 @@ def test_the_gradient_is_autograds(labels, statistics, labeling, debias, labeled
 
 def test_a_mixture_of_one_image_is_its_weak_view():
     """With the coefficient 1 the others do not count: the loss is CE(strong) + mix_weight CE(weak) of the label."""
-    method, shared = SemiFL(tau=0.0, mix_weight=0.6), task(FREE, optimizer=SGD(0.1))
+    method, shared = SemiFL(threshold=0.0, mix_weight=0.6), task(FREE, optimizer=SGD(0.1))
     batch, sweep = random_batch(0, 3)
     batch = batch._replace(drawn={**batch.drawn, "mix": torch.ones((), dtype=torch.float64)})
     other = batch._replace(others={"weak": batch.others["weak"] + 9}, drawn={**batch.drawn, "other_rows": batch.u_rows})
-    down, work = begin(method, shared), method.client_updates(shared)["train"]
-    carry = work.begin(down, work.remember(down, torch.Generator()), client(sweep))
-    one, notes = work.step(down, carry, batch)
-    assert same(one["params"], work.step(down, carry, other)[0]["params"])
+    down, client_update = begin(method, shared), method.client_updates(shared)["train"]
+    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(sweep))
+    one, notes = client_update.step(down, carry, batch)
+    assert same(one["params"], client_update.step(down, carry, other)[0]["params"])
     label = carry["label"][batch.u_rows]
     (strong, weak), _, _ = forward(FREE, down["params"], False, (batch.u["strong"], batch.u["weak"]))
     expected = F.cross_entropy(strong, label) + 0.6 * F.cross_entropy(weak, label)
@@ -227,16 +232,18 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
     """Labels of its own push w from 0.1 below 0: row 1 changes its class with "step", and keeps it with "round"."""
     seen = {}
     for labels in ("round", "step"):
-        work = SemiFL(tau=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
+        client_update = SemiFL(threshold=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
             task(Pixel(), optimizer=SGD(1.0), statistics="separate")
         )["train"]
         down = {"params": weight(0.1), "stats": {}}
-        carry = work.begin(down, work.remember(down, torch.Generator()), client(pixels([1.0, 1.0]), 1))
+        carry = client_update.begin(
+            down, client_update.remember(down, torch.Generator()), client(pixels([1.0, 1.0]), 1)
+        )
         batch = batch_of([1.0], [1.0], [1.0], [0], [1], 0.5)
         batch = batch._replace(x=pixels([1.0]), y=torch.tensor([1]), x_rows=torch.tensor([0]))
         seen[labels] = []
         for _ in range(2):
-            carry, notes = work.step(down, carry, batch)
+            carry, notes = client_update.step(down, carry, batch)
             seen[labels].append(int(notes.pseudo[0].label))
         assert value(carry["params"]) < 0
     assert seen == {"round": [0, 0], "step": [0, 1]}
@@ -246,21 +253,21 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     """With labels "step", momentum and weight decay: nothing moves without a label or a confident guess; weight 1."""
     optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
     shared = task(optimizer=optimizer)
-    method = SemiFL(tau=1.1, labels="step")
-    work, down = method.client_updates(shared)["train"], begin(SemiFL(), shared)
-    assert work.sweep == ()
+    method = SemiFL(threshold=1.1, labels="step")
+    client_update, down = method.client_updates(shared)["train"], begin(SemiFL(), shared)
+    assert client_update.sweep == ()
     batch, sweep = random_batch(0, 4)
     memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(down["params"]))}
-    carry = work.begin(down, memory, client(sweep))
-    after, _ = work.step(down, carry, batch)
+    carry = client_update.begin(down, memory, client(sweep))
+    after, _ = client_update.step(down, carry, batch)
     assert same(after, carry)
-    up, kept = work.finish(down, after, client(sweep))
+    up, kept = client_update.finish(down, after, client(sweep))
     assert float(up.weight) == 1
     assert same(kept, memory)
-    sure = replace(method, tau=0.0).client_updates(shared)["train"]
+    sure = replace(method, threshold=0.0).client_updates(shared)["train"]
     assert not same(sure.step(down, carry, batch)[0], carry)
     batch, sweep = random_batch(5, 4)
-    assert not same(work.step(down, work.begin(down, memory, client(sweep, 5)), batch)[0], carry)
+    assert not same(client_update.step(down, client_update.begin(down, memory, client(sweep, 5)), batch)[0], carry)
 
 
 def told(trained, fine, labeled: int = 1) -> Told:
@@ -289,7 +296,7 @@ def test_the_servers_momentum_by_hand():
     for w, v in ((0.6, 0.3), (-0.05, 0.55), (-0.15, 0.55)):
         server = method.round(shared, server, fed)
         assert [value(server["params"]), value(server["momentum"])] == pytest.approx([w, v])
-    assert [work for work, _ in fed.asked] == ["train", "fine-tune"] * 3
+    assert [client_update for client_update, _ in fed.asked] == ["train", "fine-tune"] * 3
 
 
 def test_training_side_by_side_by_hand():
@@ -324,7 +331,7 @@ def test_the_share_of_two_groups_by_hand():
     assert [value(server["params"]), value(server["momentum"])] == pytest.approx([0.5, 0.2])
 
 
-HALVES = SemiFL(tau=0.3, labels="step", mix_weight=0.0, halves=True)
+HALVES = SemiFL(threshold=0.3, labels="step", mix_weight=0.0, halves=True)
 
 
 def test_halves_are_whole_networks_that_add_up():
@@ -345,15 +352,15 @@ def test_halves_are_whole_networks_that_add_up():
 def test_clients_train_psi_and_the_server_sigma():
     """One step of each, written out with autograd: FixMatch in psi, cross-entropy in sigma; SGD without momentum."""
     shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    works, server = HALVES.client_updates(shared), begin(HALVES, shared)
+    client_updates, server = HALVES.client_updates(shared), begin(HALVES, shared)
     down = {name: part for name, part in server.items() if name != "momentum"}
     batch, sweep = random_batch(6, 4)
     for name, part, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
         data = client(sweep, 0 if name == "train" else 6)
         given = batch if name == "fine-tune" else batch._replace(x=batch.x[:0], y=batch.y[:0], x_rows=batch.x_rows[:0])
-        carry = works[name].begin(down, works[name].remember(down, torch.Generator()), data)
-        after, _ = works[name].step(down, carry, given)
-        (sent, _), leaves = works[name].finish(down, after, data), tree.map(torch.clone, down[part])
+        carry = client_updates[name].begin(down, client_updates[name].remember(down, torch.Generator()), data)
+        after, _ = client_updates[name].step(down, carry, given)
+        (sent, _), leaves = client_updates[name].finish(down, after, data), tree.map(torch.clone, down[part])
         for leaf in tree.leaves(leaves):
             leaf.requires_grad_()
         theta = HALVES.parameters({**down, part: leaves})
@@ -415,15 +422,15 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
 
 @pytest.mark.parametrize("place", ["clients", "server"])
 def test_without_mixing_it_is_fixmatch_on_the_clients(place):
-    """All rows kept (tau 0): the uploads are those of FixMatch with round labels and the mean over those used.
+    """All rows kept (threshold 0): the uploads are those of FixMatch with round labels and the mean over those used.
 
-    With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a tau
-    that nothing reaches, where clients learn from their labels alone.
+    With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a
+    threshold that nothing reaches, where clients learn from their labels alone.
     """
     held, shared = dataset(((4, 8),) * 4, place=place), task(FREE, optimizer=SGD(0.1, momentum=0.9))
-    for tau in (0.0, 1.1) if place == "clients" else (0.0,):
-        ours = SemiFL(tau=tau, mix_weight=0.0, server_momentum=0.0)
-        theirs = FedAvg(FixMatch(tau=tau, labels="round", mean="used"), keep_optimizer=True)
+    for threshold in (0.0, 1.1) if place == "clients" else (0.0,):
+        ours = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
+        theirs = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
         if place == "clients":
             one, two = (play(m, simulate(m, shared, held), begin(m, shared), range(3)) for m in (ours, theirs))
             assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
@@ -443,14 +450,14 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
 def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
-    """tau > 1: two rounds of two whole-batch steps are four steps of torch.optim on the server's images.
+    """threshold > 1: two rounds of two whole-batch steps are four steps of torch.optim on the server's images.
 
     With Nesterov momentum that lives on from round to round. The clients send their model back untouched and weigh
     nothing; v stays 0; statistics are counted for the new model over everybody's rows.
     """
     held = dataset(place="server")
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
-    method, shared = SemiFL(tau=1.1), task(optimizer=SGD(**options))
+    method, shared = SemiFL(threshold=1.1), task(optimizer=SGD(**options))
     serving = Batching("all", 4, epochs=2)
     simulation = simulate(method, shared, held, views=PLAIN, serving=serving, executor=executor)
     server = begin(method, shared)
@@ -483,7 +490,7 @@ def test_one_client_is_sure_and_one_is_not(executor):
     Pixel 255 is 1 and w = log 3 gives it p = 3/4; 128 is near 0 and gives 1/2. Three confident rows in batches of two
     are two steps an epoch.
     """
-    method, shared = SemiFL(tau=0.7), task(Pixel(), optimizer=SGD(0.1, momentum=0.9))
+    method, shared = SemiFL(threshold=0.7), task(Pixel(), optimizer=SGD(0.1, momentum=0.9))
     held = dataset(((0, 4), (0, 4)), side=4, classes=2)
     rows = [torch.from_numpy(held.split.rows(k, False)) for k in range(2)]
     held.train.images[rows[0]] = 255
@@ -512,13 +519,13 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
     shared = task(FREE, optimizer=SGD(0.1, momentum=0.9))
     data = client(random_batch(0, 5)[1])
     for kept in (True, False):
-        work = SemiFL(keep_optimizer=kept).client_updates(shared)["train"]
+        client_update = SemiFL(keep_optimizer=kept).client_updates(shared)["train"]
         down = begin(SemiFL(), shared)
         ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(down["params"]))}
-        assert bool(work.remember(down, torch.Generator())) == kept
-        carry = work.begin(down, ones, data)
+        assert bool(client_update.remember(down, torch.Generator())) == kept
+        carry = client_update.begin(down, ones, data)
         assert all(bool(leaf.all()) == kept for leaf in tree.leaves(carry["optimizer"]))
-        assert work.finish(down, carry, data)[1].keys() == ({"optimizer"} if kept else set())
+        assert client_update.finish(down, carry, data)[1].keys() == ({"optimizer"} if kept else set())
         at_server = SemiFL(keep_optimizer=kept).client_updates(shared)["fine-tune"]
         assert bool(at_server.remember(down, torch.Generator())) == kept
 
@@ -527,12 +534,14 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
 @pytest.mark.parametrize(
     "method",
     [
-        SemiFL(tau=0.3, labels="step", debias=True),
-        SemiFL(tau=0.3, labels="step", mix_weight=0.0, fine_tune=False, sbn="cohort"),
-        SemiFL(tau=0.3, keep_optimizer=False, server_momentum=0.0, fine_tune=False),
-        SemiFL(tau=0.3, fine_tune=False, server_share="groups"),
-        SemiFL(tau=0.3, halves=True),
-        SemiFL(tau=0.3, labels="step", debias=True, mix_weight=0.0, halves=True, sbn="cohort", keep_optimizer=False),
+        SemiFL(threshold=0.3, labels="step", debias=True),
+        SemiFL(threshold=0.3, labels="step", mix_weight=0.0, fine_tune=False, sbn="cohort"),
+        SemiFL(threshold=0.3, keep_optimizer=False, server_momentum=0.0, fine_tune=False),
+        SemiFL(threshold=0.3, fine_tune=False, server_share="groups"),
+        SemiFL(threshold=0.3, halves=True),
+        SemiFL(
+            threshold=0.3, labels="step", debias=True, mix_weight=0.0, halves=True, sbn="cohort", keep_optimizer=False
+        ),
     ],
     ids=["step-debias", "step-parallel", "parallel", "groups", "halves", "step-halves"],
 )
@@ -553,8 +562,8 @@ def test_every_variant_lifts(method, place):
 def test_a_server_without_labels_keeps_nothing():
     """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
     for place in ("clients", "server"):
-        simulation = simulate(SemiFL(tau=0.3), task(), dataset(place=place))
-        play(SemiFL(tau=0.3), simulation, begin(SemiFL(), task()), range(1))
+        simulation = simulate(SemiFL(threshold=0.3), task(), dataset(place=place))
+        play(SemiFL(threshold=0.3), simulation, begin(SemiFL(), task()), range(1))
         assert (str(SERVER) in simulation.state()["client"]) == (place == "server")
 
 
@@ -578,29 +587,29 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
 
     shared = task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
     method = SemiFL(labels=labels, mix_weight=mix_weight)
-    work, down = method.client_updates(shared)["train"], begin(method, shared)
-    assert isinstance(work, Mixing)
+    client_update, down = method.client_updates(shared)["train"], begin(method, shared)
+    assert isinstance(client_update, Mixing)
     batch, sweep = random_batch(5, 6)
-    batch = batch._replace(u={name: batch.u[name] for name in work.views})
-    carry = work.begin(down, work.remember(down, torch.Generator()), client(sweep, 5))
-    assert seen["forward"] == work.swept(5, 9) == (9 if labels == "round" else 0)
+    batch = batch._replace(u={name: batch.u[name] for name in client_update.views})
+    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(sweep, 5))
+    assert seen["forward"] == client_update.swept(5, 9) == (9 if labels == "round" else 0)
     seen.update(forward=0, backward=0)
-    work.step(down, carry, batch)
-    assert (seen["forward"], seen["backward"]) == tuple(work.passes(5, 6))
+    client_update.step(down, carry, batch)
+    assert (seen["forward"], seen["backward"]) == tuple(client_update.passes(5, 6))
 
 
 def test_a_visit_counts_epochs_over_the_kept_rows():
     """Two confident rows of nine, in batches of four, for three epochs: three steps, not nine."""
-    work = SemiFL(tau=0.7).client_updates(task(Pixel(), optimizer=SGD(0.1)))["train"]
+    client_update = SemiFL(threshold=0.7).client_updates(task(Pixel(), optimizer=SGD(0.1)))["train"]
     images = torch.full((9, 1, 4, 4), 128, dtype=torch.uint8)
     images[[2, 5]] = 255
     data = Local(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))
     down = {"params": weight(log(3)), "stats": {}}
     outcome = update_one(
-        ClientContext(work, PLAIN, 0, 0, 0),
+        ClientContext(client_update, PLAIN, 0, 0, 0),
         0,
         down,
-        work.remember(down, torch.Generator()),
+        client_update.remember(down, torch.Generator()),
         data,
         Amount(9, 0, 4, epochs=3),
     )

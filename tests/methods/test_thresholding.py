@@ -8,7 +8,7 @@ from math import exp, log
 import pytest
 import torch
 from scenes import begin, dataset, furthest, play, same, simulate, task
-from test_objectives import Line, batch, judge
+from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 
 from halfmoon.api.types import Local, Task
@@ -38,7 +38,7 @@ def data(rows: int, offset: int = 0) -> Local:
 
 def test_fixed_by_hand():
     """0.8 counts what is at least 0.8, and there is no state."""
-    pseudo, state = Threshold("fixed", 0.8).judge(p(0.8, 0.3, 0.9), torch.arange(3), {})
+    pseudo, state = Threshold("fixed", 0.8).pseudo_label(p(0.8, 0.3, 0.9), torch.arange(3), {})
     assert (pseudo.label.tolist(), pseudo.weight.tolist(), state) == ([0, 1, 0], [1.0, 0.0, 1.0], {})
 
 
@@ -50,19 +50,20 @@ def test_freematch_by_hand():
     needs 0.59167, more than 0.55. A fixed 0.95 would have counted none.
     """
     rule = Threshold("freematch", decay=0.5)
-    pseudo, state = rule.judge(p(0.9, 0.8, 0.4), torch.arange(3), rule.remember(2, LIKE))
+    pseudo, state = rule.pseudo_label(p(0.9, 0.8, 0.4), torch.arange(3), rule.remember(2, LIKE))
     assert float(state["confidence"]) == pytest.approx(19 / 30, rel=1e-12)
     assert state["classes"].tolist() == pytest.approx([0.6, 0.4], rel=1e-12)
     assert pseudo.weight.tolist() == [1.0, 1.0, 1.0]
-    pseudo, state = rule.judge(p(0.55, 0.55), torch.arange(2), state)
+    pseudo, state = rule.pseudo_label(p(0.55, 0.55), torch.arange(2), state)
     assert float(state["confidence"]) == pytest.approx(19 / 60 + 0.275, rel=1e-12)
     assert state["classes"].tolist() == pytest.approx([0.575, 0.425], rel=1e-12)
     assert pseudo.weight.tolist() == [0.0, 0.0]
 
 
 def test_flexmatch_by_hand():
-    """Five rows, tau = 0.8. At first none has a label: b = 0 and everything counts; rows 0, 1 (class 0), 2 (class 1)
-    get one. Then "none" has 2, class 0 has 2, class 1 has 1: b = (1, 1/2), thresholds 0.8 and 0.8 (1/2) / (3/2).
+    """Five rows, threshold = 0.8. At first none has a label: b = 0 and everything counts; rows 0, 1 (class 0), 2
+    (class 1) get one. Then "none" has 2, class 0 has 2, class 1 has 1: b = (1, 1/2), thresholds 0.8 and 0.8 (1/2) /
+    (3/2).
 
     Class 0 with 0.7 is out, class 1 with 0.6 is in; neither is sure enough to store. After row 3 and 4 have class 0,
     b = (1, 1/4) and class 1 needs 0.8 (1/4) / (7/4) = 4/35.
@@ -70,21 +71,21 @@ def test_flexmatch_by_hand():
     rule = Threshold("flexmatch", 0.8)
     state = rule.begin(rule.remember(2, LIKE), data(5))
     assert state["label"].tolist() == [-1] * 5
-    pseudo, state = rule.judge(p(0.9, 0.85, 0.1, 0.6), torch.arange(4), state)
+    pseudo, state = rule.pseudo_label(p(0.9, 0.85, 0.1, 0.6), torch.arange(4), state)
     assert pseudo.weight.tolist() == [1.0] * 4
     assert state["label"].tolist() == [0, 0, 1, -1, -1]
-    pseudo, state = rule.judge(p(0.7, 0.4), torch.tensor([3, 4]), state)
+    pseudo, state = rule.pseudo_label(p(0.7, 0.4), torch.tensor([3, 4]), state)
     assert pseudo.weight.tolist() == [0.0, 1.0]
     assert state["label"].tolist() == [0, 0, 1, -1, -1]
-    _, state = rule.judge(p(0.9, 0.9), torch.tensor([3, 4]), state)
+    _, state = rule.pseudo_label(p(0.9, 0.9), torch.tensor([3, 4]), state)
     assert rule._learned(state["label"], 2).tolist() == pytest.approx([1, 0.25])
-    assert rule.judge(p(0.49), torch.tensor([0]), state)[0].weight.tolist() == [1.0]
+    assert rule.pseudo_label(p(0.49), torch.tensor([0]), state)[0].weight.tolist() == [1.0]
 
 
 def test_flexmatch_keeps_labels_with_their_rows():
     """Labels come back for the same rows alone; of two views of a row the sure one counts, whatever its place."""
     rule = Threshold("flexmatch", 0.8)
-    _, state = rule.judge(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.remember(2, LIKE), data(3)))
+    _, state = rule.pseudo_label(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.remember(2, LIKE), data(3)))
     assert state["label"].tolist() == [-1, 1, -1]
     assert rule.begin(state, data(3))["label"].tolist() == [-1, 1, -1]
     assert rule.begin(state, data(3, offset=1))["label"].tolist() == [-1] * 3
@@ -98,7 +99,7 @@ def test_softmatch_by_hand():
     m = 1/4 + mean(0.794, 0.7) / 2, v = 1/2 + var / 2 with var = (0.794 - 0.7)^2 / 2. The first is above m: weight 1.
     """
     rule = Threshold("softmatch", decay=0.5)
-    pseudo, state = rule.judge(p(0.9, 0.5), torch.arange(2), rule.remember(2, LIKE))
+    pseudo, state = rule.pseudo_label(p(0.9, 0.5), torch.arange(2), rule.remember(2, LIKE))
     first = (0.9 / 0.7) / (0.9 / 0.7 + 0.1 / 0.3)
     assert pseudo.label.tolist() == [0, 1]
     assert pseudo.confidence.tolist() == pytest.approx([first, 0.7], rel=1e-5)
@@ -106,7 +107,7 @@ def test_softmatch_by_hand():
     assert float(state["confidence"]) == pytest.approx(m, rel=1e-5)
     assert float(state["variance"]) == pytest.approx(v, rel=1e-5)
     assert pseudo.weight.tolist() == pytest.approx([1.0, 1.0], rel=1e-5)
-    pseudo, state = rule.judge(p(0.6, 0.6), torch.arange(2), state)
+    pseudo, state = rule.pseudo_label(p(0.6, 0.6), torch.arange(2), state)
     assert state["classes"].tolist() == pytest.approx([0.65, 0.35], rel=1e-12)
     sure = (0.4 / 0.35) / (0.6 / 0.65 + 0.4 / 0.35)
     m, v = m / 2 + sure / 2, v / 2
@@ -122,22 +123,22 @@ def test_fl2_by_hand():
     rule = Threshold("fl2")
     state = rule.begin({}, data(3), p(0.9, 0.9, 0.3))
     assert float(state["confidence"]) == pytest.approx(2.5 / 3, rel=1e-12)
-    pseudo, after = rule.judge(p(0.83, 0.84, 0.4), torch.arange(3), state)
+    pseudo, after = rule.pseudo_label(p(0.83, 0.84, 0.4), torch.arange(3), state)
     assert pseudo.weight.tolist() == [0.0, 1.0, 1.0]
     assert after is state
     assert rule.remember(2, LIKE) == {}
-    assert rule.judge_all(p(0.9, 0.9, 0.3), {}).weight.tolist() == [1.0, 1.0, 1.0]
+    assert rule.pseudo_label_all(p(0.9, 0.9, 0.3), {}).weight.tolist() == [1.0, 1.0, 1.0]
     assert rule.begin({}, data(0), torch.zeros(0, 2))["classes"].tolist() == [0.5, 0.5]
 
 
 def test_looking_at_all_rows_at_once():
     """FreeMatch's means are then the rows' own: (FL)^2's rule; FlexMatch counts the labels of the same look."""
     rows = p(0.9, 0.9, 0.7, 0.3)
-    assert Threshold("freematch").judge_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
-    assert Threshold("fl2").judge_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
-    # tau 0.8: two rows of class 0, none of class 1, two without: b = (1, 0), class 1 needs nothing
-    assert Threshold("flexmatch", 0.8).judge_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
-    assert Threshold("softmatch").judge_all(rows, {}).weight.min() > 0
+    assert Threshold("freematch").pseudo_label_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert Threshold("fl2").pseudo_label_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    # threshold 0.8: two rows of class 0, none of class 1, two without: b = (1, 0), class 1 needs nothing
+    assert Threshold("flexmatch", 0.8).pseudo_label_all(rows, {}).weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert Threshold("softmatch").pseudo_label_all(rows, {}).weight.min() > 0
 
 
 def test_an_objective_weighs_by_its_rule():
@@ -151,14 +152,15 @@ def test_an_objective_weighs_by_its_rule():
     objective = FixMatch(thresholding="freematch")
     loss, seen = objective(line, model["params"], model["stats"], given, objective.remember(line, model))
     assert float(loss) == pytest.approx(log(4 / 3) + (log(4 / 3) + log(10 / 9)) / 2, rel=1e-12)
-    assert float(seen.aside["thresholds"]["confidence"]) == pytest.approx(0.999 / 2 + 0.001 * (0.9 + 0.75) / 2)
+    assert float(seen.aux["thresholds"]["confidence"]) == pytest.approx(0.999 / 2 + 0.001 * (0.9 + 0.75) / 2)
 
 
 def test_the_received_model_guesses():
     """w = ln 3 as received has x = 1 at 3/4; in training, at w = 2 ln 3, at 9/10.
 
-    "local" is sure at tau = 0.8, "global" is not; of "both" the surer one counts. With w = -ln 3 received, it says
-    class 1 of x = 2 with 9/10, the model in training (w = ln 3 / 2) class 0 with 3/4: "both" follows the received one.
+    "local" is sure at threshold = 0.8, "global" is not; of "both" the surer one counts. With w = -ln 3 received, it
+    says class 1 of x = 2 with 9/10, the model in training (w = ln 3 / 2) class 0 with 3/4: "both" follows the
+    received one.
     """
     line = Task(Line(1), SGD(0.1), Normalize())
     local = line.network.init(torch.Generator())
@@ -166,10 +168,10 @@ def test_the_received_model_guesses():
     def judged(teacher, now: float, received: float, x: float):
         objective = FixMatch(0.8, teacher=teacher)
         came = {"params": {"w": torch.tensor(received, dtype=torch.float64)}, "stats": local["stats"]}
-        ready = objective.prepare(line, came, data(1))
+        cached = objective.prepare(line, came, data(1))
         given = batch([1], [0], weak=[x], strong=[1])
         w = {"w": torch.tensor(now, dtype=torch.float64)}
-        return objective(line, w, local["stats"], given, {}, ready)[1].pseudo[0]
+        return objective(line, w, local["stats"], given, {}, cached)[1].pseudo[0]
 
     assert judged("local", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
     assert judged("global", 2 * log(3), log(3), 1).weight.tolist() == [0.0]
@@ -184,7 +186,7 @@ def test_the_received_model_guesses():
 def test_of_equals_the_first_counts():
     one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
     assert torch.equal(surer(one, other), one)
-    assert judge(PseudoLabel(0.8), batch([1], [0], weak=[2]))[2].pseudo[0].weight.tolist() == [1.0]
+    assert pseudo_label(PseudoLabel(0.8), batch([1], [0], weak=[2]))[2].pseudo[0].weight.tolist() == [1.0]
 
 
 RULES = ("freematch", "flexmatch", "softmatch", "fl2")
@@ -238,7 +240,7 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
 @pytest.mark.parametrize("teacher", ["global", "both"])
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "fedprox-uda", "pseudo-label"])
 def test_received_labels_in_both_executors(name, teacher):
-    method, played = registry.make(name, {"teacher": teacher, "tau": 0.39}), []
+    method, played = registry.make(name, {"teacher": teacher, "threshold": 0.39}), []
     shared = replace(task(rounds=2), labeling="running")
     for executor in ("loop", "vmap"):
         held = dataset(SIZES, pooled=registry.entry(name).pooled)

@@ -55,8 +55,8 @@ def test_a_step_on_two_modules(statistics):
     x, u = {"weak": images(3, 1), "weak2": images(3, 2)}, {"weak": images(4, 3), "weak2": images(4, 4)}
     y = torch.tensor([0, 1, 3])
     batch = Batch(images(3, 9), y, torch.arange(3), u, torch.arange(4), x_views=x)
-    work = options.client_updates(shared)["train"]
-    carry, notes = work.step(down, work.begin(down, {}, None), batch)
+    client_update = options.client_updates(shared)["train"]
+    carry, notes = client_update.step(down, client_update.begin(down, {}, None), batch)
 
     a, b = (torch.cat([x[view], u[view]]) for view in ("weak", "weak2"))
     loss = F.cross_entropy(classifier(a)[:3], y)

@@ -72,7 +72,7 @@ def test_every_pass_is_rounded_and_its_results_are_float32(name, masked):
 
 
 @pytest.mark.parametrize(
-    "method", [FedAvg(), FedAvg(FixMatch(tau=0.3)), FedDure()], ids=["fedavg", "fixmatch", "feddure"]
+    "method", [FedAvg(), FedAvg(FixMatch(threshold=0.3)), FedDure()], ids=["fedavg", "fixmatch", "feddure"]
 )
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching("all", "rest")], ids=["equal", "padded"])
 def test_a_round_trains_in_both_executors(method, batching):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from halfmoon.config.schema import Config
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs import parallel, runner
 from halfmoon.runs.callbacks import NullCallback, RunInfo

@@ -16,8 +16,8 @@ import halfmoon
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.engine import client_update, loop
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine import driver, loop
+from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
 from halfmoon.runs.callbacks import NullCallback, RunInfo
@@ -32,13 +32,13 @@ SMALL: dict[str, Any] = {
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return of how many seeds each program of the test had clients."""
-    seen, update_many = list[int](), client_update.update_many
+    seen, update_many = list[int](), driver.update_many
 
     def many(contexts: Any, *rest: Any) -> Any:
         seen.append(len({context.seed for context in contexts}))
         return update_many(contexts, *rest)
 
-    monkeypatch.setattr(client_update, "update_many", many)
+    monkeypatch.setattr(driver, "update_many", many)
     return seen
 
 
@@ -106,14 +106,14 @@ def test_seeds_together_are_those_played_apart(tmp_path: Path, programs: list[in
 
 def test_one_that_diverges_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other seeds are finished before it is told, and it alone can be gone on with."""
-    check = client_update._check_upload
+    check = driver._check_upload
 
     def spoiled(context: Any, client: int, up: Any, *rest: Any) -> None:
         if context.seed == 1 and context.round == 1:
             raise Diverged(1, client, 0, float("nan"))
         check(context, client, up, *rest)
 
-    monkeypatch.setattr(client_update, "_check_upload", spoiled)
+    monkeypatch.setattr(driver, "_check_upload", spoiled)
     with pytest.raises(Diverged, match="round 2"):
         runner.compare(config(tmp_path, seeds_together=True), ["fedavg"], (0, 1, 2))
     assert [len(rows(tmp_path / f"fedavg-seed{seed}")) for seed in (0, 1, 2)] == [2, 1, 2]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import halfmoon
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.runs import factory, workers
 from halfmoon.runs.worker_main import packed, unpacked
 from halfmoon.runs.workers import Workers

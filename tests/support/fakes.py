@@ -94,18 +94,18 @@ class Told:
         self.answered: Tensor = self.cohort
         self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         self.answered = self.cohort if to is None else to
-        return stack(list(self._ask(work, down, self.answered.tolist())))
+        return stack(list(self._ask(client_update, down, self.answered.tolist())))
 
-    def average(self, work: str, down: Tree) -> Upload:
-        return mean_of(self.ask(work, down), Uplink(), down, work)
+    def average(self, client_update: str, down: Tree) -> Upload:
+        return mean_of(self.ask(client_update, down), Uplink(), down, client_update)
 
-    def ask_server(self, work: str, down: Tree) -> Upload:
-        (up,) = self._ask(work, down, [-2])
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
+        (up,) = self._ask(client_update, down, [-2])
         return up
 
-    def _ask(self, work: str, down: Tree, who: list[int]) -> Any:
-        self.asked.append((work, who))
+    def _ask(self, client_update: str, down: Tree, who: list[int]) -> Any:
+        self.asked.append((client_update, who))
         self.downlinks.append(down)
-        return self.answers[work](down, who)
+        return self.answers[client_update](down, who)

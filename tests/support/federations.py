@@ -32,10 +32,10 @@ TERMS = terms()
 
 @dataclass
 class Node:
-    """What is behind a node's number: `join` answers an offer, `work` a request; each may come several times."""
+    """What is behind a node's number: `join` answers an offer, `client_update` a request; each may repeat."""
 
     join: Callable[[], Iterable[Comes]]
-    work: Callable[[bytes], Iterable[Comes]]
+    client_update: Callable[[bytes], Iterable[Comes]]
 
 
 def joined(name: str, **changes: Any) -> bytes:
@@ -125,7 +125,7 @@ class Street:
                 self.offers.append((self.time, number))
             else:
                 self.requests.append((self.time, number, data))
-            comes = there.join() if asks else there.work(data)
+            comes = there.join() if asks else there.client_update(data)
             self._under_way += [(self.time + after, message_ids[number], said) for after, said in comes]
         return message_ids
 

@@ -109,7 +109,7 @@ def config_files(draw: Draw, federation: bool = False) -> bytes:
     """Draw a TOML file with options of runs, tables of methods, and perhaps a table [federation]."""
     said = draw(lines(list(settings.helps()), 6))
     if draw(st.booleans()):
-        said += "[options]\n" + draw(lines(["tau", "prox", "decay", "fedavg.prox", "peers"], 3))
+        said += "[options]\n" + draw(lines(["threshold", "prox", "decay", "fedavg.prox", "peers"], 3))
     if draw(st.booleans()):
         said += f"[options.{draw(st.sampled_from(['fedavg', 'semifed', 'nobody']))}]\n" + draw(
             lines(["prox", "peers"], 2)
@@ -708,7 +708,7 @@ def play_round(wire: Wire) -> Tree:
     spent = budget(config, shared)
     inspection = Inspection(
         patterns(),
-        lambda work, site: (spent.amount(batching, work, ClientSize(3, 5), ClientSize(3, 5)), 8),
+        lambda client_update, site: (spent.amount(batching, client_update, ClientSize(3, 5), ClientSize(3, 5)), 8),
         lambda site: 0,
     )
     method = registry.make(config.method, dict(config.options))

@@ -45,7 +45,7 @@ CLASSES = tuple(f"diagnosis-{k}" for k in range(10))
 """What a federation calls the ten digits."""
 
 SHORT = {"rounds": 2, "cohort": 2, "width": 4, "labeled_batch": 4, "unlabeled_batch": 4}
-EAGER = {"tau": 0.12, "threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2}
+EAGER = {"threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2}
 """Options under which methods are sure of guesses from the start: one of ten classes has ln 10 = 2.3 nats at most."""
 
 CASES = [

@@ -94,8 +94,8 @@ class Spy:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {
-            name: SpyWork(task, work.views, inner=work, seen=self.seen)
-            for name, work in self.inner.client_updates(task).items()
+            name: SpyWork(task, client_update.views, inner=client_update, seen=self.seen)
+            for name, client_update in self.inner.client_updates(task).items()
         }
 
     def start(self, task: Task, model: Tree) -> Tree:

@@ -81,7 +81,7 @@ class Textbook:
         guess = call(weak).detach()
         return call(x), guess, call(strong)
 
-    def judge(self, net: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def pseudo_label(self, net: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the labeled loss of a network whose own running statistics stay as they are."""
         if self.running_judge:
             stats = {k: v for k, v in self.before.items() if "running" in k or "num" in k}
@@ -170,7 +170,7 @@ class Textbook:
             z = self.look(net, params, x, weak, strong)[2]
         gradient = torch.autograd.grad(self.weighted(z, label), list(params.values()), create_graph=True)
         virtual = {k: p - self.lr * g for (k, p), g in zip(params.items(), gradient, strict=True)}
-        loss = self.judge(net, virtual, x, y)
+        loss = self.pseudo_label(net, virtual, x, y)
         self.hypergradient = list(torch.autograd.grad(loss, list(self.regulator.parameters())))
         for p, g in zip(self.regulator.parameters(), self.hypergradient, strict=True):
             p.grad = g.clone()  # the student's backward pass below adds to it
@@ -178,9 +178,9 @@ class Textbook:
 
     def _teach_student(self, x: Tensor, y: Tensor, strong: Tensor, label: Tensor) -> Tensor:
         with torch.no_grad():
-            before = self.judge(self.student, dict(self.student.named_parameters()), x, y)
+            before = self.pseudo_label(self.student, dict(self.student.named_parameters()), x, y)
         self.student_optimizer.zero_grad()
         self.weighted(self.student(strong), label).backward()
         self.student_optimizer.step()
         with torch.no_grad():
-            return before - self.judge(self.student, dict(self.student.named_parameters()), x, y)
+            return before - self.pseudo_label(self.student, dict(self.student.named_parameters()), x, y)

@@ -92,14 +92,14 @@ def mean_teacher(book: Textbook, teacher: nn.Module, batch: Batch, weight: float
     return cross_entropy(x, batch.y) + weight * apart.sum() / apart.numel()
 
 
-def pseudo_label(book: Textbook, batch: Batch, weight: float, tau: float) -> Tensor:
-    """Return Lee's loss, of guesses of at least `tau`."""
+def pseudo_label(book: Textbook, batch: Batch, weight: float, threshold: float) -> Tensor:
+    """Return Lee's loss, of guesses of at least `threshold`."""
     guessed = [batch.u["weak"]] if book.labeling == "running" else []
     (x, u), guess = book.look([batch.x, batch.u["weak"]], guessed)
     p = F.softmax(guess[0] if guess else u.detach(), -1)
     total = torch.zeros((), dtype=x.dtype)
     for row, each in zip(u, p, strict=True):
-        if each.max() >= tau:
+        if each.max() >= threshold:
             total = total - torch.log(F.softmax(row, -1)[each.argmax()])
     return cross_entropy(x, batch.y) + weight * total / len(u)
 

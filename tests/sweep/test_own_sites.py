@@ -145,7 +145,7 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
     recipe = {name: getattr(plain, name) for name in command.RECIPE}
     assert recipe == command.RECIPE
     assert (plain.clients, plain.cohort) == (2, 2)
-    assert asked(options={"ramp": 0.5}).options == {"tau": 0.8, "ramp": 0.5}
+    assert asked(options={"ramp": 0.5}).options == {"threshold": 0.8, "ramp": 0.5}
     other = asked(method="feddure", network="small", epochs=2, rounds=3)
     assert (other.options, other.width, other.steps, other.server_ema, other.lr) == ({}, None, None, 0, plain.lr)
     ruled = asked(file, **settings.load(file))

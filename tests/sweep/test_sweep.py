@@ -18,7 +18,7 @@ from test_resume import Shell
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.engine import client_update
+from halfmoon.engine import driver
 from halfmoon.engine.loop import Row
 from halfmoon.runs import runner, seeds
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
@@ -382,7 +382,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
 def test_the_seeds_of_a_cell_are_one_batch(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own split; one whose split cannot be made does not stop the others."""
     mine.write_text(RECIPE.replace("rounds = 5", "rounds = 5\nseeds_together = true"))
-    seen, update_many, split_of = list[int](), client_update.update_many, seeds.split_of
+    seen, update_many, split_of = list[int](), driver.update_many, seeds.split_of
 
     def many(contexts: Any, *rest: Any) -> Any:
         seen.append(len({context.seed for context in contexts}))
@@ -393,7 +393,7 @@ def test_the_seeds_of_a_cell_are_one_batch(mine: Path, monkeypatch: pytest.Monke
             raise UserError("no such split.")
         return split_of(config, *rest)
 
-    monkeypatch.setattr(client_update, "update_many", many)
+    monkeypatch.setattr(driver, "update_many", many)
     monkeypatch.setattr(seeds, "split_of", without_one)
     folder, steps, failed = played(mine, *MINE, seeds=(0, 1, 2))
     assert failed == ["amount=few, method=fedavg, seed 1: no such split."]

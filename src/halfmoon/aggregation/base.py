@@ -24,7 +24,7 @@ class AggregationContext(NamedTuple):
     round: int  # from 0
     attempt: int  # how often the round was begun again before, because too few had answered
     query: int  # questions of this round before this one
-    work: str
+    client_update: str
     down: Tree  # what went down to all
     each: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
     clients: tuple[int, ...]  # who answered, in the order of the uploads

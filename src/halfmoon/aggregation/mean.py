@@ -17,12 +17,12 @@ from halfmoon.core.tree import RunningMean, Tree
 class UploadMean:
     """Uploads of one work, added up as `uplink` says; raises `UserError` where the server would need each of them."""
 
-    def __init__(self, uplink: Uplink, work: str) -> None:
+    def __init__(self, uplink: Uplink, client_update: str) -> None:
         single = uplink.names(reduce="each")
         if single:
             raise UserError(
-                f"the uploads of {work} cannot be averaged: its server needs {single[0]!r} of each client; ask for the "
-                "uploads themselves, or declare how it is reduced."
+                f"the uploads of {client_update} cannot be averaged: its server needs {single[0]!r} of each "
+                "client; ask for the uploads themselves, or declare how it is reduced."
             )
         self._sums, self._means = uplink.names(reduce="sum"), uplink.names(reduce="mean")
         self._update, self._aux = RunningMean(), RunningMean()
@@ -50,9 +50,9 @@ class UploadMean:
         return Upload(update, weight, {**self._aux.mean, **self._total})
 
 
-def mean_of(up: Upload, uplink: Uplink, down: Tree, work: str) -> Upload:
+def mean_of(up: Upload, uplink: Uplink, down: Tree, client_update: str) -> Upload:
     """Return the mean of uploads that are all there, every leaf (k, ...)."""
-    mean = UploadMean(uplink, work)
+    mean = UploadMean(uplink, client_update)
     for place in range(len(up.weight)):
         mean.add(up.at(place))
     return mean.result(down)

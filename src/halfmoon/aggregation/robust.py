@@ -114,8 +114,8 @@ class Finite:
         lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
             raise UserError(
-                f"the upload of client {lost[0]} in round {context.round + 1} ({context.work}) is not finite, and in "
-                f"a mean it would spoil the model: {self._advice}."
+                f"the upload of client {lost[0]} in round {context.round + 1} ({context.client_update}) is not finite, "
+                f"and in a mean it would spoil the model: {self._advice}."
             )
         return places, up
 

@@ -299,7 +299,7 @@ class Federation(Protocol):
         """Return how many labeled images the server itself has."""
         ...
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
 
         `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `to` (K,) asks other clients
@@ -308,7 +308,7 @@ class Federation(Protocol):
         """
         ...
 
-    def average(self, work: str, down: Tree) -> Upload:
+    def average(self, client_update: str, down: Tree) -> Upload:
         """Send `down` to every client of the cohort, and return the weighted mean of the updates of those who answer.
 
         Uploads are added up as they come, so that not all have to be in memory. The weight is the sum of all; where it
@@ -317,7 +317,7 @@ class Federation(Protocol):
         """
         ...
 
-    def ask_server(self, work: str, down: Tree) -> Upload:
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
         """Do a work at the server itself, on its own labeled images, and return what a client would send."""
         ...
 

@@ -98,22 +98,23 @@ class Uplink:
         wanted = {name: aux for name, aux in self.aux.items() if reduce is None or aux.reduce == reduce}
         return [name for name, aux in wanted.items() if not values or aux.values in values]
 
-    def check(self, up: Upload, down: Tree, work: str) -> None:
+    def check(self, up: Upload, down: Tree, client_update: str) -> None:
         """Raise `UserError` where an upload holds what is not declared, or an update of what did not come down."""
         known, sent = tree.flatten({name: down[name] for name in self.update if name in down}), tree.flatten(up.update)
         strange = [f"update {name!r}" for name in up.update if name not in self.update]
         strange += [f"aux {name!r}" for name in up.aux if name not in self.aux]
         if strange:
             raise UserError(
-                f"{work} sends {strange[0]}, which it does not declare: name it in the `uplink` of its client update."
+                f"{client_update} sends {strange[0]}, which it does not declare: name it in the `uplink` of its "
+                "client update."
             )
         for path, leaf in sent.items():
             if path not in known or known[path].shape != leaf.shape:
                 raise UserError(
-                    f"{work} sends {path!r} as an update, but nothing of that name and shape came down: send it in "
-                    "`aux`, and declare it in the `uplink` of its client update."
+                    f"{client_update} sends {path!r} as an update, but nothing of that name and shape came down: "
+                    "send it in `aux`, and declare it in the `uplink` of its client update."
                 )
 
 
 UPDATE_ONLY = Uplink()
-"""What most works send: parameters and statistics, with a weight in rows."""
+"""What most client updates send: parameters and statistics, with a weight in rows."""

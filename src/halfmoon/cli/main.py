@@ -56,7 +56,7 @@ Outcome = TypeVar("Outcome")
 MAIN_JOB: dict[str, Any] = {
     "baselines": ("fedavg", "fedavg-fixmatch", "fedavg-sl"),
     "setting": "iid-dir", "rounds": 80, "lr": 6e-3, "steps": 6, "unlabeled_batch": 30, "labeling": "running",
-    "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "tau": 0.7}},
+    "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "threshold": 0.7}},
 }  # fmt: skip
 """What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
 
@@ -197,7 +197,7 @@ def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], 
     for words in getattr(given, "option", []):
         path, sign, value = words.partition("=")
         if not sign or not path:
-            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option tau=0.9.")
+            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
         method, dot, name = path.rpartition(".")
         (own.setdefault(method, {}) if dot else own)[name] = _value(value)
     if own:
@@ -301,7 +301,7 @@ def _play(
     from rich.console import Console
 
     from halfmoon.cli.console import watcher
-    from halfmoon.engine.client_update import Diverged
+    from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callbacks
     from halfmoon.runs.trackers import tracker
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 RECIPE: dict[str, Any] = {
-    "method": "fedavg-fixmatch-global", "options": {"tau": 0.8}, "network": "resnet9", "width": 16, "rounds": 100,
+    "method": "fedavg-fixmatch-global", "options": {"threshold": 0.8}, "network": "resnet9", "width": 16, "rounds": 100,
     "steps": 10, "unlabeled_batch": 30, "lr": 2e-3, "server_ema": 0.9, "evaluate_every": 10,
 }  # fmt: skip
 """What a rehearsal without a file plays: few steps between two averages, and a network that a processor trains in

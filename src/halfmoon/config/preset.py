@@ -48,7 +48,7 @@ FEW_LABELS: dict[str, Any] = {
     "checkpoint_every": 10,
     "options": {
         "feddure": {"regulator_bias": 0.0},
-        **{name: {"tau": 0.8} for name in ("fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global")},
+        **{name: {"threshold": 0.8} for name in ("fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global")},
     },
 }
 """The recipe for images of any kind with few labels, as Fashion-MNIST has it (docs/training.md), in minutes a row."""

@@ -143,8 +143,8 @@ def keeps_no_state(entry: MethodEntry, simulation: Simulation, client_updates: d
     """After a run, method and client updates are what they were: all state is in the trees."""
     if simulation.method != entry.method or dict(simulation.client_updates) != client_updates:
         raise Broken("method or client updates are not what they were before the run")
-    for name, work in simulation.client_updates.items():
-        if set(vars(work)) != {field.name for field in dataclasses.fields(work)}:
+    for name, client_update in simulation.client_updates.items():
+        if set(vars(client_update)) != {field.name for field in dataclasses.fields(client_update)}:
             raise Broken(f"its work {name!r} holds something beside its fields")
 
 
@@ -171,9 +171,9 @@ def leaves_as_given(given: Tree, copy: Tree) -> None:
 
 def counts_passes(method: Method, shared: Task) -> None:
     """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
-    for name, work in method.client_updates(shared).items():
-        passes = work.passes(4, 6)
-        if not (min(passes) >= 4 if work.trains else passes == (0, 0)):
+    for name, client_update in method.client_updates(shared).items():
+        passes = client_update.passes(4, 6)
+        if not (min(passes) >= 4 if client_update.trains else passes == (0, 0)):
             raise Broken(f"its work {name!r} counts {passes} for a step of 4 + 6 images")
 
 

@@ -33,28 +33,30 @@ class Budget:
     reference: ClientUpdate | None = None
     all_labels: bool = False
 
-    def amount(self, batching: Batching, work: ClientUpdate, own: ClientSize, given: ClientSize) -> Amount:
-        """Return the amount of a client update of `work` to a client that trains on `own` rows of the `given` split."""
-        amount = natural(batching, work, own)
-        if self.rule == "none" or self.reference is None or not work.trains or not amount.steps:
+    def amount(self, batching: Batching, client_update: ClientUpdate, own: ClientSize, given: ClientSize) -> Amount:
+        """Return the amount of a client update of `client_update` to a client that trains on `own` rows.
+
+        `given` are its rows in the split."""
+        amount = natural(batching, client_update, own)
+        if self.rule == "none" or self.reference is None or not client_update.trains or not amount.steps:
             return amount
         holding = ClientSize(given.labeled + given.unlabeled, 0) if self.all_labels else given
-        if work == self.reference and own == holding:
+        if client_update == self.reference and own == holding:
             return amount
         wanted = natural(batching, self.reference, holding)
         if self.rule == "labeled-steps":
             return amount._replace(steps=wanted.steps, epochs=0)
         images = wanted.steps * cost(self.reference, wanted) + self.reference.swept(*astuple(holding))
-        steps = (images - work.swept(*astuple(own))) / cost(work, amount)
+        steps = (images - client_update.swept(*astuple(own))) / cost(client_update, amount)
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
-def natural(batching: Batching, work: ClientUpdate, own: ClientSize) -> Amount:
+def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
     """Return what the batch rule alone says."""
-    if not work.trains:
+    if not client_update.trains:
         return Amount(0, 0, 0)
     labeled = batching.labeled_size(own.labeled)
-    if not work.views:
+    if not client_update.views:
         return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
     size = batching.unlabeled_size(own.labeled, own.unlabeled)
     by_unlabeled = batching.unlabeled != "rest" and batching.epoch != "labeled" and not batching.steps
@@ -63,29 +65,29 @@ def natural(batching: Batching, work: ClientUpdate, own: ClientSize) -> Amount:
 
 
 def largest(
-    rule: Rule, batching: Batching, works: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
+    rule: Rule, batching: Batching, client_updates: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
 ) -> str:
     """Return the name of the work that takes most by the batch rule alone, the first of equal ones.
 
-    `works` are (work, whether it trains on all rows as labeled ones) by name, `sizes` what the split gives to each
-    client. "forwards" counts images through the classifier, another rule steps.
+    `client_updates` are (work, whether it trains on all rows as labeled ones) by name, `sizes` what the split gives
+    to each client. "forwards" counts images through the classifier, another rule steps.
     """
 
-    def taken(work: ClientUpdate, all_labels: bool) -> int:
+    def taken(client_update: ClientUpdate, all_labels: bool) -> int:
         total = 0
         for given in sizes:
             own = ClientSize(given.labeled + given.unlabeled, 0) if all_labels else given
-            amount = natural(batching, work, own)
-            images = amount.steps * cost(work, amount) + work.swept(*astuple(own))
+            amount = natural(batching, client_update, own)
+            images = amount.steps * cost(client_update, amount) + client_update.swept(*astuple(own))
             total += images if rule == "forwards" else amount.steps
         return total
 
-    return max(works, key=lambda name: taken(*works[name]))
+    return max(client_updates, key=lambda name: taken(*client_updates[name]))
 
 
-def cost(work: ClientUpdate, amount: Amount) -> int:
+def cost(client_update: ClientUpdate, amount: Amount) -> int:
     """Return the images of one step in forward passes, a backward pass counted as two; at least 1."""
-    passes = work.passes(amount.labeled, amount.unlabeled)
+    passes = client_update.passes(amount.labeled, amount.unlabeled)
     return max(1, passes.forward + 2 * passes.backward)
 
 

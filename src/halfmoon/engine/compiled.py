@@ -44,7 +44,7 @@ class Steps:
     `compiled` and are not, `remark` says why.
     """
 
-    work: ClientUpdate
+    client_update: ClientUpdate
     down: Tree
     each: Tree = field(default_factory=dict[str, Any])
     together: bool = False
@@ -58,19 +58,19 @@ class Steps:
         if self.compiled and (self._program is None or not self._program.steady):
             self._find(carry, batch)
         if self._program is None:
-            return _taken(self.work, self.together, self.down, self.each, carry, batch)
+            return _taken(self.client_update, self.together, self.down, self.each, carry, batch)
         return self._program.taken(self._sent, carry, batch)
 
     def _find(self, carry: Tree, batch: Batch) -> None:
         """Take the program for these shapes or, where there is none, no other either."""
         down, each = _sorted(self.down), _sorted(self.each)
-        found = _program(self.work, self.together, (down, each, _sorted(carry), batch))
+        found = _program(self.client_update, self.together, (down, each, _sorted(carry), batch))
         if isinstance(found, Program):
-            numbers = batch.x.new_tensor(_numbers(self.work))
+            numbers = batch.x.new_tensor(_numbers(self.client_update))
             self._program, self._sent = found, [numbers, *found.layout.leaves((down, each))]
         else:
             self._program, self.compiled = None, False
-            self.remark = f"The steps of {type(self.work).__name__} train without compile: {found}."
+            self.remark = f"The steps of {type(self.client_update).__name__} train without compile: {found}."
 
 
 @dataclass(frozen=True)
@@ -107,32 +107,32 @@ class Program(NamedTuple):
 
 
 def _taken(
-    work: ClientUpdate, together: bool, down: Tree, each: Tree, carry: Tree, batch: Batch
+    client_update: ClientUpdate, together: bool, down: Tree, each: Tree, carry: Tree, batch: Batch
 ) -> tuple[Tree, StepMetrics]:
     """Return what a step makes of one client or, `together`, of K at once."""
     if not together:
-        return work.step(down, carry, batch)
+        return client_update.step(down, carry, batch)
 
     def one(private: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        return work.step({**down, **private}, carry, batch)
+        return client_update.step({**down, **private}, carry, batch)
 
     return lifted(one)(each, carry, batch)
 
 
-def _numbers(work: ClientUpdate) -> list[Any]:
+def _numbers(client_update: ClientUpdate) -> list[Any]:
     """Return what changes from round to round: learning rate, round, and the schedule's factor."""
-    return [work.task.optimizer.lr, work.task.round, work.task.rate]
+    return [client_update.task.optimizer.lr, client_update.task.round, client_update.task.rate]
 
 
-def _with_numbers(work: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:
+def _with_numbers(client_update: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:
     """Return the work in another round."""
-    task = replace(work.task, optimizer=work.task.optimizer.with_lr(lr), round=round, rate=rate)
-    return replace(work, task=task)
+    task = replace(client_update.task, optimizer=client_update.task.optimizer.with_lr(lr), round=round, rate=rate)
+    return replace(client_update, task=task)
 
 
-def _program(work: ClientUpdate, together: bool, arguments: Arguments) -> Program | str:
+def _program(client_update: ClientUpdate, together: bool, arguments: Arguments) -> Program | str:
     """Return the program for arguments of these shapes, made now if there was none, or why there is none."""
-    alike = _with_numbers(work, 1.0, 0, 1.0)
+    alike = _with_numbers(client_update, 1.0, 0, 1.0)
     try:
         hash(alike)
     except TypeError:
@@ -146,21 +146,21 @@ def _program(work: ClientUpdate, together: bool, arguments: Arguments) -> Progra
         )
     if shape not in known:
         # As it is written first: what is wrong with it is raised as ever, and networks keep what they make but once.
-        _taken(work, together, *arguments)
+        _taken(client_update, together, *arguments)
         try:
-            known[shape] = _compiled(work, together, arguments)
+            known[shape] = _compiled(client_update, together, arguments)
         except Exception as error:  # whatever PyTorch cannot do
             known[shape] = f"PyTorch cannot compile them ({type(error).__name__}: {one_line(error)[:160]})"
     return known[shape]
 
 
 @lru_cache(maxsize=WORKS)
-def _programs(work: ClientUpdate, together: bool, threads: int) -> dict[Any, Program | str]:
+def _programs(client_update: ClientUpdate, together: bool, threads: int) -> dict[Any, Program | str]:
     """Return the programs by shape, to be filled, of a work in any round; a number of threads is written into them."""
     return {}
 
 
-def _compiled(work: ClientUpdate, together: bool, arguments: Arguments) -> Program:
+def _compiled(client_update: ClientUpdate, together: bool, arguments: Arguments) -> Program:
     """Trace a step and compile it; raise whatever PyTorch raises."""
     x = arguments[3].x
     loop = not together and x.device.type == "cpu"
@@ -168,7 +168,7 @@ def _compiled(work: ClientUpdate, together: bool, arguments: Arguments) -> Progr
     made: list[tuple[Tree, StepMetrics]] = []
 
     def flat(numbers: Tensor, *leaves: Tensor) -> list[Tensor]:
-        there = _with_numbers(work, *numbers.unbind())
+        there = _with_numbers(client_update, *numbers.unbind())
         carry, notes = _taken(there, together, *nested_like(arguments, iter(leaves)))
         made[:] = [(_sorted(carry), notes)]
         return layout.leaves(made[0])

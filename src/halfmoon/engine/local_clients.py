@@ -22,7 +22,7 @@ from halfmoon.core.tensors import tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, natural
-from halfmoon.engine.client_update import (
+from halfmoon.engine.driver import (
     ClientContext,
     ClientResult,
     ClientTask,
@@ -183,29 +183,29 @@ class LocalClients:
     ) -> Iterator[ClientResult]:
         """Yield what comes of the clients in their order; `hidden` gets the labels that they do not see, by client."""
         context = replace(context, compiled=self.training.compiled)
-        amounts = [self._amount(context.work, client, stage) for client in clients]
+        amounts = [self._amount(context.client_update, client, stage) for client in clients]
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
-        remembers = bool(first_memory(context.work, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
+        remembers = bool(first_memory(context.client_update, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
 
         def task(k: int) -> ClientTask:
             private = tree.index(each, k)
             memory = self._memory(context, clients[k], {**down, **private}) if remembers else {}
             data, hidden[clients[k]] = self.dataset.local(clients[k], stage)
-            kind = self._kind(context.work, clients[k], stage, amounts[k], memory)
+            kind = self._kind(context.client_update, clients[k], stage, amounts[k], memory)
             return ClientTask(clients[k], private, memory, data, amounts[k], kind)
 
         tasks = map(task, range(len(clients)))
         done: dict[int, ClientResult] = {}
         turns = iter(clients)
         turn = next(turns, None)
-        for made in self.training.spread(Query(context, down), self._programs(context.work, tasks)):
+        for made in self.training.spread(Query(context, down), self._programs(context.client_update, tasks)):
             done |= made
             made.clear()  # or what is yielded would be held while the next clients train
             while turn in done:
                 yield done.pop(turn)
                 turn = next(turns, None)
 
-    def _programs(self, work: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
+    def _programs(self, client_update: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
         """Yield the clients that train as one program, as soon as those of one kind are as many as may be.
 
         They are several programs where they are too unlike in size (`grouped`).
@@ -217,12 +217,12 @@ class LocalClients:
             waiting.setdefault(kind, []).append(each)
             del each  # or it would be held while the next clients train
             if len(waiting[kind]) == most:
-                yield from _alike(work, waiting.pop(kind), self.training.padded)
+                yield from _alike(client_update, waiting.pop(kind), self.training.padded)
         while waiting:
-            yield from _alike(work, waiting.pop(next(iter(waiting))), self.training.padded)
+            yield from _alike(client_update, waiting.pop(next(iter(waiting))), self.training.padded)
 
     def _kind(
-        self, work: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
+        self, client_update: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
     ) -> tuple[object, ...]:
         """Return what clients that train as one program have in common.
 
@@ -230,26 +230,26 @@ class LocalClients:
         padding takes all that have a step to do.
         """
         flat = sorted(tree.flatten(memory).items())  # a memory that was read, or compiled, has them in another order
-        shapes = tuple(leaf.shape for path, leaf in flat if path not in work.row_memory)
-        if work.masks:
+        shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.row_memory)
+        if client_update.masks:
             return (min(amount.steps, 1),), shapes
-        size = astuple(self.dataset.own(client, stage)) if work.whole else ()
+        size = astuple(self.dataset.own(client, stage)) if client_update.whole else ()
         return (amount.labeled, amount.unlabeled, *size), shapes
 
-    def _amount(self, work: ClientUpdate, client: int, stage: int | None) -> Amount:
+    def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
         if client == SERVER:
-            return natural(self.training.serving or self.training.batching, work, self.dataset.own(client))
+            return natural(self.training.serving or self.training.batching, client_update, self.dataset.own(client))
         own, given = self.dataset.own(client, stage), self.dataset.given(client, stage)
-        return self.training.budget.amount(self.training.batching, work, own, given)
+        return self.training.budget.amount(self.training.batching, client_update, own, given)
 
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
         """Return what the client remembers, for a work that remembers."""
-        return self.memories.get(str(client)) or first_memory(context.work, down, self.seed, client)
+        return self.memories.get(str(client)) or first_memory(context.client_update, down, self.seed, client)
 
 
-def _alike(work: ClientUpdate, tasks: list[ClientTask], padded: Fraction) -> Iterator[list[ClientTask]]:
+def _alike(client_update: ClientUpdate, tasks: list[ClientTask], padded: Fraction) -> Iterator[list[ClientTask]]:
     """Yield the tasks that train as one program, and hold none that was yielded."""
-    places = grouped(work, [each.extent for each in tasks], padded)
+    places = grouped(client_update, [each.extent for each in tasks], padded)
     programs = [[tasks[place] for place in each] for each in places]
     tasks.clear()
     while programs:

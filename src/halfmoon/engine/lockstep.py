@@ -18,7 +18,7 @@ from halfmoon.api.types import ClientUpdate
 from halfmoon.core import tree
 from halfmoon.core.errors import one_line
 from halfmoon.core.tree import Tree
-from halfmoon.engine.client_update import ClientResult, ClientTask, Query, update_joint
+from halfmoon.engine.driver import ClientResult, ClientTask, Query, update_joint
 from halfmoon.engine.programs import PADDED, grouped
 from halfmoon.engine.spread import Item, Result, Spread
 
@@ -181,8 +181,8 @@ def _joint(asked: Sequence[Asked], most: int | None, padded: Fraction) -> list[R
 def _parts(asked: Sequence[Asked], most: int | None, padded: Fraction) -> Iterator[list[tuple[int, ClientTask]]]:
     """Yield the clients of each program: about `most`, of one kind, and not too unlike in size (`grouped`)."""
     for kin in _alike(asked):
-        work = asked[kin[0][0]].query.context.work
-        for places in grouped(work, [task.extent for _, task in kin], padded):
+        client_update = asked[kin[0][0]].query.context.client_update
+        for places in grouped(client_update, [task.extent for _, task in kin], padded):
             group = [kin[place] for place in places]
             count = max(1, round(len(group) / most)) if most else 1
             yield from (group[k * len(group) // count : (k + 1) * len(group) // count] for k in range(count))
@@ -190,12 +190,12 @@ def _parts(asked: Sequence[Asked], most: int | None, padded: Fraction) -> Iterat
 
 def _alike(asked: Sequence[Asked]) -> Iterable[list[tuple[int, ClientTask]]]:
     """Return the clients, with the numbers of their runs, in groups of those that can train as one program."""
-    works: list[ClientUpdate] = []
+    client_updates: list[ClientUpdate] = []
     groups: dict[tuple[Any, ...], list[tuple[int, ClientTask]]] = {}
     for run, (query, programs) in enumerate(asked):
-        if query.context.work not in works:
-            works.append(query.context.work)
-        shared = works.index(query.context.work), _shapes(query.down)
+        if query.context.client_update not in client_updates:
+            client_updates.append(query.context.client_update)
+        shared = client_updates.index(query.context.client_update), _shapes(query.down)
         for task in (task for tasks in programs for task in tasks):
             groups.setdefault((*shared, _shapes(task.private), task.kind), []).append((run, task))
     return groups.values()

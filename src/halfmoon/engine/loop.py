@@ -154,7 +154,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     and "chosen" {"round", "accuracy"}; both are None elsewhere. "aggregation" is what the last row says of aggregators.
     "ended" says why the run is over before its last round, None where it is not. The folder gets a line a round and a
     checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`, the folder's newest checkpoint, if there
-    is one. Raises `halfmoon.engine.client_update.Diverged` when a loss is not a number.
+    is one. Raises `halfmoon.engine.driver.Diverged` when a loss is not a number.
     """
     task, runtime = experiment.task, experiment.runtime
     state, first = _start(experiment, folder, loaded, runtime.device)

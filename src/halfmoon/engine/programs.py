@@ -27,10 +27,10 @@ class Extent(NamedTuple):
     amount: Amount
     rows: ClientSize
 
-    def images(self, work: ClientUpdate) -> int:
+    def images(self, client_update: ClientUpdate) -> int:
         """Return the images that go through the classifier; one that comes back counts two more."""
-        steps = self.amount.steps * cost(work, self.amount) if self.amount.steps else 0
-        return work.swept(*astuple(self.rows)) + steps
+        steps = self.amount.steps * cost(client_update, self.amount) if self.amount.steps else 0
+        return client_update.swept(*astuple(self.rows)) + steps
 
     def joined(self, other: Extent) -> Extent:
         """Return what two clients of one program are padded to."""
@@ -49,24 +49,24 @@ class Program(NamedTuple):
         """Return the program with one more client."""
         return Program([*self.places, place], self.widest.joined(extent), self.images + images)
 
-    def padded(self, work: ClientUpdate) -> Fraction:
+    def padded(self, client_update: ClientUpdate) -> Fraction:
         """Return the share of its images that are no client's, from 0 to 1."""
-        whole = len(self.places) * self.widest.images(work)
+        whole = len(self.places) * self.widest.images(client_update)
         return Fraction(whole - self.images, whole) if whole else Fraction(0)
 
 
-def grouped(work: ClientUpdate, extents: Sequence[Extent], padded: Fraction = PADDED) -> list[list[int]]:
+def grouped(client_update: ClientUpdate, extents: Sequence[Extent], padded: Fraction = PADDED) -> list[list[int]]:
     """Return the places of the clients of each program, of which a share `padded` is padding at most.
 
     From the largest client on, the next one joins while that holds. Within a program they stand in order.
     """
     if len(extents) < 2:
         return [[place] for place in range(len(extents))]
-    images = [each.images(work) for each in extents]
+    images = [each.images(client_update) for each in extents]
     programs: list[Program] = []
     for place in sorted(range(len(extents)), key=lambda place: (-images[place], place)):
         wider = programs[-1].with_one(place, extents[place], images[place]) if programs else None
-        if wider is not None and wider.padded(work) <= padded:
+        if wider is not None and wider.padded(client_update) <= padded:
             programs[-1] = wider
         else:
             programs.append(Program([place], extents[place], images[place]))

@@ -18,8 +18,8 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
-from halfmoon.engine.client_update import ClientContext, ClientResult, add, images_a_call
 from halfmoon.engine.cohorts import answering, cohort
+from halfmoon.engine.driver import ClientContext, ClientResult, add, images_a_call
 from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.loop import Report, Row, TooFew
 from halfmoon.engine.sampling import Views
@@ -132,7 +132,7 @@ class ServerRuntime(ABC):
         self._round, self._query = round, 0
         self._samples, self._quality = {}, self._fresh_quality()
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...).
 
         Of `to` nobody may answer; then the weights are (0,), and nothing else is there.
@@ -143,7 +143,7 @@ class ServerRuntime(ABC):
         chosen = tree.map(lambda leaf: leaf[there], private)
         ups = {
             client: outcome.up
-            for client, outcome in self._ask(self.client_updates[work], integers(asked[there]), down, chosen)
+            for client, outcome in self._ask(self.client_updates[client_update], integers(asked[there]), down, chosen)
         }
         up, clients = stack(list(ups.values())), tuple(ups)
         del ups  # what is stacked is not held twice
@@ -153,23 +153,23 @@ class ServerRuntime(ABC):
             each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
             drawn = to is None and self._fair
-            uplink = self.client_updates[work].uplink
-            context = AggregationContext(*at, work, down, each, clients, len(asked), drawn, uplink)
+            uplink = self.client_updates[client_update].uplink
+            context = AggregationContext(*at, client_update, down, each, clients, len(asked), drawn, uplink)
             up = self._aggregated(context, up)
         else:
             self.answered = torch.tensor(clients, dtype=torch.int64)
         self._lose(asked, tree.nbytes(down) + tree.nbytes(private) // len(asked))
         return up
 
-    def average(self, work: str, down: Tree) -> Upload:
+    def average(self, client_update: str, down: Tree) -> Upload:
         """Send `down` to the cohort, and return the weighted mean of the updates, added up as they come.
 
         Where an aggregator has to see all uploads of a cohort, they are all held before it.
         """
-        update = self.client_updates[work]
+        update = self.client_updates[client_update]
         if self.aggregators:
-            return mean_of(self.ask(work, down), update.uplink, down, work)
-        mean, asked, answered = UploadMean(update.uplink, work), self.cohort, list[int]()
+            return mean_of(self.ask(client_update, down), update.uplink, down, client_update)
+        mean, asked, answered = UploadMean(update.uplink, client_update), self.cohort, list[int]()
         for client, outcome in self._ask(update, integers(asked[self._there(asked)]), down, {}):
             mean.add(outcome.up)
             answered.append(client)
@@ -190,7 +190,7 @@ class ServerRuntime(ABC):
         for aggregator in self.aggregators:
             places, up = aggregator.uploads(context, up)
             if not places:
-                what = f"round {context.round + 1}, query {context.query + 1} ({context.work})"
+                what = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
                 raise TooFew(f"{what} has no usable upload of {context.asked}.")
             context = context if len(places) == len(context.clients) else context.only(places)
         self.answered = torch.tensor(context.clients, dtype=torch.int64)
@@ -200,10 +200,10 @@ class ServerRuntime(ABC):
         """Return why `round` may not be played, None where it may."""
         return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
 
-    def ask_server(self, work: str, down: Tree) -> Upload:
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
         """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
         traffic = self.cost.bytes_down, self.cost.bytes_up
-        ((_, outcome),) = self._ask(self.client_updates[work].at_server, [SERVER], down, {})
+        ((_, outcome),) = self._ask(self.client_updates[client_update].at_server, [SERVER], down, {})
         self.cost.bytes_down, self.cost.bytes_up = traffic
         return outcome.up
 
@@ -229,16 +229,18 @@ class ServerRuntime(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(self, work: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         """Visit clients (or the server), count what it takes, and yield what comes of it."""
-        context = ClientContext(work, self.views, self.seed, self._round, self._query, images_a_call(self.device))
+        context = ClientContext(
+            client_update, self.views, self.seed, self._round, self._query, images_a_call(self.device)
+        )
         self._query += 1
         for client, outcome in self._visit(context, clients, down, each):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
             for name, new in outcome.samples.items():
                 self._samples[name] = add(self._samples.get(name), new)
-            passes = work.passes(outcome.amount.labeled, outcome.amount.unlabeled)
+            passes = client_update.passes(outcome.amount.labeled, outcome.amount.unlabeled)
             self.cost.visit(outcome.amount, passes, outcome.swept)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]

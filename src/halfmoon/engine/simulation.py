@@ -14,7 +14,7 @@ from halfmoon.core import rng
 from halfmoon.core.tensors import integers, tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
-from halfmoon.engine.client_update import ClientContext
+from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import leaning, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.loop import Row, TooFew

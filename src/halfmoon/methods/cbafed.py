@@ -4,7 +4,7 @@ When a client update begins, a client labels all its rows once with the received
 The threshold of a class follows its share of all training labels of the last round, labels and accepted pseudo-labels
 of all clients together. With r(c) = share(c) C / 10,
 
-    T(c) = min(tau_most, r(c) + tau - std(r)).
+    T(c) = min(threshold_most, r(c) + threshold - std(r)).
 
 A row whose likeliest class does not pass takes the second one if that is in the tail (r < tail). Residual weights slow
 the model down: every `residual_every` rounds the server goes back by `residual` of the way to the model it kept the
@@ -44,14 +44,14 @@ from halfmoon.models import forward, track
 
 @dataclass(frozen=True)
 class CBAFed:
-    """CBAFed with the constants of the authors' code (tau_most is 0.9 on SVHN and skin images).
+    """CBAFed with the constants of the authors' code (threshold_most is 0.9 on SVHN and skin images).
 
-    `tail` None leaves the second classes out, `adaptive` False sets every threshold to tau, `residual` 0 and
+    `tail` None leaves the second classes out, `adaptive` False sets every threshold to threshold, `residual` 0 and
     `local_residual` 0 leave the residual weights out. Raises `UserError` for an interval below 1.
     """
 
-    tau: float = 0.84
-    tau_most: float = 0.95
+    threshold: float = 0.84
+    threshold_most: float = 0.95
     tail: float | None = 0.03
     adaptive: bool = True
     unlabeled_weight: float = 1.0
@@ -97,8 +97,8 @@ class CBAFed:
     def thresholds(self, share: Tensor) -> tuple[Tensor, Tensor]:
         """Return T (classes,), and which classes are in the tail (classes,), for the shares of all training labels."""
         r = share * len(share) / 10
-        least = (r + self.tau - r.std(correction=0)).clamp_max(self.tau_most)
-        least = least if self.adaptive else torch.full_like(r, self.tau)
+        least = (r + self.threshold - r.std(correction=0)).clamp_max(self.threshold_most)
+        least = least if self.adaptive else torch.full_like(r, self.threshold)
         return least, torch.zeros_like(r, dtype=torch.bool) if self.tail is None else r < self.tail
 
 
@@ -132,7 +132,7 @@ class Balanced(ClientUpdate):
         kept = self.options.keep_optimizer
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
-        pseudo = self.judge(guess.softmax(-1), down["share"])
+        pseudo = self.pseudo_label(guess.softmax(-1), down["share"])
         pseudo = pseudo._replace(weight=padding.kept(pseudo.weight, data.u_real))
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
@@ -145,7 +145,7 @@ class Balanced(ClientUpdate):
         carry["saved"] = {"params": down["params"], "stats": down["stats"]} if self.options.local_residual else {}
         return carry
 
-    def judge(self, p: Tensor, share: Tensor) -> Pseudo:
+    def pseudo_label(self, p: Tensor, share: Tensor) -> Pseudo:
         """Return the pseudo-labels of predictions p (U, classes)."""
         least, tail = self.options.thresholds(share)
         (first, second), (top, next_) = (part.unbind(-1) for part in p.topk(2, -1))

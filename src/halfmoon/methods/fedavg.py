@@ -89,10 +89,10 @@ class LocalTraining(ClientUpdate):
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from the server's model, with a fresh optimizer or the one that was kept."""
         optimizer = memory["optimizer"] if self.keep_optimizer else self.task.optimizer.init(down["params"])
-        ready = self.objective.prepare(self.task, down, data)
-        own = self.objective.begin(self.task, memory, data, ready)
+        cached = self.objective.prepare(self.task, down, data)
+        own = self.objective.begin(self.task, memory, data, cached)
         model = {name: down[name] for name in self.uplink.update if name in down}
-        return {**model, **own, "optimizer": optimizer, "ready": ready}
+        return {**model, **own, "optimizer": optimizer, "ready": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on objective + proximal term."""
@@ -108,7 +108,7 @@ class LocalTraining(ClientUpdate):
         stats = carry["stats"]
         for each in seen.moments:
             stats = track(stats, each)
-        new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
+        new = {**carry, **seen.aux, "params": params, "stats": stats, "optimizer": optimizer}
         if self.objective.decay is not None:
             new |= follow(carry, params, self.objective.decay)
         return new, StepMetrics(loss, {}, seen.pseudo)

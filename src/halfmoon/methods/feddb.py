@@ -56,7 +56,7 @@ DMA = Literal["paper", "released", "logits", "uniform", "size"]
 class FedDB:
     """FedDB, Algorithms 1 to 3.
 
-    `tau`, `unlabeled_weight`, `mean`, `labels`, `debias`, `teacher` and the thresholds are FixMatch's: the paper
+    `threshold`, `unlabeled_weight`, `mean`, `labels`, `debias`, `teacher` and the thresholds are FixMatch's: the paper
     guesses once a round, with the received model, and judges the debiased guess. `accumulate`: whether APP-U follows
     the model while it trains, p <- gamma p + (1 - gamma) p_e for every epoch, with p_e from the weak views of each
     "step" (one more forward pass of the minibatch), from one more sweep when all steps are taken ("finish"), or not at
@@ -65,7 +65,7 @@ class FedDB:
     and `dma_lr` are the iterations of Algorithm 2 and their rate. Raises `UserError` for the teacher "average".
     """
 
-    tau: float = 0.95
+    threshold: float = 0.95
     unlabeled_weight: float = 1.0
     mean: Literal["all", "used"] = "used"
     labels: Literal["step", "round"] = "round"
@@ -89,8 +89,8 @@ class FedDB:
     def objective(self) -> FixMatch:
         """Return the clients' loss."""
         return FixMatch(
-            self.tau, self.unlabeled_weight, self.mean, labels=self.labels, debias=self.debias, teacher=self.teacher,
-            thresholding=self.thresholding, threshold_decay=self.threshold_decay,
+            self.threshold, self.unlabeled_weight, self.mean, labels=self.labels, debias=self.debias,
+            teacher=self.teacher, thresholding=self.thresholding, threshold_decay=self.threshold_decay,
         )  # fmt: skip
 
     def requirements(self, norm: str) -> Requirements:
@@ -154,11 +154,11 @@ class Debiased(ClientUpdate):
         kept = self.options.keep_optimizer
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
-        ready = self.options.objective.prepared(down, data, guess)
-        own = self.options.objective.begin(self.task, memory, data, ready)
-        appu = ready["prior"]
+        cached = self.options.objective.prepared(down, data, guess)
+        own = self.options.objective.begin(self.task, memory, data, cached)
+        appu = cached["prior"]
         new = {"appu": appu, "seen": torch.zeros_like(appu[0]), "rows": data.unlabeled}
-        return {**down, **own, **new, "optimizer": optimizer, "ready": ready}
+        return {**down, **own, **new, "optimizer": optimizer, "ready": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
@@ -167,7 +167,7 @@ class Debiased(ClientUpdate):
         stats = carry["stats"]
         for moments in seen.moments:
             stats = track(stats, moments)
-        new = {**carry, **seen.aside, "params": params, "stats": stats, "optimizer": optimizer}
+        new = {**carry, **seen.aux, "params": params, "stats": stats, "optimizer": optimizer}
         new["seen"] = carry["seen"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)

@@ -132,7 +132,7 @@ class FedDure:
         if self.fine:
             return PseudoLabeling(labels=self.labels, debias=self.debias)
         rule: dict[str, Any] = {"thresholding": self.thresholding, "threshold_decay": self.threshold_decay}
-        return PseudoLabeling(labels=self.labels, debias=self.debias, tau=self.threshold, **rule)
+        return PseudoLabeling(labels=self.labels, debias=self.debias, threshold=self.threshold, **rule)
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model and the number of rounds played."""
@@ -244,9 +244,9 @@ class Regulated(ClientUpdate):
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start the local model and C-reg as copies of the server's model, F-reg as it was left."""
         optimizer = memory["optimizer"] if self.options.keep_optimizer else self.task.optimizer.init(down["params"])
-        ready = self.options.guessing.prepare(self.task, down, data)
-        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, "ready": ready}
-        carry |= self.options.guessing.begin(self.task, memory, data, ready)
+        cached = self.options.guessing.prepare(self.task, down, data)
+        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, "ready": cached}
+        carry |= self.options.guessing.begin(self.task, memory, data, cached)
         if self.options.coarse:
             carry["coarse"] = {
                 "params": down["params"],
@@ -276,7 +276,7 @@ class Regulated(ClientUpdate):
             return (labeled, strong), (weak, moments)
 
         (labeled, strong), pull, (weak, moments) = vjp(look, carry["params"])
-        (label, confidence, counted), own = self.options.guessing.judge(weak, batch, carry)  # Eq. 1
+        (label, confidence, counted), own = self.options.guessing.pseudo_label(weak, batch, carry)  # Eq. 1
         if self.options.coarse:
             student = coarse_student(self.task, carry["coarse"]["params"], batch)
         else:

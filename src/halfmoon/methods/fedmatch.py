@@ -6,7 +6,7 @@ A client takes first the step on L_s(sigma) = labeled_weight CE(y, f(x)), then t
     L_u(psi) = consistency_weight (1/H) sum_j KL(p_j || p) + unlabeled_weight CE(label, f(strong))
                + l2_weight ||sigma - psi||^2 + l1_weight ||psi||_1,
 
-over images of which its own p(un-augmented u) is sure (max p >= tau). p_j are helpers: other clients' psi on the
+over images of which its own p(un-augmented u) is sure (max p >= threshold). p_j are helpers: other clients' psi on the
 client's received sigma. `label` is what most of the client and its helpers vote for. The server hands out the H nearest
 clients of all that it has met, by the distance of their predictions on one fixed image of noise; without helpers the
 first term is gone and the label is the client's own. Labels lie at clients, or at the server: it then trains sigma at
@@ -79,7 +79,7 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True)
 class FedMatch:
-    """FedMatch; the defaults are those of the authors' code for labels at clients (the paper's tau is 0.85).
+    """FedMatch; the defaults are those of the authors' code for labels at clients (the paper's threshold is 0.85).
 
     `helpers` is H; they come in every `interval`-th round, for that client update (1: in every round). `mean`: whether
     the first two terms of L_u are means over the images the client is sure of, or over all. `ties`: which class wins
@@ -92,7 +92,7 @@ class FedMatch:
 
     helpers: int = 2
     interval: int = 10
-    tau: float = 0.75
+    threshold: float = 0.75
     labeled_weight: float = 10.0
     consistency_weight: float = 1e-2
     unlabeled_weight: float = 1e-2
@@ -109,9 +109,9 @@ class FedMatch:
     threshold_decay: float = 0.999
 
     @property
-    def threshold(self) -> Threshold:
+    def rule(self) -> Threshold:
         """Return which guesses count."""
-        return Threshold(self.thresholding, self.tau, self.threshold_decay)
+        return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     def __post_init__(self) -> None:
         for name, value, least in (("helpers", self.helpers, 0), ("interval", self.interval, 1)):
@@ -228,12 +228,12 @@ class Disjoint(ClientUpdate):
     @property
     def sweep(self) -> tuple[str, ...]:
         """Return the view whose predictions are wanted of all rows."""
-        return (self.options.view,) if self.options.debias or self.options.threshold.sweeps else ()
+        return (self.options.view,) if self.options.debias or self.options.rule.sweeps else ()
 
     @property
     def whole(self) -> bool:
         """Return whether all rows are looked at together, or something is remembered of each."""
-        return bool(self.sweep) or self.options.threshold.of_rows
+        return bool(self.sweep) or self.options.rule.of_rows
 
     @property
     def masks(self) -> bool:
@@ -243,11 +243,11 @@ class Disjoint(ClientUpdate):
     @property
     def row_memory(self) -> Mapping[str, int]:
         """Return the thresholds'."""
-        return self.options.threshold.row_memory
+        return self.options.rule.row_memory
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return that nothing has been received, and the first state of thresholds that run."""
-        state = self.options.threshold.remember(self.task.network.classes, next(tree.leaves(down["psi"])))
+        state = self.options.rule.remember(self.task.network.classes, next(tree.leaves(down["psi"])))
         first = {"thresholds": state} if state else {}
         if self.options.delta_threshold is None:
             return first
@@ -270,7 +270,7 @@ class Disjoint(ClientUpdate):
         carry = {**received, "received": received, "changed": changed, "stats": down["stats"]}
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
-        rule = self.options.threshold
+        rule = self.options.rule
         carry["thresholds"] = {} if rule.sweeps else rule.begin(memory.get("thresholds", {}), data)
         if self.sweep:
             views = data.views[self.options.view]
@@ -317,7 +317,7 @@ class Disjoint(ClientUpdate):
         embedding = self.task.network.predict(composed(**sent), carry["stats"], image)[0].softmax(-1)
         aux = {"embedding": embedding, "labels": labels, "changed": {"down": there, "up": back}}
         memory = {} if self.options.delta_threshold is None else {**sent, "met": torch.ones_like(labels)}
-        if self.options.threshold.runs:
+        if self.options.rule.runs:
             memory = {"thresholds": carry["thresholds"], **memory}
         return Upload({**sent, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
@@ -359,7 +359,7 @@ class Disjoint(ClientUpdate):
         o = self.options
         strong, quiet, moments = self._look(composed(carry["sigma"], psi), carry["stats"], batch)
         own = debiased(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
-        (label, confidence, used), state = o.threshold.judge(
+        (label, confidence, used), state = o.rule.pseudo_label(
             own.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
         )
         each = torch.zeros_like(used)

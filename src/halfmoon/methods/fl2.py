@@ -4,10 +4,10 @@ As in `semifl`, clients label all their rows once with the received model under 
 server fine-tunes the average on its labels; nothing is mixed. With p the predictions on a client's rows,
 
 - `adaptive`: rows are kept where max p >= t q(label) / max q, t the mean of max p and q that of p over the client's
-  rows, in place of max p >= tau (client-specific adaptive thresholding);
+  rows, in place of max p >= threshold (client-specific adaptive thresholding);
 - `sharpness`: the step leads down CE(f(strong), label) + sharpness_weight KL(f(strong) || f'(strong)), the second term
-  over rows with max p >= tau alone; f' are weights from which the same rows' CE rises fastest, by ASAM (Kwon et al.
-  2021): w + rho T^2 g / |T g| with T = |w| + eta for weights and 1 for biases. Its slope is taken at f', f is held
+  over rows with max p >= threshold alone; f' are weights from which the same rows' CE rises fastest, by ASAM (Kwon et
+  al. 2021): w + rho T^2 g / |T g| with T = |w| + eta for weights and 1 for biases. Its slope is taken at f', f is held
   fixed (sharpness-aware consistency regularization);
 - `status_aware`: a client weighs 1 - t in the average, so that those which have learned less count for more.
 
@@ -58,7 +58,7 @@ class FL2:
     adaptive: bool = True
     sharpness: bool = True
     status_aware: bool = True
-    tau: float = 0.95
+    threshold: float = 0.95
     rho: float = 0.1
     eta: float = 0.01
     unlabeled_weight: float = 1.0
@@ -143,7 +143,9 @@ class SharpnessAware(ClientUpdate):
             network, weak = self.task.network, data.views["weak"]
             parts = [network.predict(down["params"], down["stats"], part).detach() for part in chunks(weak)]
         p = torch.cat(parts).softmax(-1)
-        pseudo = Threshold("fl2" if self.options.adaptive else "fixed", self.options.tau).judge_all(p, {}, data.u_real)
+        pseudo = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold).pseudo_label_all(
+            p, {}, data.u_real
+        )
         status = padding.mean_or_zero(p.amax(-1), data.u_real)
         carry = {"params": down["params"], "optimizer": optimizer, "status": status, "real": data.real}
         return {**carry, **pseudo._asdict()}
@@ -162,7 +164,7 @@ class SharpnessAware(ClientUpdate):
         o, rows, params = self.options, batch.u_rows, carry["params"]
         label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
         used, real = padding.kept(used, batch.u_real), batch.masks(1)
-        hard = padding.kept((confidence >= o.tau).to(used.dtype), batch.u_real)
+        hard = padding.kept((confidence >= o.threshold).to(used.dtype), batch.u_real)
         network, joint = self.task.network, self.task.statistics == "joint"
 
         def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:

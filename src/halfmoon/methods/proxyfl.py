@@ -126,21 +126,21 @@ class Listener:
         """Return how many labeled images the server itself has."""
         return self._federation.labeled
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Ask, and keep the classifiers of the uploads that weigh something."""
-        up = self._federation.ask(work, down, each, to)
+        up = self._federation.ask(client_update, down, each, to)
         head = up.update.get("params", {}).get("head")
         if head is not None:
             self.rows = head["weight"][(up.weight > 0).to(head["weight"].device)]
         return up
 
-    def average(self, work: str, down: Tree) -> Upload:
+    def average(self, client_update: str, down: Tree) -> Upload:
         """Ask, keep the classifiers, and return the mean."""
-        return mean_of(self.ask(work, down), Uplink(), down, work)
+        return mean_of(self.ask(client_update, down), Uplink(), down, client_update)
 
-    def ask_server(self, work: str, down: Tree) -> Upload:
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
         """Ask the server."""
-        return self._federation.ask_server(work, down)
+        return self._federation.ask_server(client_update, down)
 
 
 def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:

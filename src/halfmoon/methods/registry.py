@@ -197,7 +197,7 @@ _ENTRIES = (
         "FedAvg + soft labels",
         f"{_FEDAVG}; Tarvainen and Valpola 2017; Xie et al. 2020",
         "what the averaged model predicts on weak views, sure or not, teaches strong views",
-        FedAvg(UDA(tau=0.0, temperature=1.0, teacher="average")),
+        FedAvg(UDA(threshold=0.0, temperature=1.0, teacher="average")),
     ),
     MethodEntry(
         "fixmatch-proxy-tuning",

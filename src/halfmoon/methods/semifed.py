@@ -6,15 +6,15 @@ the image itself:
     loss = mean CE(y, f(x)) + unlabeled_weight * mean KL(p(u) || p(strong(u))),    p(u) detached.
 
 Every `interval` rounds the server sends, beside the global model, the models that its clients sent last. A client's
-image on which enough of them agree, each with a confidence of `tau` or more, joins its labeled images: from then on the
-first mean runs over it too and the second no longer does.
+image on which enough of them agree, each with a confidence of `threshold` or more, joins its labeled images: from
+then on the first mean runs over it too and the second no longer does.
 
 server: params, stats; on its state store the last models of up to `peers` clients.  down: params, stats, in labeling
 rounds also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1 where there
 is none, and a mark of the rows they belong to.  up: params, stats, weight (|labeled| + |unlabeled|).
 
 There is no public code, and the paper itself could not be had: this file follows its abstract and what others write of
-it. Not verified, hence options: `tau` and how it moves over the rounds (`tau_last`), `agree`, `interval`,
+it. Not verified, hence options: `threshold` and how it moves over the rounds (`threshold_last`), `agree`, `interval`,
 `unlabeled_weight`, and whether all models or those that agree have to be confident (`confident`). With ten clients all
 models are sent (`peers`); of more clients, the models sent last are. The receiver's own last model is one of them.
 A labeled minibatch is as large as the batch rule says: accepted images are learned from where they are drawn, among the
@@ -52,14 +52,14 @@ from halfmoon.models import forward, track
 class SemiFed:
     """SemiFed; no default is verified.
 
-    `tau` is the confidence that a vote needs, moving in a straight line to `tau_last` in the last round (None: it
-    stays); `agree` the share of the models that have to name one class. `confident`: "agreeing" counts confident votes
-    alone, "all" accepts an image only if every model is confident of its own vote. `peers` is how many clients' models
-    go out at most. Raises `UserError` for a share or a count that cannot be.
+    `threshold` is the confidence that a vote needs, moving in a straight line to `threshold_last` in the last round
+    (None: it stays); `agree` the share of the models that have to name one class. `confident`: "agreeing" counts
+    confident votes alone, "all" accepts an image only if every model is confident of its own vote. `peers` is how
+    many clients' models go out at most. Raises `UserError` for a share or a count that cannot be.
     """
 
-    tau: float = 0.95
-    tau_last: float | None = None
+    threshold: float = 0.95
+    threshold_last: float | None = None
     agree: float = 0.8
     confident: Literal["agreeing", "all"] = "agreeing"
     interval: int = 10
@@ -102,10 +102,10 @@ class SemiFed:
         """Return the averaged model."""
         return {"params": server["params"], "stats": server.get("stats", {})}
 
-    def threshold(self, task: Task) -> float:
+    def threshold_in(self, task: Task) -> float:
         """Return the confidence that a vote needs in the task's round."""
-        last = self.tau if self.tau_last is None else self.tau_last
-        return self.tau + (last - self.tau) * task.round / max(1, task.rounds - 1)
+        last = self.threshold if self.threshold_last is None else self.threshold_last
+        return self.threshold + (last - self.threshold) * task.round / max(1, task.rounds - 1)
 
     def _labels(self, task: Task) -> bool:
         return (task.round + 1) % self.interval == 0
@@ -215,7 +215,7 @@ class Growing(ClientUpdate):
         logits = [sweep_logits(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
         said = [each.softmax(-1).max(-1) for each in logits]
         confidence, label = (torch.stack([each[part] for each in said]) for part in (0, 1))
-        sure = confidence >= o.threshold(self.task)
+        sure = confidence >= o.threshold_in(self.task)
         names = torch.arange(self.task.network.classes, device=label.device)
         for_class = label[..., None] == names
         counted = for_class & sure[..., None] if o.confident == "agreeing" else for_class

@@ -1,8 +1,8 @@
 """SemiFL (Diao, Ding and Tarokh, NeurIPS 2022): clients without labels and a labeling server train in turn.
 
 Each client of the cohort labels all its rows once, with the received model under static batch normalization, and keeps
-those it is sure of (max p >= tau): the "fix" set. Beside each minibatch of it stands one of the "mix" set, drawn with
-replacement from all local rows. With hard labels, l ~ Beta(a, a) and m = l weak(fix) + (1 - l) weak(mix),
+those it is sure of (max p >= threshold): the "fix" set. Beside each minibatch of it stands one of the "mix" set,
+drawn with replacement from all local rows. With hard labels, l ~ Beta(a, a) and m = l weak(fix) + (1 - l) weak(mix),
 
     loss = CE(f(strong(fix)), y_fix) + mix_weight [l CE(f(m), y_fix) + (1 - l) CE(f(m), y_mix)].
 
@@ -94,7 +94,7 @@ class SemiFL:
     Raise `UserError` for halves without fine-tuning: what would be averaged are different halves.
     """
 
-    tau: float = 0.95
+    threshold: float = 0.95
     mix_weight: float = 1.0
     concentration: float = 0.75
     unlabeled_weight: float = 1.0
@@ -117,9 +117,9 @@ class SemiFL:
             )
 
     @property
-    def threshold(self) -> Threshold:
+    def rule(self) -> Threshold:
         """Return which rows a client is sure of."""
-        return Threshold(self.thresholding, self.tau, self.threshold_decay)
+        return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     @property
     def trained(self) -> str:
@@ -242,12 +242,12 @@ class Mixing(ClientUpdate):
     def sweep(self) -> tuple[str, ...]:
         """Return the weak views that are labeled, or whose mean prediction is wanted."""
         o = self.options
-        return ("weak",) if o.labels == "round" or o.debias or o.threshold.sweeps else ()
+        return ("weak",) if o.labels == "round" or o.debias or o.rule.sweeps else ()
 
     @property
     def whole(self) -> bool:
         """Return whether all rows are looked at together, or something is remembered of each."""
-        return bool(self.sweep) or (self.options.labels == "step" and self.options.threshold.of_rows)
+        return bool(self.sweep) or (self.options.labels == "step" and self.options.rule.of_rows)
 
     @property
     def masks(self) -> bool:
@@ -257,7 +257,7 @@ class Mixing(ClientUpdate):
     @property
     def row_memory(self) -> Mapping[str, int]:
         """Return the thresholds', where these stay."""
-        return self.options.threshold.row_memory if self._runs else {}
+        return self.options.rule.row_memory if self._runs else {}
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ class Mixing(ClientUpdate):
         first = down[self.options.trained]
         kept = {"optimizer": self.task.optimizer.init(first)} if self.options.keep_optimizer else {}
         like = next(tree.leaves(first))
-        state = self.options.threshold.remember(self.task.network.classes, like)
+        state = self.options.rule.remember(self.task.network.classes, like)
         return {**kept, "thresholds": state} if state and self.options.labels == "step" else kept
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
@@ -283,7 +283,7 @@ class Mixing(ClientUpdate):
         first = down[self.options.trained]
         optimizer = memory["optimizer"] if kept else self.task.optimizer.init(first)
         carry = {"params": first, "optimizer": optimizer, "thresholds": {}}
-        rule, by_step = self.options.threshold, self.options.labels == "step"
+        rule, by_step = self.options.rule, self.options.labels == "step"
         if by_step and not rule.sweeps:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
         if not self.sweep:
@@ -296,7 +296,7 @@ class Mixing(ClientUpdate):
         if by_step:
             state = rule.begin({}, data, p) if rule.sweeps else carry["thresholds"]
             return {**carry, "prior": expected, "thresholds": state}
-        pseudo = rule.judge_all(p, {}, data.u_real)
+        pseudo = rule.pseudo_label_all(p, {}, data.u_real)
         return {**carry, **pseudo._asdict(), "real": data.real}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
@@ -352,7 +352,7 @@ class Mixing(ClientUpdate):
     @property
     def _runs(self) -> bool:
         """Return whether thresholds have a state that stays at the client."""
-        return self.options.labels == "step" and self.options.threshold.runs
+        return self.options.labels == "step" and self.options.rule.runs
 
     def _loss(self, trained: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
         mixes, o = bool(self.options.mix_weight), self.options
@@ -376,7 +376,7 @@ class Mixing(ClientUpdate):
             if not by_batch:
                 guesses = [self._predict(params, down["stats"], each) for each in weak]
             judged = [self._predicted(guess, carry.get("prior")) for guess in guesses]
-            pseudo, state = o.threshold.judge(judged[0], batch.u_rows, carry["thresholds"], batch.u_real)
+            pseudo, state = o.rule.pseudo_label(judged[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in judged[1:])]
         label, used = pseudo.label, padding.kept(pseudo.weight.to(batch.x.dtype), batch.u_real)
         loss = per_image(logits[1], label)

@@ -181,14 +181,17 @@ def budget(config: Config, task: Task) -> Budget:
 
 def largest_of(configs: Sequence[Config], shared: Problem) -> str:
     """Return which of the configurations' methods takes most by its own rule; centralized ones have no clients."""
-    works: dict[str, tuple[ClientUpdate, bool]] = {}
+    client_updates: dict[str, tuple[ClientUpdate, bool]] = {}
     for config in configs:
         entry = registry.entry(config.method)
         if not entry.pooled:
-            works[config.method] = next(iter(method(config).client_updates(shared.task).values())), entry.all_labels
+            client_updates[config.method] = (
+                next(iter(method(config).client_updates(shared.task).values())),
+                entry.all_labels,
+            )
     dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
     sizes = [dataset.given(client) for client in range(dataset.clients)]
-    return largest(configs[0].budget, shared.batching, works, sizes) if works else configs[0].method
+    return largest(configs[0].budget, shared.batching, client_updates, sizes) if client_updates else configs[0].method
 
 
 def images(config: DataOptions) -> Source:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import device, threads

@@ -79,7 +79,7 @@ def start(
     `resume` goes on with it where that class can be imported, or where it is given the method as well.
 
     Raises `UserError` for a configuration or data that cannot work, before anything is written, and
-    `halfmoon.engine.client_update.Diverged` when a loss is not a number.
+    `halfmoon.engine.driver.Diverged` when a loss is not a number.
     """
     watch = guarded(watch)
     if method is not None:

@@ -23,7 +23,7 @@ import torch
 
 from halfmoon.config.schema import Config, resolve
 from halfmoon.core.errors import UserError
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.seeds import Seat, in_lockstep

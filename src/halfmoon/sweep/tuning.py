@@ -23,7 +23,7 @@ from halfmoon.config.option_types import members
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
 

@@ -28,7 +28,10 @@ class Clipped:
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the works of the method, each with its upload clipped."""
         found = self.method.client_updates(task)
-        return {name: ClippedWork(work.task, work.views, work=work, norm=self.norm) for name, work in found.items()}
+        return {
+            name: ClippedWork(client_update.task, client_update.views, client_update=client_update, norm=self.norm)
+            for name, client_update in found.items()
+        }
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Return what the method starts with."""
@@ -47,100 +50,100 @@ class Clipped:
 class ClippedWork(ClientUpdate):
     """A work that does as another one does, but clips what it sends."""
 
-    work: ClientUpdate = field(kw_only=True)
+    client_update: ClientUpdate = field(kw_only=True)
     norm: float = field(kw_only=True)
 
     def __post_init__(self) -> None:
         # Who gives this work another task means the work inside.
-        object.__setattr__(self, "work", replace(self.work, task=self.task))
+        object.__setattr__(self, "work", replace(self.client_update, task=self.task))
 
     @property
     def trains(self) -> bool:
         """Return whether a client update takes steps."""
-        return self.work.trains
+        return self.client_update.trains
 
     @property
     def sweep(self) -> tuple[str, ...]:
         """Return the views of all unlabeled rows."""
-        return self.work.sweep
+        return self.client_update.sweep
 
     @property
     def whole(self) -> bool:
         """Return whether all rows are looked at together."""
-        return self.work.whole
+        return self.client_update.whole
 
     @property
     def masks(self) -> bool:
         """Return whether rows that are padding are left out."""
-        return self.work.masks
+        return self.client_update.masks
 
     @property
     def row_memory(self) -> Mapping[str, int]:
         """Return which leaves of the memory have an entry for each row."""
-        return self.work.row_memory
+        return self.client_update.row_memory
 
     @property
     def others(self) -> tuple[str, ...]:
         """Return the views of the second minibatch."""
-        return self.work.others
+        return self.client_update.others
 
     @property
     def labeled_views(self) -> tuple[str, ...]:
         """Return the further views of the labeled images."""
-        return self.work.labeled_views
+        return self.client_update.labeled_views
 
     @property
     def mixup(self) -> float | None:
         """Return how mixing coefficients are drawn."""
-        return self.work.mixup
+        return self.client_update.mixup
 
     @property
     def at_server(self) -> ClientUpdate:
         """Return the work without the clip: the server's own images are not a client's."""
-        return self.work
+        return self.client_update
 
     @property
     def uplink(self) -> Uplink:
         """Return what the work sends."""
-        return self.work.uplink
+        return self.client_update.uplink
 
     @property
     def own_memory(self) -> bool:
         """Return whose generator the first memory is drawn from."""
-        return self.work.own_memory
+        return self.client_update.own_memory
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the client's first memory."""
-        return self.work.remember(down, generator)
+        return self.client_update.remember(down, generator)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Begin the client update."""
-        return self.work.begin(down, memory, data)
+        return self.client_update.begin(down, memory, data)
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
         """Return the rows that may be drawn."""
-        return self.work.keep(carry, data)
+        return self.client_update.keep(carry, data)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step."""
-        return self.work.step(down, carry, batch)
+        return self.client_update.step(down, carry, batch)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return what goes up, clipped, and the memory that stays."""
-        up, memory = self.work.finish(down, carry, data)
+        up, memory = self.client_update.finish(down, carry, data)
         return clipped(up, down, self.norm), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one step."""
-        return self.work.passes(labeled, unlabeled)
+        return self.client_update.passes(labeled, unlabeled)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         """Count the images outside the steps."""
-        return self.work.swept(labeled, unlabeled)
+        return self.client_update.swept(labeled, unlabeled)
 
     def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         """Return the bytes of a client update."""
-        return self.work.traffic(down, up)
+        return self.client_update.traffic(down, up)
 
 
 def clipped(up: Upload, down: Tree, norm: float) -> Upload:

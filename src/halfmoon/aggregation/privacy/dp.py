@@ -120,7 +120,7 @@ class Private:
 
     def _mark(self, context: AggregationContext, flat: np.ndarray) -> bytes:
         """Return what tells a sum from any other, without telling the sum: a hash under the secret."""
-        facts = (*context[:3], context.work, context.asked, f"{self.promise.clip!r} {self.promise.noise!r}")
+        facts = (*context[:3], context.client_update, context.asked, f"{self.promise.clip!r} {self.promise.noise!r}")
         return subkey(self.secret, "sum", *facts, sha256(flat.astype("<f8").tobytes()).digest())
 
     def _drawn(self, cohort: int) -> Sampled | None:

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     about = "try a method of your own on a small federation: loop = vmap, resume, messages, what leaves a site"
     parser = command(commands, "check-method", about, "my_module:Mine ")
     parser.add_argument("method", metavar="METHOD", help="my_module:Mine, or the name of any method")
-    about = "the method's options, such as tau=0.5"
+    about = "the method's options, such as threshold=0.5"
     parser.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
     about = "a network of your own to try it on, for gray images of 8x8 pixels (default: the small network)"
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)

@@ -125,9 +125,9 @@ def abstract(network: Network) -> tree.Tree:
         return network.init(torch.Generator())
 
 
-def check_visit(work: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
+def check_visit(client_update: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
     """Return why a client update is too much for any site, None where it is not."""
-    views = max(1, len(work.views) + len(work.others))
+    views = max(1, len(client_update.views) + len(client_update.others))
     step = amount.labeled + views * amount.unlabeled
     if step * math.prod(image) > STEP:
         return _too_large(f"a step is of {step:,} images", image)

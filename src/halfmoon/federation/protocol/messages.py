@@ -17,7 +17,7 @@ from halfmoon.api.types import WeightedMetric
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.engine.client_update import ClientResult
+from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import header
 from halfmoon.federation.protocol.header import Cut, Header, UnreadableMessage
@@ -51,7 +51,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Request:
-    """One question to one site: do `work` in this round; `down` is what the server sends.
+    """One question to one site: do `client_update` in this round; `down` is what the server sends.
 
     `run` is the hexadecimal number of the server's run, of which there may be several of one federation. `attempt`
     counts how often the round is played, from 0. `known` is the client update (round, attempt, query) whose memory the
@@ -68,7 +68,7 @@ class Request:
     round: int
     attempt: int
     query: int
-    work: str
+    client_update: str
     known: list[int] = field(default_factory=list)
     safe: list[int] = field(default_factory=list)
     down: Tree = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Reply:
     round: int
     attempt: int
     query: int
-    work: str
+    client_update: str
     amount: list[int]
     traffic: list[int]
     swept: int
@@ -148,7 +148,7 @@ class Reply:
             round=request.round,
             attempt=request.attempt,
             query=request.query,
-            work=request.work,
+            client_update=request.client_update,
             amount=list(outcome.amount),
             traffic=list(outcome.traffic),
             swept=outcome.swept,

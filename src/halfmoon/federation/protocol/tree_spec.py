@@ -15,7 +15,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
 from halfmoon.data.views import Plain
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.client_update import ClientContext, Diverged
+from halfmoon.engine.driver import ClientContext, Diverged
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Batching, Views
@@ -58,12 +58,12 @@ class UplinkSpec:
         may depend on its fields and on the names, shapes and dtypes that come down, not on the round alone. None is
         for a loss that is not finite even here.
         """
-        work, structure = replace(context.work, task=self.task), spec_of(down)
+        client_update, structure = replace(context.client_update, task=self.task), spec_of(down)
         for other, seen, pattern in self._known:
-            if other == work and seen == structure:
+            if other == client_update and seen == structure:
                 return pattern
         pattern = self._played(context, down)
-        self._known.append((work, structure, pattern))
+        self._known.append((client_update, structure, pattern))
         return pattern
 
     def _played(self, context: ClientContext, down: Tree) -> TreeSpec | None:

@@ -11,7 +11,7 @@ from halfmoon.api.types import ClientUpdate
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
-from halfmoon.engine.client_update import ClientContext
+from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.evaluation import Evaluations, FederatedEvaluation
@@ -182,7 +182,7 @@ class SiteCalls:
         if self.inspection is None:
             return LARGEST
         pattern = None if context is None else self.inspection.patterns.of(context, down)
-        if pattern is None and request.work:
+        if pattern is None and request.client_update:
             return limits.unsure(network)
         return limits.weight([pattern or {}, limits.examined(network.classes) if request.evaluation else {}])
 
@@ -206,11 +206,11 @@ class SiteCalls:
             self.say(f"{site} has no part in round {request.round + 1}: {said.reason[:500]}")
             return None
         asked, told = (
-            (each.federation, each.version, each.run, each.round, each.attempt, each.query, each.work)
+            (each.federation, each.version, each.run, each.round, each.attempt, each.query, each.client_update)
             for each in (request, said)
         )
         if asked != told:
-            what = f"it answers round {said.round + 1}, query {said.query + 1} ({said.work[:40]})"
+            what = f"it answers round {said.round + 1}, query {said.query + 1} ({said.client_update[:40]})"
             return self.refuse(site, what, request.round)
         return said, message.shape
 
@@ -249,16 +249,16 @@ class SiteCalls:
         if self.inspection is not None and not hidden:
             upload = Upload.of(reply.up)
             weight = float(upload.weight)
-            norm = norms({site: upload}, {site: down}, context.work.uplink)[site]
+            norm = norms({site: upload}, {site: down}, context.client_update.uplink)[site]
         return JudgedReply(replace(reply, up={}), answer.data, shape, weight, norm)
 
     def _fault(self, inspection: Inspection, reply: Reply, site: str, context: ClientContext, down: Tree) -> str | None:
         """Return why a reply, looked at alone, may not touch the model."""
         hidden = self.keys is not None
         pattern = summed(layout(self.plain(context, down))) if hidden else inspection.patterns.of(context, down)
-        uplink = None if hidden else context.work.uplink
+        uplink = None if hidden else context.client_update.uplink
         fault = check_schema(reply.up, reply.samples, pattern, uplink)
-        return fault or check_counts(reply, *inspection.most(context.work, site), uplink)
+        return fault or check_counts(reply, *inspection.most(context.client_update, site), uplink)
 
     def capped(self, replies: Mapping[int, JudgedReply]) -> dict[int, float]:
         """Return what the weight of each client, by number, is multiplied by, so that none is too large."""

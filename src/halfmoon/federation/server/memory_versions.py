@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from halfmoon.federation.site.memory import Visit
+from halfmoon.federation.site.memory import RoundKey
 from halfmoon.storage.state_store import Store
 
 KEY = "visits"
@@ -20,9 +20,12 @@ class MemoryVersions:
     def __init__(self, store: Store) -> None:
         """Begin with none."""
         self.store = store
-        self._kept: dict[str, Visit] = {}
-        self._new: dict[str, Visit] = {}
-        self._saved: tuple[dict[str, Visit], dict[str, Visit]] = ({}, {})  # as of the older checkpoint and the newer
+        self._kept: dict[str, RoundKey] = {}
+        self._new: dict[str, RoundKey] = {}
+        self._saved: tuple[dict[str, RoundKey], dict[str, RoundKey]] = (
+            {},
+            {},
+        )  # as of the older checkpoint and the newer
 
     def known(self, site: str) -> list[int]:
         """Return the last client update of a site that counts, nothing where there is none."""
@@ -32,7 +35,7 @@ class MemoryVersions:
         """Return the oldest visit that may count again: that of the checkpoint to fall back on."""
         return list(self._saved[0].get(site, ()))
 
-    def add(self, site: str, visit: Visit) -> None:
+    def add(self, site: str, visit: RoundKey) -> None:
         """Take note of a client update in the round that is played."""
         self._new[site] = visit
 

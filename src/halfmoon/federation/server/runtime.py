@@ -15,7 +15,7 @@ from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
-from halfmoon.engine.client_update import ClientContext, ClientResult
+from halfmoon.engine.driver import ClientContext, ClientResult
 from halfmoon.engine.evaluation import Tally
 from halfmoon.engine.local_clients import LocalClients
 from halfmoon.engine.loop import Report, Row, TooFew
@@ -155,7 +155,7 @@ class RemoteRuntime(ServerRuntime):
             (outcome,) = self.server.visit(context, clients, None, down, each, self._quality)
             yield SERVER, outcome
             return
-        name = next(name for name, known in self.client_updates.items() if known is context.work)
+        name = next(name for name, known in self.client_updates.items() if known is context.client_update)
         downlinks = {
             self.names[k]: {**down, **tree.index(each, place)}
             for place, k in enumerate(clients)
@@ -198,7 +198,7 @@ class RemoteRuntime(ServerRuntime):
         there = {k: good.pop(self.names[k]) for k in clients if self.names[k] in good}
         scale = self.calls.capped(there)
         for k in list(there):
-            yield k, _placed(there.pop(k).whole().outcome(), self.device, context.work.uplink, scale[k])
+            yield k, _placed(there.pop(k).whole().outcome(), self.device, context.client_update.uplink, scale[k])
 
     def _asked(self, requests: Mapping[str, Request], pattern: TreeSpec, what: str) -> dict[str, Reply]:
         """Return the replies to requests about a masked sum alone; sites without a usable one have failed."""
@@ -227,9 +227,9 @@ class RemoteRuntime(ServerRuntime):
         for k, up in zip(there, ups, strict=True):
             yield k, _placed(replace(good[self.names[k]], up=up.tree).outcome(), self.device)
 
-    def _request(self, site: str, round: int, query: int, work: str, down: Tree, evaluation: Tree) -> Request:
+    def _request(self, site: str, round: int, query: int, client_update: str, down: Tree, evaluation: Tree) -> Request:
         known, safe = self._versions.known(site), self._versions.safe(site)
-        return Request(*self.calls.run, round, self._attempt, query, work, known, safe, down, evaluation)
+        return Request(*self.calls.run, round, self._attempt, query, client_update, known, safe, down, evaluation)
 
 
 def _placed(

@@ -142,7 +142,7 @@ class MaskedSum:
 
     def _aside(self, site: str, masks: Tree) -> Request:
         """Return a request about the sum alone."""
-        return replace(self.requests[site], work="", down={}, evaluation={}, masks=masks)
+        return replace(self.requests[site], client_update="", down={}, evaluation={}, masks=masks)
 
     def _numbers(self, sites: Sequence[str]) -> tuple[int, ...]:
         return tuple(self.numbers[site] for site in sites)

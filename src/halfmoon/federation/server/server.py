@@ -279,7 +279,7 @@ def _inspection(
     terms, config, rules = plan.terms, plan.config, plan.rules
     entry = registry.entry(config.method)
 
-    def most(work: ClientUpdate, site: str) -> tuple[Amount, int]:
+    def most(client_update: ClientUpdate, site: str) -> tuple[Amount, int]:
         said = manager.joined[site]
         images = said.labeled + said.unlabeled
         if rules.images is not None:
@@ -287,7 +287,7 @@ def _inspection(
         labeled = min(said.labeled, images)
         given = ClientSize(labeled, images if config.reuse_labeled else images - labeled)
         own = ClientSize(images, 0) if entry.all_labels else given
-        return measure.amount(batch_rules(config)[0], work, own, given), images
+        return measure.amount(batch_rules(config)[0], client_update, own, given), images
 
     def tests(site: str) -> int:
         return manager.joined[site].tests if asked[0] and site in manager.joined else 0

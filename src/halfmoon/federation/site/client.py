@@ -17,7 +17,7 @@ from typing import Any
 from halfmoon.api.uploads import Upload
 from halfmoon.core import plugins, tree
 from halfmoon.core.errors import UserError
-from halfmoon.engine.client_update import Diverged
+from halfmoon.engine.driver import Diverged
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.log import EventLog, size
 from halfmoon.federation.protocol.messages import (
@@ -260,12 +260,12 @@ def _others(site: SiteRuntime) -> tuple[int, int, str]:
 def told(request: Request, reply: Reply, received: int, seconds: float) -> list[str]:
     """Return what the log says of a request that was done."""
     lines = []
-    which = f"the model before round {request.round + 1}" if request.work else "the last model"
+    which = f"the model before round {request.round + 1}" if request.client_update else "the last model"
     for kind, said in {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}.items():
         if "confusion" in said:
             share = int(said["confusion"].diagonal().sum()) / max(1, int(said["confusion"].sum()))
             lines.append(f"{which} is right on {share:.2%} of the {kind} images here")
-    if not request.work:
+    if not request.client_update:
         if "shares" in reply.up:
             lines.append(f"round {request.round + 1}: received {size(received)} and answered, for a sum under masks")
         return lines
@@ -277,4 +277,4 @@ def told(request: Request, reply: Reply, received: int, seconds: float) -> list[
     sent = ", ".join(f"{name} {size(tree.nbytes(part))}" for name, part in parts.items())
     again = f" (attempt {request.attempt + 1})" if request.attempt else ""
     took = f"received {size(received)}; {trained} in {seconds:.1f} s{said}; sends {sent}"
-    return [*lines, f"round {request.round + 1}{again}, {request.work}: {took}"]
+    return [*lines, f"round {request.round + 1}{again}, {request.client_update}: {took}"]

@@ -20,7 +20,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.engine.client_update import ClientContext
+from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.header import TYPES
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
@@ -59,35 +59,35 @@ class DownlinkSpec:
                 played.play(method, task)
             except _Unknown:
                 return cls({}, sites)
-            for work, seen in played.seen.items():
+            for client_update, seen in played.seen.items():
                 for pattern in seen:
-                    _add(known.setdefault(work, []), pattern)
+                    _add(known.setdefault(client_update, []), pattern)
         return cls(known, sites)
 
     @classmethod
     def parse(cls, held: Any, sites: int) -> DownlinkSpec:
         """Undo `facts`; raise ValueError, LookupError or TypeError where that cannot be."""
         kinds: Any = {
-            work: [
+            client_update: [
                 {path: kind and (tuple(kind[0]), TYPES[kind[1]]) for path, kind in pattern.items()} for pattern in each
             ]
-            for work, each in dict(held).items()
+            for client_update, each in dict(held).items()
         }
         return cls(kinds, sites)
 
     def facts(self) -> dict[str, Any]:
         """Return what is known as JSON can say it."""
         return {
-            work: [
+            client_update: [
                 {path: kind and [list(kind[0]), NAMES[kind[1]]] for path, kind in pattern.items()} for pattern in each
             ]
-            for work, each in self.known.items()
+            for client_update, each in self.known.items()
         }
 
-    def fault(self, work: str, pattern: TreeSpec) -> str | None:
+    def fault(self, client_update: str, pattern: TreeSpec) -> str | None:
         """Return why what came for a work is not what its method sends, None where it is, or nothing is known."""
         # Of several that may come, the one with the most names in common comes last.
-        wanted = sorted(self.known.get(work, []), key=lambda each: -len(each.keys() ^ pattern.keys()))
+        wanted = sorted(self.known.get(client_update, []), key=lambda each: -len(each.keys() ^ pattern.keys()))
         faults = [self._unlike(pattern, each) for each in wanted]
         return None if None in faults or not faults else faults[-1]
 
@@ -140,25 +140,25 @@ class _Played:
         except (UserError, RuntimeError, LookupError, ValueError) as error:
             raise _Unknown from error
 
-    def ask(self, work: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Take note of what is sent, and return what clients might send."""
         self.answered = self.cohort if to is None else to
         ups: list[Tree] = []
         for place in range(len(self.answered)):
             whole = {**down, **tree.index(each or {}, place)}
-            self.seen.setdefault(work, []).append(spec_of(whole))
-            context = ClientContext(self.client_updates[work], self.views, self.seed, self.round, 0)
+            self.seen.setdefault(client_update, []).append(spec_of(whole))
+            context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
             pattern = self.patterns.of(context, whole)
             if pattern is None:
                 raise _Unknown
             ups.append(_made(pattern))
         return Upload.of(tree.stack(ups))
 
-    def average(self, work: str, down: Tree) -> Upload:
+    def average(self, client_update: str, down: Tree) -> Upload:
         """Do as `ask`, and return the mean."""
-        return mean_of(self.ask(work, down), self.client_updates[work].uplink, down, work)
+        return mean_of(self.ask(client_update, down), self.client_updates[client_update].uplink, down, client_update)
 
-    def ask_server(self, work: str, down: Tree) -> Upload:
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
         """Refuse: nothing that goes down depends on whether the server trains as well."""
         raise _Unknown
 

@@ -21,7 +21,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, serialization
 
 _FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-([0-9a-f]{16})\.safetensors")
-Visit = tuple[int, int, int]
+RoundKey = tuple[int, int, int]
 """A round, the attempt at it, and a query, all from 0."""
 
 
@@ -35,8 +35,8 @@ class Memory:
     """
 
     folder: Path
-    at: Visit
-    known: Visit | None
+    at: RoundKey
+    known: RoundKey | None
     device: torch.device
     warn: Callable[[str], None]
 
@@ -75,14 +75,14 @@ class Memory:
 _INSTEAD = "what was remembered before it counts; put it back from a backup."
 
 
-def settle(folder: Path, safe: Visit | None) -> None:
+def settle(folder: Path, safe: RoundKey | None) -> None:
     """Remove what is older than `safe`, the oldest visit from which the server may still go on; raises OSError."""
     for visit, path in _files(folder):
         if safe is not None and visit < safe:
             path.unlink(missing_ok=True)
 
 
-def visit_of(numbers: Sequence[int]) -> Visit | None:
+def visit_of(numbers: Sequence[int]) -> RoundKey | None:
     """Return the client update that three numbers name, None for no numbers; raises ValueError for others."""
     if not numbers:
         return None
@@ -102,7 +102,7 @@ def _read(path: Path) -> Tree | None:
         return None
 
 
-def _files(folder: Path) -> list[tuple[Visit, Path]]:
+def _files(folder: Path) -> list[tuple[RoundKey, Path]]:
     """Return the files by visit, the oldest first."""
     if not folder.is_dir():
         return []

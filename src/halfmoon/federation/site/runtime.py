@@ -15,7 +15,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
-from halfmoon.engine.client_update import ClientContext, ClientResult, images_a_call
+from halfmoon.engine.driver import ClientContext, ClientResult, images_a_call
 from halfmoon.engine.evaluation import Examples, Quality, tally
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
@@ -106,9 +106,9 @@ class SiteRuntime:
         memories = StateView(Store(), "client/", held.labels.device)
         dataset = FederatedDataset(held, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
         rules, measure = batch_rules(config), budget(config, shared)
-        for work in made.client_updates(shared).values():
-            amount = measure.amount(rules[0], work, dataset.own(number), dataset.given(number))
-            fault = limits.check_visit(work, amount, terms.form.image)
+        for client_update in made.client_updates(shared).values():
+            amount = measure.amount(rules[0], client_update, dataset.own(number), dataset.given(number))
+            fault = limits.check_visit(client_update, amount, terms.form.image)
             if fault is not None:
                 raise Refused(UNFIT, fault)
         local_clients = LocalClients(
@@ -120,15 +120,17 @@ class SiteRuntime:
         """Raise `Refused` for a request that this site does not do; of its trees the header alone was read."""
         self.check(request)
         down, evaluation = unparsed.pattern("down"), unparsed.pattern("evaluation")
-        fault = self.downlinks.fault(request.work, down)
-        if fault is not None or (down and not request.work):
+        fault = self.downlinks.fault(request.client_update, down)
+        if fault is not None or (down and not request.client_update):
             why = f": {fault}" if fault else ""
-            raise Refused(UNFIT, f"what the server sends for {request.work!r} is not what its method sends{why}.")
+            raise Refused(
+                UNFIT, f"what the server sends for {request.client_update!r} is not what its method sends{why}."
+            )
         network = self.task.network
         if evaluation not in ({}, spec_of(limits.abstract(network))):
             raise Refused(UNFIT, "the model that the server sends for a test is not the one that was agreed on.")
         most = limits.unsure(network)
-        if request.work not in self.downlinks.known and len(unparsed.data) > most:
+        if request.client_update not in self.downlinks.known and len(unparsed.data) > most:
             raise Refused(UNFIT, f"the server sends {size(len(unparsed.data))}, of {size(most)} at most.")
 
     def counts(self) -> tuple[int, int]:
@@ -141,19 +143,25 @@ class SiteRuntime:
         self.check(request)
         shared = self.task.at(request.round)
         evaluation = self.examined(request.evaluation) if request.evaluation else {}
-        if not request.work:
+        if not request.client_update:
             return replace(Reply.of(request, self.version, NOTHING), up={}, evaluation=evaluation)
         client_updates = self.method.client_updates(shared)
-        if request.work not in client_updates:
+        if request.client_update not in client_updates:
             raise Refused(
                 UNFIT,
-                f"the server asks for {request.work!r}, which the method does not have; it has {list(client_updates)}.",
+                f"the server asks for {request.client_update!r}, which the method does not have; it has "
+                f"{list(client_updates)}.",
             )
         local_clients = self.local_clients if memories is None else replace(self.local_clients, memories=memories)
         place = local_clients.dataset.train.labels.device
         rows = images_a_call(place)
         context = ClientContext(
-            client_updates[request.work], local_clients.views, local_clients.seed, request.round, request.query, rows
+            client_updates[request.client_update],
+            local_clients.views,
+            local_clients.seed,
+            request.round,
+            request.query,
+            rows,
         )
         stage = local_clients.dataset.stage(request.round, self.task.rounds)
         # Its unlabeled rows have no labels that pseudo-labels could be compared with: nobody reads this.

@@ -129,13 +129,13 @@ class Part:
         OSError.
         """
         if not request.masks:
-            if request.work:
+            if request.client_update:
                 raise Refused(
                     UNFIT, "the server asks for an upload of its own, but all agreed that it sees sums alone."
                 )
             return do(request)
         ((stage, told),) = request.masks.items()
-        if (stage == MASK) != bool(request.work):
+        if (stage == MASK) != bool(request.client_update):
             raise Refused(UNFIT, "the server asks for a work and for the rest of a sum at once.")
         visit = Answered(self.folder / SUMS, request)
         if stage == KEYS:
@@ -205,7 +205,15 @@ class Part:
 
     def _vector(self, request: Request, up: Tree, asked: int) -> np.ndarray:
         context = AggregationContext(
-            request.round, request.attempt, request.query, request.work, request.down, {}, (self.number,), asked, True
+            request.round,
+            request.attempt,
+            request.query,
+            request.client_update,
+            request.down,
+            {},
+            (self.number,),
+            asked,
+            True,
         )
         sent = Upload.of(up)
         stacked = sent.map(lambda leaf: leaf.unsqueeze(0))

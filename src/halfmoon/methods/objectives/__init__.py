@@ -1,6 +1,6 @@
 """Semi-supervised objectives: a loss is one function of a model and a minibatch; one file a loss."""
 
-from halfmoon.methods.objectives.base import Objective, Seen
+from halfmoon.methods.objectives.base import Objective, StepResult
 from halfmoon.methods.objectives.fixmatch import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.mean_teacher import MeanTeacher
@@ -23,6 +23,6 @@ __all__ = [
     "PiModel",
     "PseudoLabel",
     "ReMixMatch",
-    "Seen",
+    "StepResult",
     "Supervised",
 ]

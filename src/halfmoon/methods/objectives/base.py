@@ -24,12 +24,12 @@ CHUNK = 250
 """Images that share a forward pass, and so their batch statistics, when all rows of a client are looked at."""
 
 
-class Seen(NamedTuple):
+class StepResult(NamedTuple):
     """What a loss leaves behind: the moments of its forward passes, its pseudo-labels, its running averages."""
 
     moments: list[Tree]
     pseudo: tuple[Pseudo, ...]  # none or one
-    aside: Tree = NOTHING  # new values of what `start` put beside the model, and of what `begin` returned
+    aux: Tree = NOTHING  # new values of what `start` put beside the model, and of what `begin` returned
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Objective:
         """Return what a client that has not trained yet knows: it stays there from visit to visit; {} for nothing."""
         return {}
 
-    def begin(self, task: Task, memory: Tree, data: Local, ready: Tree) -> Tree:
+    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
         """Return what changes from step to step beside the model, and does not travel: all names of `remember`."""
         return {}
 
@@ -124,11 +124,11 @@ class Objective:
         return {}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen.
 
-        `aside` holds what travels beside the model and what `begin` returned, `ready` what `prepare` did.
+        `aux` holds what travels beside the model and what `begin` returned, `cached` what `prepare` did.
         """
         raise NotImplementedError
 
@@ -156,15 +156,15 @@ def guess_of(p: Tensor) -> Pseudo:
     return Pseudo(label, confidence, torch.ones_like(confidence))
 
 
-def follow(aside: Tree, params: Tree, decay: float) -> Tree:
-    """Return the averaged teacher in `aside` after it has seen `params`: teacher <- keep teacher + (1 - keep) params.
+def follow(aux: Tree, params: Tree, decay: float) -> Tree:
+    """Return the averaged teacher in `aux` after it has seen `params`: teacher <- keep teacher + (1 - keep) params.
 
     keep = min(decay, 1 - 1 / (steps + 1)): the plain mean of all models so far, until the decay forgets faster than
     that (Tarvainen and Valpola's code). So a short run does not end with a teacher that is mostly the initial model.
     """
-    steps = aside["teacher_steps"] + 1
+    steps = aux["teacher_steps"] + 1
     new = 1 - (1 - 1 / (steps + 1)).clamp_max(decay)
-    teacher = tree.map(lambda old, now: old + new.to(old.dtype) * (now - old), aside["teacher"], params)
+    teacher = tree.map(lambda old, now: old + new.to(old.dtype) * (now - old), aux["teacher"], params)
     return {"teacher": teacher, "teacher_steps": steps}
 
 

@@ -11,13 +11,13 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, Seen, ramped, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, ramped, supervised
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
 
 @dataclass(frozen=True)
 class FixMatch(PseudoLabeling, Objective):
-    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(argmax q_i, f(strong_i)), q = softmax f(weak).
+    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= threshold] CE(argmax q_i, f(strong_i)), q = softmax f(weak).
 
     With another `thresholding` the bracket is that rule's weight. `teacher` "global" is the FixMatch-GPL of SAGE's and
     ProxyFL's tables (CVPR 2025, 2026), "local" their FixMatch-LPL.
@@ -27,20 +27,20 @@ class FixMatch(PseudoLabeling, Objective):
     are "used", as in FedDB's and SemiFL's released code.
     """
 
-    tau: float = 0.95
+    threshold: float = 0.95
     unlabeled_weight: float = 1.0
     mean: Literal["all", "used"] = "all"
     ramp: float = 0.0
     ramp_shape: Ramp = "linear"
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
-        labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
-        pseudo, aside = self.judge(weak, batch, aside)
+        labeled, strong, weak, moments = self.look(task, params, stats, batch, cached)
+        pseudo, aux = self.pseudo_label(weak, batch, aux)
         loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
         consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         total = supervised(labeled, batch.y, batch.x_real) + weight * consistency
-        return total, Seen(moments, (pseudo,), aside)
+        return total, StepResult(moments, (pseudo,), aux)

@@ -13,7 +13,7 @@ from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Seen, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
 from halfmoon.methods.objectives.mixing import one_hot
 from halfmoon.methods.objectives.pseudo_labeling import received
 from halfmoon.models import seen_by
@@ -29,7 +29,7 @@ class ICPL(Objective):
     """CE(y, f(x)) + unlabeled_weight * mean_i used_i CE(argmax g_i, f(strong_i)) + proxy_weight * InfoNCE.
 
     g is the received model's prediction on the weak view, under the statistics that came with it. An image counts where
-    the local or the received model is sure of it (max p >= tau); `sure` "global": the received one. InfoNCE
+    the local or the received model is sure of it (max p >= threshold); `sure` "global": the received one. InfoNCE
     ("indecisive-categories proxy learning"): every image has a set of classes, {argmax g} where it counts, else all c
     with g(c) > prior(c). Its features, through a linear head, are drawn to the proxy of its class, or to the sum of
     g(c) proxy_c over its set, and away from the features of images of the minibatch with no class in common; a proxy is
@@ -43,7 +43,7 @@ class ICPL(Objective):
     solution.
     """
 
-    tau: float = 0.95
+    threshold: float = 0.95
     unlabeled_weight: float = 1.0
     proxy_weight: float = 1.0
     prior_decay: float = 0.99
@@ -84,9 +84,9 @@ class ICPL(Objective):
         """Return the received model."""
         return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
 
-    def begin(self, task: Task, memory: Tree, data: Local, ready: Tree) -> Tree:
+    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
         """Return that no label has been counted."""
-        head = ready["received"]["params"]["head"]["weight"]
+        head = cached["received"]["params"]["head"]["weight"]
         return {"counts": torch.zeros_like(head[:, 0])}
 
     def finish(self, task: Task, carry: Tree) -> Tree:
@@ -96,8 +96,8 @@ class ICPL(Objective):
         return {"prior": torch.where(total > 0, moved, carry["prior"])}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         x, weak, strong = batch.x, batch.u["weak"], batch.u["strong"]
         logits, features, moments = self._look(task, params, (x, strong, weak), batch.masks(2))
@@ -105,16 +105,16 @@ class ICPL(Objective):
         if task.labeling == "running":
             with torch.no_grad():
                 guess = task.network.predict(params, stats, weak).detach()
-        g = received(task, ready, torch.cat([x, weak])).softmax(-1)
+        g = received(task, cached, torch.cat([x, weak])).softmax(-1)
         local = torch.cat([logits[0].detach(), guess]).softmax(-1).amax(-1)
         wide, label = g.max(-1)
-        sure = wide >= self.tau
+        sure = wide >= self.threshold
         if self.sure == "either":
-            sure = sure | (local >= self.tau)
+            sure = sure | (local >= self.threshold)
         used = padding.kept(sure[len(x) :].to(guess.dtype), batch.u_real)
         pseudo = Pseudo(label[len(x) :], wide[len(x) :], used)
         taught = padding.mean(cross_entropy(logits[1], pseudo.label, reduction="none") * used, batch.u_real)
-        kinds = self._kinds(g, label, sure, aside["prior"], batch.y)
+        kinds = self._kinds(g, label, sure, aux["prior"], batch.y)
         contrast = self._contrast(params, features, kinds, batch)
         labels = one_hot(batch.y, g.shape[-1], g)
         seen = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
@@ -122,7 +122,7 @@ class ICPL(Objective):
         loss = (
             supervised(logits[0], batch.y, batch.x_real) + self.unlabeled_weight * taught + self.proxy_weight * contrast
         )
-        return loss, Seen(moments, (pseudo,), {"counts": aside["counts"] + counted})
+        return loss, StepResult(moments, (pseudo,), {"counts": aux["counts"] + counted})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of the model in training, all of which teach, and the received model's guesses."""

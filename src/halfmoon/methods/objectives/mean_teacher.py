@@ -11,7 +11,7 @@ from halfmoon.api.types import Batch, Passes, Task
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, guess_of, ramped, supervised
 from halfmoon.models import forward
 
 
@@ -45,8 +45,8 @@ class MeanTeacher(Objective):
         return True
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"])
         (labeled, student), _, moments = forward(
@@ -54,13 +54,13 @@ class MeanTeacher(Objective):
         )
         with torch.no_grad():
             if task.labeling == "running":
-                logits = task.network.predict(aside["teacher"], aside.get("teacher_stats", {}), batch.u["weak2"])
+                logits = task.network.predict(aux["teacher"], aux.get("teacher_stats", {}), batch.u["weak2"])
             else:
-                logits, _ = task.network.train(aside["teacher"], batch.u["weak2"], real=batch.u_real)
+                logits, _ = task.network.train(aux["teacher"], batch.u["weak2"], real=batch.u_real)
             target = logits.softmax(-1).detach()
         apart = mean((student.softmax(-1) - target).square(), batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y, batch.x_real) + weight * apart, Seen(moments, (guess_of(target),))
+        return supervised(labeled, batch.y, batch.x_real) + weight * apart, StepResult(moments, (guess_of(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the student's images, forward and backward, and the teacher's, forward."""

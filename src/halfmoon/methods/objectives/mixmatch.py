@@ -14,7 +14,7 @@ from halfmoon.methods.objectives.base import (
     NOTHING,
     Objective,
     Ramp,
-    Seen,
+    StepResult,
     guess_of,
     guessing_passes,
     ramped,
@@ -58,8 +58,8 @@ class MixMatch(Objective):
         return self.concentration
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         weak = (batch.u["weak"], batch.u["weak2"])
         mix, order = batch.drawn["mix"], batch.drawn["order"]
@@ -74,7 +74,7 @@ class MixMatch(Objective):
         apart = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), joined(real[1:]))
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real) + weight * apart
-        return loss, Seen(moments, (guess_of(guess),))
+        return loss, StepResult(moments, (guess_of(guess),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the mixtures, forward and backward, and the guessed images."""

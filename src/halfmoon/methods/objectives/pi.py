@@ -9,7 +9,7 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Passes, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, Seen, guess_of, ramped, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, guess_of, ramped, supervised
 from halfmoon.models import forward
 
 
@@ -38,8 +38,8 @@ class PiModel(Objective):
         return True
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"
@@ -47,7 +47,7 @@ class PiModel(Objective):
         apart = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         loss = supervised(labeled, batch.y, batch.x_real) + weight * apart
-        return loss, Seen(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
+        return loss, StepResult(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of all images."""

@@ -14,7 +14,7 @@ from halfmoon.methods.objectives.base import (
     NOTHING,
     Objective,
     Ramp,
-    Seen,
+    StepResult,
     ramped,
     supervised,
     taught_and_guessed,
@@ -25,14 +25,14 @@ from halfmoon.models import forward
 
 @dataclass(frozen=True)
 class PseudoLabel(PseudoLabeling, Objective):
-    """CE(y, f(x)) + w mean_i 1[max q_i >= tau] CE(argmax q_i, f(weak_i)), q = softmax f(weak): one view is both.
+    """CE(y, f(x)) + w mean_i 1[max q_i >= threshold] CE(argmax q_i, f(weak_i)), q = softmax f(weak): one view is both.
 
-    w grows to `unlabeled_weight` over the first `ramp` of the rounds. Lee has no threshold (tau = 0), and a weight that
-    stays 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's authors, which the
-    federated papers quote.
+    w grows to `unlabeled_weight` over the first `ramp` of the rounds. Lee has no threshold (threshold = 0), and a
+    weight that stays 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's
+    authors, which the federated papers quote.
     """
 
-    tau: float = 0.95
+    threshold: float = 0.95
     unlabeled_weight: float = 1.0
     ramp: float = 0.4
     ramp_shape: Ramp = "linear"
@@ -43,8 +43,8 @@ class PseudoLabel(PseudoLabeling, Objective):
         return ("weak",)
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"])
         if self._again(task):
@@ -54,14 +54,14 @@ class PseudoLabel(PseudoLabeling, Objective):
         else:
             joint = task.statistics == "joint"
             (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
-            guess = ready["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
+            guess = cached["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
         if self.teacher != "local" and self.labels == "step":
-            other = received(task, ready, batch.u["weak"])
+            other = received(task, cached, batch.u["weak"])
             guess = other if self.remote else surer(guess, other)
-        pseudo, aside = self.judge(self.adjusted(guess, batch, ready), batch, aside)
+        pseudo, aux = self.pseudo_label(self.adjusted(guess, batch, cached), batch, aux)
         taught = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y, batch.x_real) + weight * taught, Seen(moments, (pseudo,), aside)
+        return supervised(labeled, batch.y, batch.x_real) + weight * taught, StepResult(moments, (pseudo,), aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one pass of all images, and one more of the guessed where running statistics normalize these."""

@@ -53,7 +53,7 @@ class PseudoLabeling:
     debias_over: Literal["all", "step"] = "all"
     thresholding: Rule = "fixed"
     threshold_decay: float = 0.999
-    tau: float = 0.95
+    threshold: float = 0.95
 
     def __post_init__(self) -> None:
         if self.labels == "round" and self.teacher not in ("local", "average"):
@@ -75,9 +75,9 @@ class PseudoLabeling:
         return self.teacher in ("global", "average")
 
     @property
-    def threshold(self) -> Threshold:
+    def rule(self) -> Threshold:
         """Return which guesses count."""
-        return Threshold(self.thresholding, self.tau, self.threshold_decay)
+        return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -88,12 +88,12 @@ class PseudoLabeling:
     def sweep(self) -> tuple[str, ...]:
         """Return the views of all unlabeled rows that are looked at when a client update begins."""
         debiasing = self.debias and self.debias_over == "all"
-        return ("weak",) if debiasing or self.labels == "round" or self.threshold.sweeps else ()
+        return ("weak",) if debiasing or self.labels == "round" or self.rule.sweeps else ()
 
     @property
     def whole(self) -> bool:
         """Return whether it looks at all rows of a client together, or remembers something of each."""
-        return bool(self.sweep) or self.threshold.of_rows
+        return bool(self.sweep) or self.rule.of_rows
 
     @property
     def masks(self) -> bool:
@@ -103,7 +103,7 @@ class PseudoLabeling:
     @property
     def row_memory(self) -> Mapping[str, int]:
         """Return the thresholds'."""
-        return self.threshold.row_memory
+        return self.rule.row_memory
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
@@ -122,55 +122,55 @@ class PseudoLabeling:
 
         "prior" (classes,), their APP-U, "guess", themselves, and "profile", what `Threshold.begin` makes of them.
         """
-        ready: Tree = {}
+        cached: Tree = {}
         if self.teacher != "local" and self.labels == "step":
-            ready["received"] = self.teaching(down)
+            cached["received"] = self.teaching(down)
         if guess is None:
-            return ready
-        ready["prior"] = prior(guess, data.u_real)
+            return cached
+        cached["prior"] = prior(guess, data.u_real)
         if self.labels == "round":
-            ready["guess"] = guess
-        if self.threshold.sweeps:
-            judged = debiased(guess, ready["prior"]) if self.debias else guess
-            ready["profile"] = self.threshold.begin({}, data, judged.softmax(-1))
-        return ready
+            cached["guess"] = guess
+        if self.rule.sweeps:
+            judged = debiased(guess, cached["prior"]) if self.debias else guess
+            cached["profile"] = self.rule.begin({}, data, judged.softmax(-1))
+        return cached
 
     def remember(self, task: Task, down: Tree) -> Tree:
         """Return the first state of the thresholds."""
-        state = self.threshold.remember(task.network.classes, next(leaves(down["params"])))
+        state = self.rule.remember(task.network.classes, next(leaves(down["params"])))
         return {"thresholds": state} if state else {}
 
-    def begin(self, task: Task, memory: Tree, data: Local, ready: Tree) -> Tree:
+    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
         """Return the state of the thresholds."""
-        if self.threshold.sweeps:
-            return {"thresholds": ready["profile"]}
-        return {"thresholds": self.threshold.begin(memory.get("thresholds", {}), data)}
+        if self.rule.sweeps:
+            return {"thresholds": cached["profile"]}
+        return {"thresholds": self.rule.begin(memory.get("thresholds", {}), data)}
 
-    def judge(self, guess: Tensor, batch: Batch, aside: Tree) -> tuple[Pseudo, Tree]:
+    def pseudo_label(self, guess: Tensor, batch: Batch, aux: Tree) -> tuple[Pseudo, Tree]:
         """Return the pseudo-labels of logits (b, classes) on the images of a step, and the thresholds' new state."""
-        kept = aside.get("thresholds", {})
-        pseudo, state = self.threshold.judge(guess.softmax(-1), batch.u_rows, kept, batch.u_real)
+        kept = aux.get("thresholds", {})
+        pseudo, state = self.rule.pseudo_label(guess.softmax(-1), batch.u_rows, kept, batch.u_real)
         return pseudo, {"thresholds": state} if state else {}
 
     def look(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, ready: Tree
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, cached: Tree
     ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
         """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""
         if self.labels == "round" or self.remote:
             groups, joint = (batch.x, batch.u["strong"]), task.statistics == "joint"
             (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
-            weak = ready["guess"][batch.u_rows] if self.labels == "round" else received(task, ready, batch.u["weak"])
+            weak = cached["guess"][batch.u_rows] if self.labels == "round" else received(task, cached, batch.u["weak"])
         else:
             labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
             if self.teacher == "both":
-                weak = surer(weak, received(task, ready, batch.u["weak"]))
-        return labeled, strong, self.adjusted(weak, batch, ready), moments
+                weak = surer(weak, received(task, cached, batch.u["weak"]))
+        return labeled, strong, self.adjusted(weak, batch, cached), moments
 
-    def adjusted(self, guess: Tensor, batch: Batch, ready: Tree) -> Tensor:
+    def adjusted(self, guess: Tensor, batch: Batch, cached: Tree) -> Tensor:
         """Return the guesses (b, classes) on the images of a step, debiased where that is wanted."""
         if not self.debias:
             return guess
-        return debiased(guess, ready["prior"] if self.debias_over == "all" else prior(guess, batch.u_real))
+        return debiased(guess, cached["prior"] if self.debias_over == "all" else prior(guess, batch.u_real))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of `look` and of one backward pass through it."""
@@ -192,9 +192,9 @@ def no_average(method: str, objective: Objective) -> None:
 
 
 @torch.no_grad()
-def received(task: Task, ready: Tree, images: Tensor) -> Tensor:
-    """Return detached logits (b, classes) of the received model in `ready`, under the statistics that came with it."""
-    return task.network.predict(ready["received"]["params"], ready["received"]["stats"], images).detach()
+def received(task: Task, cached: Tree, images: Tensor) -> Tensor:
+    """Return detached logits (b, classes) of the received model in `cached`, under the statistics that came with it."""
+    return task.network.predict(cached["received"]["params"], cached["received"]["stats"], images).detach()
 
 
 def surer(one: Tensor, other: Tensor) -> Tensor:

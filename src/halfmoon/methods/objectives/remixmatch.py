@@ -16,7 +16,7 @@ from halfmoon.methods.objectives.base import (
     NOTHING,
     Objective,
     Ramp,
-    Seen,
+    StepResult,
     guess_of,
     ramped,
     supervised,
@@ -109,8 +109,8 @@ class ReMixMatch(Objective):
         return {"marginal": counts / data.labeled.clamp_min(1)}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         groups = (batch.x_views["strong"] if self.strong_labels else batch.x, *(batch.u[name] for name in self.views))
         mix, order = batch.drawn["mix"], batch.drawn["order"]
@@ -120,7 +120,7 @@ class ReMixMatch(Objective):
         turned = quarter_turns(strong, batch.drawn["turn"]) if self.rotation_weight else None
         (x, *u, anchor), (weak,), rotations, moments = self._look(task, params, stats, taught, turned, batch)
         raw = weak.softmax(-1)
-        guess, news = self._align(raw, aside, ready, batch.u_real)
+        guess, news = self._align(raw, aux, cached, batch.u_real)
         q = sharpened(guess, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
         targets = mixed(torch.cat([y, *[q] * len(u)]), mix, order)
@@ -131,7 +131,7 @@ class ReMixMatch(Objective):
         loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
         if turned is not None:
             loss = loss + self.rotation_weight * supervised(rotations, batch.drawn["turn"], batch.u_real)
-        return loss, Seen(moments, (guess_of(guess),), news)
+        return loss, StepResult(moments, (guess_of(guess),), news)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count mixtures, anchors and turned images, forward and backward, and the guessed."""
@@ -139,12 +139,12 @@ class ReMixMatch(Objective):
         shared = task.statistics == "joint" and task.labeling == "batch"
         return Passes(taught + unlabeled, taught + (unlabeled if shared else 0))
 
-    def _align(self, guess: Tensor, aside: Tree, ready: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
+    def _align(self, guess: Tensor, aux: Tree, cached: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
         """Return the guesses (b, classes) with the labels' class frequencies, and the new running mean."""
         if not self.align:
             return guess, {}
-        aligned = guess * (ready["marginal"] + TINY) / (aside["predicted"] + TINY)
-        predicted = torch.lerp(aside["predicted"], row_mean(guess, real), 1 - self.alignment_decay)
+        aligned = guess * (cached["marginal"] + TINY) / (aux["predicted"] + TINY)
+        predicted = torch.lerp(aux["predicted"], row_mean(guess, real), 1 - self.alignment_decay)
         return aligned / aligned.sum(-1, keepdim=True), {"predicted": predicted}
 
     def _look(

@@ -15,7 +15,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
     Objective,
-    Seen,
+    StepResult,
     supervised,
     weak_and_strong,
     weak_and_strong_passes,
@@ -26,13 +26,13 @@ from halfmoon.methods.objectives.pseudo_labeling import received
 
 @dataclass(frozen=True)
 class SAGE(Objective):
-    """CE(y, f(x)) + unlabeled_weight * mean_i 1[l_i >= tau or g_i >= tau] CE(t_i, f(strong_i)).
+    """CE(y, f(x)) + unlabeled_weight * mean_i 1[l_i >= threshold or g_i >= threshold] CE(t_i, f(strong_i)).
 
     l and g are the largest probabilities of the model in training and of the received one on the weak view. The target
-    t mixes their classes where the local model is sure (l >= tau): a share 2^(-|l - g| / half_gap) is the local class,
-    the rest the global one; elsewhere it is the global class. So a sample that the local model alone is sure of counts,
-    with the global model's class if they differ much in confidence. The received model guesses under the statistics
-    that came with it.
+    t mixes their classes where the local model is sure (l >= threshold): a share 2^(-|l - g| / half_gap) is the local
+    class, the rest the global one; elsewhere it is the global class. So a sample that the local model alone is sure
+    of counts, with the global model's class if they differ much in confidence. The received model guesses under the
+    statistics that came with it.
 
     Read from the authors' code, the paper being out of reach. Departures: there one optimizer serves all clients of the
     simulation, whose momentum so passes from client to client; here each starts anew (or keeps its own,
@@ -40,7 +40,7 @@ class SAGE(Objective):
     clients. KL there, cross-entropy here: the gradient is the same.
     """
 
-    tau: float = 0.95
+    threshold: float = 0.95
     unlabeled_weight: float = 1.0
     half_gap: float = 0.05
 
@@ -59,20 +59,20 @@ class SAGE(Objective):
         return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
         local, own = weak.softmax(-1).max(-1)
-        wide, other = received(task, ready, batch.u["weak"]).softmax(-1).max(-1)
+        wide, other = received(task, cached, batch.u["weak"]).softmax(-1).max(-1)
         share = (-log(2) / self.half_gap * (local - wide).abs()).exp().clamp(1e-6, 1.0)
-        share = torch.where(local >= self.tau, share, 0.0)[:, None]
+        share = torch.where(local >= self.threshold, share, 0.0)[:, None]
         classes = weak.shape[-1]
         target = share * one_hot(own, classes, weak) + (1 - share) * one_hot(other, classes, weak)
-        used = ((local >= self.tau) | (wide >= self.tau)).to(strong.dtype)
+        used = ((local >= self.threshold) | (wide >= self.threshold)).to(strong.dtype)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
-        return loss, Seen(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
+        return loss, StepResult(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images of the model in training, and the received model's guesses."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Passes, Task
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Seen, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Supervised(Objective):
         return True
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
         logits, moments = task.network.train(params, batch.x, real=batch.x_real)
-        return supervised(logits, batch.y, batch.x_real), Seen([moments], ())
+        return supervised(logits, batch.y, batch.x_real), StepResult([moments], ())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of the labeled images."""

@@ -2,11 +2,11 @@
 
 p is the prediction on a weak view, C the number of classes, t and q running means of max p and of p.
 
-- "fixed": keep where max p >= tau.
+- "fixed": keep where max p >= threshold.
 - "freematch" (Wang et al., ICLR 2023): keep where max p >= t q(label) / max q; t and q start at 1 / C.
-- "flexmatch" (Zhang et al., NeurIPS 2021): every image keeps the last label that it got with max p >= tau, or none;
-  b(c) = images labeled c / the largest such count, "none" counted too. Keep where max p >= tau b / (2 - b), b of its
-  label.
+- "flexmatch" (Zhang et al., NeurIPS 2021): every image keeps the last label that it got with max p >= threshold, or
+  none; b(c) = images labeled c / the largest such count, "none" counted too. Keep where max p >= threshold b / (2 -
+  b), b of its label.
 - "softmatch" (Chen et al., ICLR 2023): p is first divided by its running mean and normalized (uniform alignment); with
   the running mean m (from 1 / C) and variance v (from 1) of max p, an image weighs exp(-min(0, max p - m)^2 / (v / 2)).
 - "fl2" ((FL)^2, NeurIPS 2024): FreeMatch's rule with the t and q that the received model has on all rows of the client.
@@ -40,10 +40,10 @@ TINY = 1e-6
 
 @dataclass(frozen=True)
 class Threshold:
-    """A rule with its numbers: `tau` of "fixed" and "flexmatch", `decay` of the running means."""
+    """A rule with its numbers: `threshold` of "fixed" and "flexmatch", `decay` of the running means."""
 
     rule: Rule = "fixed"
-    tau: float = 0.95
+    threshold: float = 0.95
     decay: float = 0.999
 
     @property
@@ -93,7 +93,7 @@ class Threshold:
         label, mark = remembered(known, data)
         return {"label": _own(label, data.u_real), "mark": mark}
 
-    def judge(self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None) -> tuple[Pseudo, Tree]:
+    def pseudo_label(self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None) -> tuple[Pseudo, Tree]:
         """Return the pseudo-labels of a minibatch with predictions p (b, C) on `rows` (b,), and the new state.
 
         With a mask `real` (b,), means are over the real rows, and the others weigh nothing.
@@ -114,7 +114,7 @@ class Threshold:
             state = {**state, "label": self._stored(pseudo, rows, state["label"], real)}
         return pseudo, state
 
-    def judge_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> Pseudo:
+    def pseudo_label_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> Pseudo:
         """Return the pseudo-labels of all rows of a client at once, with predictions p (U, C).
 
         Nothing runs here: means are those over the rows, and FlexMatch counts the labels that the rows get now. With a
@@ -131,7 +131,7 @@ class Threshold:
             state = {"confidence": mean(highest, real), "variance": variance, "classes": classes}
         elif self.rule == "flexmatch":
             confidence, label = p.max(-1)
-            state = {**state, "label": _own(torch.where(confidence >= self.tau, label, NONE), real)}
+            state = {**state, "label": _own(torch.where(confidence >= self.threshold, label, NONE), real)}
         pseudo = self._weighed(p, state)
         return pseudo._replace(weight=kept(pseudo.weight, real))
 
@@ -141,12 +141,12 @@ class Threshold:
         if self.rule == "softmatch":
             below = (confidence - state["confidence"]).clamp_max(0)
             return Pseudo(label, confidence, (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp())
-        least: Tensor | float = self.tau
+        least: Tensor | float = self.threshold
         if self.rule in ("freematch", "fl2"):
             least = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
         elif self.rule == "flexmatch":
             learned = self._learned(state["label"], p.shape[-1])[label].to(p.dtype)
-            least = self.tau * learned / (2 - learned)
+            least = self.threshold * learned / (2 - learned)
         return Pseudo(label, confidence, (confidence >= least).to(p.dtype))
 
     def _profile(self, p: Tensor, real: Tensor | None = None) -> Tree:
@@ -182,7 +182,7 @@ class Threshold:
 
     def _stored(self, pseudo: Pseudo, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
         """Return the labels (U,) with those that a minibatch is sure of; of a row's several views the highest class."""
-        sure = torch.where(pseudo.confidence >= self.tau, pseudo.label, NONE)
+        sure = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NONE)
         sure = sure if real is None else torch.where(real, sure, NONE)
         here = rows[:, None] == torch.arange(len(stored), device=rows.device)
         new = torch.where(here, sure[:, None], NONE).amax(0)

@@ -10,31 +10,32 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Seen, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
 
 @dataclass(frozen=True)
 class UDA(PseudoLabeling, Objective):
-    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= tau] CE(sharpen(q_i), f(strong_i)), q = softmax f(weak).
+    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= threshold] CE(sharpen(q_i), f(strong_i)), q = softmax
+    f(weak).
 
     With another `thresholding` the bracket is that rule's weight. sharpen(q) is q^(1/temperature), normalized: the
-    softmax of the logits divided by the temperature. With `temperature` 1 and `tau` 0 every image counts, with the
-    teacher's whole prediction (Hinton et al. 2015): where that is wrong, training does not make it sure. Training
+    softmax of the logits divided by the temperature. With `temperature` 1 and `threshold` 0 every image counts, with
+    the teacher's whole prediction (Hinton et al. 2015): where that is wrong, training does not make it sure. Training
     signal annealing is left out, as in the runs that the federated papers compare with.
     """
 
-    tau: float = 0.8
+    threshold: float = 0.8
     temperature: float = 0.4
     unlabeled_weight: float = 1.0
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aside: Tree = NOTHING, ready: Tree = NOTHING
-    ) -> tuple[Tensor, Seen]:
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
-        labeled, strong, weak, moments = self.look(task, params, stats, batch, ready)
-        pseudo, aside = self.judge(weak, batch, aside)
+        labeled, strong, weak, moments = self.look(task, params, stats, batch, cached)
+        pseudo, aux = self.pseudo_label(weak, batch, aux)
         target = (weak / self.temperature).softmax(-1)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
-        return loss, Seen(moments, (pseudo,), aside)
+        return loss, StepResult(moments, (pseudo,), aux)

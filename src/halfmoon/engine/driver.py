@@ -52,7 +52,7 @@ def images_a_call(device: torch.device) -> int:
 class ClientContext:
     """One query to the clients: what they are asked, when, and under which seed."""
 
-    work: ClientUpdate
+    client_update: ClientUpdate
     views: Views
     seed: int
     round: int
@@ -63,7 +63,7 @@ class ClientContext:
     @property
     def roomy(self) -> bool:
         """Return whether rows are filled up until few shapes are left, each of which is compiled."""
-        return self.compiled and self.work.whole and self.work.masks
+        return self.compiled and self.client_update.whole and self.client_update.masks
 
     def path(self, client: int) -> tuple[str, int, int, int]:
         """Return where the random numbers of a client update come from, with the seed."""
@@ -147,30 +147,30 @@ def update_one(
     On a CPU everything is laid out channels-last in here, and plain again outside: what goes up and what is remembered
     does not depend on how it was computed.
     """
-    work = context.work
+    client_update = context.client_update
     laid = data.x.device.type == "cpu"
     if laid:
         down, memory = tree.channels_last(down), tree.channels_last(memory)
     data = held = _swept(context, client, data)
     if context.roomy:
         held = _local(_padded([data], True), 0)
-        memory = _filled(work, memory, data, len(held.u))
-    carry = work.begin(down, memory, held)
-    judged = _judged(work, carry, held, len(data.u))
-    visit = _drawn(context, client, data, amount, work.keep(carry, held))
-    step, log = Steps(work, down, compiled=context.compiled), _Log()
-    for stacked in batches([data], [visit], context.views, work.task.normalize, context.rows):
+        memory = _filled(client_update, memory, data, len(held.u))
+    carry = client_update.begin(down, memory, held)
+    judged = _judged(client_update, carry, held, len(data.u))
+    visit = _drawn(context, client, data, amount, client_update.keep(carry, held))
+    step, log = Steps(client_update, down, compiled=context.compiled), _Log()
+    for stacked in batches([data], [visit], context.views, client_update.task.normalize, context.rows):
         batch = _one(stacked, 0)
         batch = _laid(batch) if laid else batch
         carry, notes = step(carry, batch)
         log.add(notes, batch.u_rows)
     samples, seen = log.of(context, client)
-    up, memory = work.finish(down, carry, held)
+    up, memory = client_update.finish(down, carry, held)
     if context.roomy:
-        memory = _filled(work, memory, data)
+        memory = _filled(client_update, memory, data)
     _check_upload(context, client, up, down, visit.amount.steps)
-    traffic = work.traffic(down, up)
-    made = _result(work, up.map(Tensor.contiguous), tree.contiguous(memory), samples, visit, traffic, data)
+    traffic = client_update.traffic(down, up)
+    made = _result(client_update, up.map(Tensor.contiguous), tree.contiguous(memory), samples, visit, traffic, data)
     return made._replace(seen=judged or seen, remark=step.remark)
 
 
@@ -184,11 +184,13 @@ def update_many(
     size.
     """
     shared = contexts[0]
-    work, views, normalize = shared.work, shared.views, shared.work.task.normalize
+    client_update, views, normalize = shared.client_update, shared.views, shared.client_update.task.normalize
     datas = [_swept(context, task.client, task.data) for context, task in zip(contexts, tasks, strict=True)]
     padded = _padded(datas, shared.roomy)
     length = padded.u.shape[1]
-    memory = tree.stack([_filled(work, task.memory, data, length) for task, data in zip(tasks, datas, strict=True)])
+    memory = tree.stack(
+        [_filled(client_update, task.memory, data, length) for task, data in zip(tasks, datas, strict=True)]
+    )
 
     def merged(function: Callable[..., Any]) -> Callable[..., Any]:
         """Lift, and merge the shared and the private part of `down` inside the lifted function."""
@@ -198,41 +200,43 @@ def update_many(
 
         return lifted(one)
 
-    carry: Tree = merged(work.begin)(each, memory, padded)
+    carry: Tree = merged(client_update.begin)(each, memory, padded)
     judged = [
-        _judged(work, tree.index(carry, k), _local(padded, k), len(data.u)) if work.guesses(carry, padded) else ()
+        _judged(client_update, tree.index(carry, k), _local(padded, k), len(data.u))
+        if client_update.guesses(carry, padded)
+        else ()
         for k, data in enumerate(datas)
     ]
     visits = [
-        _drawn(context, task.client, data, task.amount, _kept(work, carry, padded, k))
+        _drawn(context, task.client, data, task.amount, _kept(client_update, carry, padded, k))
         for k, (context, task, data) in enumerate(zip(contexts, tasks, datas, strict=True))
     ]
     device = padded.y.device
     steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
     fewest = min(visit.amount.steps for visit in visits)
-    step, log = Steps(work, downlinks, each, True, shared.compiled), _Log()
+    step, log = Steps(client_update, downlinks, each, True, shared.compiled), _Log()
     for t, batch in enumerate(batches(datas, visits, views, normalize, shared.rows)):
         new, notes = step(carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
     told = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
-    up, memory = merged(work.finish)(each, carry, padded)
+    up, memory = merged(client_update.finish)(each, carry, padded)
     results: list[ClientResult] = []
     finite = _finite(up)  # of all clients at once
     for k, task in enumerate(tasks):
         mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
         _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
-        kept = tree.map(torch.clone, _filled(work, tree.index(memory, k), datas[k]))
-        traffic = work.traffic(received, mine)
+        kept = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
+        traffic = client_update.traffic(received, mine)
         samples, seen = told[k]
-        made = _result(work, mine, kept, samples, visits[k], traffic, datas[k])
+        made = _result(client_update, mine, kept, samples, visits[k], traffic, datas[k])
         results.append(made._replace(seen=judged[k] or seen, remark=step.remark))
     return results
 
 
 def _result(
-    work: ClientUpdate,
+    client_update: ClientUpdate,
     up: Upload,
     memory: Tree,
     samples: dict[str, WeightedMetric],
@@ -240,13 +244,15 @@ def _result(
     traffic: tuple[int, int],
     data: Local,
 ) -> ClientResult:
-    swept = work.swept(len(data.x), len(data.u))
+    swept = client_update.swept(len(data.x), len(data.u))
     return ClientResult(up, memory, samples, drawn.amount, traffic, swept, tree.nbytes(memory))
 
 
-def first_memory(work: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
+def first_memory(client_update: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
     """Return the memory of a client that is met for the first time."""
-    return work.remember(down, rng.generator(seed, "remember", *((client,) if work.own_memory else ())))
+    return client_update.remember(
+        down, rng.generator(seed, "remember", *((client,) if client_update.own_memory else ()))
+    )
 
 
 class _Log:
@@ -301,7 +307,7 @@ def _check_upload(
 ) -> None:
     """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
     finite. `finite` says whether all is, where that is known."""
-    context.work.uplink.check(up, down, type(context.work).__name__)
+    context.client_update.uplink.check(up, down, type(context.client_update).__name__)
     if _finite(up) if finite is None else finite:
         return
     for name, leaf in tree.flatten(up.tree).items():
@@ -324,14 +330,14 @@ def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
 
 
 def _drawn(context: ClientContext, client: int, data: Local, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
-    work = context.work
-    wanted = Wanted(work.views, work.others, work.mixup, work.labeled_views)
+    client_update = context.client_update
+    wanted = Wanted(client_update.views, client_update.others, client_update.mixup, client_update.labeled_views)
     return draw(amount, data, context.views, wanted, keep, context.seed, *context.path(client))
 
 
 def _swept(context: ClientContext, client: int, data: Local) -> Local:
-    normalize = context.work.task.normalize
-    return sweep(data, context.views, context.work.sweep, normalize, context.seed, *context.path(client))
+    normalize = context.client_update.task.normalize
+    return sweep(data, context.views, context.client_update.sweep, normalize, context.seed, *context.path(client))
 
 
 def _one(batch: Batch, k: int) -> Batch:
@@ -346,8 +352,8 @@ def _laid(batch: Batch) -> Batch:
     return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others, x_views=more)
 
 
-def _kept(work: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | None:
-    return work.keep(tree.index(carry, k), _local(padded, k))
+def _kept(client_update: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | None:
+    return client_update.keep(tree.index(carry, k), _local(padded, k))
 
 
 def _local(padded: Local, k: int) -> Local:
@@ -356,25 +362,25 @@ def _local(padded: Local, k: int) -> Local:
     return Local(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
 
 
-def _filled(work: ClientUpdate, memory: Tree, data: Local, length: int | None = None) -> Tree:
+def _filled(client_update: ClientUpdate, memory: Tree, data: Local, length: int | None = None) -> Tree:
     """Return a client's memory with `length` entries where it has one of each row; without one, those of its rows.
 
     What was remembered of other rows than it has now is nothing.
     """
     flat, own = tree.flatten(memory), len(data.u)
-    for path, nothing in work.row_memory.items():
+    for path, nothing in client_update.row_memory.items():
         leaf = flat[path]
         if length is None:
             flat[path] = leaf[:own]
             continue
         known = leaf if len(leaf) == own else leaf[:0]
         flat[path] = torch.cat([known, leaf.new_full((length - len(known),), nothing)])
-    return tree.unflatten(flat) if work.row_memory else memory
+    return tree.unflatten(flat) if client_update.row_memory else memory
 
 
-def _judged(work: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
+def _judged(client_update: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
     """Return the pseudo-labels of the client's own `rows` where a client update makes them once, when it begins."""
-    made = tuple(Pseudo(*(leaf[:rows] for leaf in pseudo)) for pseudo in work.guesses(carry, data))
+    made = tuple(Pseudo(*(leaf[:rows] for leaf in pseudo)) for pseudo in client_update.guesses(carry, data))
     return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in made)
 
 
