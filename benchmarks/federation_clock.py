@@ -19,7 +19,7 @@ from halfmoon.federation.flower import server_app as servers
 from halfmoon.federation.flower.link import GridPost
 from halfmoon.federation.protocol import messages
 from halfmoon.federation.protocol.tree_spec import UplinkSpec
-from halfmoon.federation.server import runtime, sessions
+from halfmoon.federation.server import calls, runtime, sessions
 from halfmoon.federation.site import client
 from halfmoon.storage import atomic_io
 
@@ -66,8 +66,8 @@ def clocked_server() -> None:
     sessions.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
     UplinkSpec.of = clock.timed("patterns", UplinkSpec.of)  # type: ignore[method-assign]
     runtime.read, runtime.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
-    for name in ("misfit", "implausible", "norms"):
-        setattr(runtime, name, clock.timed("checks", getattr(runtime, name)))
+    for name in ("check_schema", "check_counts", "norms"):
+        setattr(calls, name, clock.timed("checks", getattr(calls, name)))
     exchange = sessions.ClientManager.exchange
 
     def counted(self: sessions.ClientManager, requests: Mapping[str, bytes], what: str) -> dict[str, sessions.Answer]:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "federation"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "sites"))
 
 import test_pki_nginx as doors
 from test_pki_nginx import Door, Link

@@ -35,6 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
+from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.tree import Tree
@@ -50,6 +51,8 @@ CLIENTS, COHORT = 20, 10
 CLIP, NOISE = 1.0, 1.0
 """Of the views with differential privacy: the largest norm of an update, and the noise on the sum in units of it."""
 POOL, TRIALS, ATTEMPTS, STEPS = 50, 10, 8, 500
+ROUNDS = (0, 4, 19)
+"""Rounds, from 0, whose updates are tried."""
 
 Flat = dict[str, Tensor]
 
@@ -102,10 +105,10 @@ class Spy:
         self.simulation, self.down, self.updates, self.clients = simulation, {}, [], []
         self.ask_first, simulation.ask = simulation.ask, self.ask  # type: ignore[method-assign]
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Tree:
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Ask, and look."""
         up = self.ask_first(client_update, down, each, to)
-        before, after = tree.flatten({"params": down["params"]}), tree.flatten({"params": up["params"]})
+        before, after = tree.flatten({"params": down["params"]}), tree.flatten({"params": up.update["params"]})
         self.down, self.clients = down, self.simulation.answered.tolist()
         self.updates = [{path: after[path][k] - before[path] for path in before} for k in range(len(self.clients))]
         return up
@@ -304,7 +307,7 @@ def main() -> None:
     members: list[dict[str, Any]] = []
     for name in ("feddure", "fedavg-fixmatch", "fedavg"):
         config = replace(base, method=name)
-        members += membership(config, problem(config), (0, 4, 19))
+        members += membership(config, problem(config), ROUNDS)
     one = replace(
         base, method="fedavg", optimizer="sgd", lr=0.1, labeled_view="plain", labeled_batch=2, steps=1, norm="none"
     )

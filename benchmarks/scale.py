@@ -77,7 +77,8 @@ class Counting:
 
         def counted(item: Any) -> Any:
             result = function(item)
-            self.alive.add(next(tree.leaves(result.up.update)))
+            for client in result.values() if isinstance(result, dict) else ():
+                self.alive.add(next(tree.leaves(client.up.update)))
             self.most = max(self.most, len(self.alive))
             return result
 

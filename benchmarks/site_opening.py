@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.site.client import numbered
+from halfmoon.federation.site.images import numbered
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.sites.folders import prepare

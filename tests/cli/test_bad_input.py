@@ -67,8 +67,8 @@ SENTENCES = {
     "run --lr nan": "lr is nan: it must be a number above 0.",
     "run --option fedavg.threshold=0.9": "method fedavg has no option 'threshold': "
     "choose one of: decay, keep_optimizer, prox.",
-    "run --method fedavg-fixmatch --option taw=0.9": (
-        "method fedavg-fixmatch has no option 'taw': did you mean 'threshold'?"
+    "run --method fedavg-fixmatch --option threshhold=0.9": (
+        "method fedavg-fixmatch has no option 'threshhold': did you mean 'threshold'?"
     ),
     "run --config unknown.toml": "unknown option 'roundz' in unknown.toml: did you mean 'rounds'?",
     "run --config typed.toml": 'rounds in typed.toml is "3": it must be a whole number.',

@@ -85,7 +85,7 @@ def asked() -> tuple[SiteRuntime, Request]:
         ({"version": "9.0.0"}, "this site has to upgrade to 9.0.0"),
         ({"version": "0.0.9"}, "the server has to upgrade to 0.1.0"),
         ({"federation": "a" * 64}, "plays federation aaaaaaaa, but this site joined ffffffff"),
-        ({"work": "steal"}, "asks for 'steal', which the method does not have"),
+        ({"client_update": "steal"}, "asks for 'steal', which the method does not have"),
         ({"round": 99}, "asks for round 100 of 3"),
         ({"round": 3}, "asks for round 4 of 3"),
     ],

@@ -288,7 +288,7 @@ def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT), ({"work": "steal"}, UNFIT),
+        ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT), ({"client_update": "steal"}, UNFIT),
         ({"down": {}}, UNFIT), ({"down": {"params": {"x": torch.ones(2)}}}, UNFIT),
         ({"federation": "a" * 64}, UNKNOWN), ({"evaluation": {"x": torch.ones(2)}}, UNFIT),
         ({"run": "../../x"}, UNFIT), ({"run": ""}, UNFIT), ({"run": "A" * 32}, UNFIT),
@@ -585,7 +585,7 @@ def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, 
     head = {"message": "request", **REQUEST.__dict__, "version": steady.version, **changes}
     data = steady.answer(bent({name: value for name, value in head.items() if name not in ("down", "evaluation")}))
     discreet(data)
-    assert isinstance(read(data, Refusal, Reply), Refusal) or not changes["work"]
+    assert isinstance(read(data, Refusal, Reply), Refusal) or not changes["client_update"]
 
 
 @ENDLESS

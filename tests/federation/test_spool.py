@@ -73,7 +73,8 @@ class Desk:
         one = torch.tensor(1.0)
         counts = {"amount": list(Amount(1, 1, 0)), "traffic": [0, 0], "swept": 0, "kept": 0}
         at = {
-            name: getattr(asked, name) for name in ("federation", "version", "run", "round", "attempt", "query", "work")
+            name: getattr(asked, name)
+            for name in ("federation", "version", "run", "round", "attempt", "query", "client_update")
         }
         up = Upload({"params": moved, "stats": {}}, weight).tree
         return write(Reply(**at, **counts, up=up, samples={"loss": {"total": one, "squares": one, "count": one}}))

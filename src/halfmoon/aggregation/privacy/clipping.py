@@ -55,7 +55,7 @@ class ClippedWork(ClientUpdate):
 
     def __post_init__(self) -> None:
         # Who gives this work another task means the work inside.
-        object.__setattr__(self, "work", replace(self.client_update, task=self.task))
+        object.__setattr__(self, "client_update", replace(self.client_update, task=self.task))
 
     @property
     def trains(self) -> bool:

@@ -1,0 +1,215 @@
+"""Start every script of benchmarks/ and results/ at its smallest size, so that none rots.
+
+    python benchmarks/smoke.py [--only NAME ...] [--jobs 2]
+
+Numbers mean nothing at this size. A script that is missing from `SMALLEST` and `IMPORTED`, or that ends with an error,
+fails the check. Images are stand-ins of random pixels in the formats of Fashion-MNIST, PneumoniaMNIST and CIFAR-10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 240
+"""Seconds until a script counts as stuck."""
+
+IMPORTED = {"disturbed", "federation_clock", "federation_stock", "peer_rounds", "peer_side", "smoke"}
+"""Modules of benchmarks/ that other scripts import or start."""
+
+Small = tuple[str, dict[str, Any]]
+
+SMALLEST: dict[str, Small] = {
+    "accountants": ("", {"PLANS": ((10, 10, 8.0),), "ROUNDS": (1,)}),
+    "calibration": ("{data}/pneumonia_mnist {run}", {}),
+    "client_store": ("--clients 8 --width 4 --cap-mib 1 --cohort 2 --rounds 1", {}),
+    "compiled_step": ("--methods fedavg --scenes small-loop --turns 1", {}),
+    "cores": ("--cohort 2 --steps 1 --turns 1 --cores 2", {}),
+    "damaged_federations": ("--places 1", {}),
+    "damaged_folders": ("--places 1", {}),
+    "failing_disks": ("--every 60", {}),
+    "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
+    "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
+    "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
+    "federation_cost": ("--rounds 1 --steps 1 --out {out}/cost", {}),
+    "federation_faults": ("--only undisturbed --out {out}/faults", {}),
+    "federation_parity": ("--methods semifl --ways simulator rehearsal --rounds 1 --out {out}/parity", {}),
+    "finetuning": (
+        "{data} {out}",
+        {"SEEDS": (0, 1), "RATES": (8e-3,), "FIRST": {"rounds": 1, "steps": 1}, "THEN": {"rounds": 1, "steps": 1}},
+    ),
+    "foreign_app": ("", {}),
+    "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
+    "half_open": ("--connections 5 --seconds 1", {}),
+    "label_choice": ("--xrays {data}/none", {"SEEDS": 2, "ROUNDS": 2, "STEPS": 2}),
+    "large_data": ("2400 8 {out}", {}),
+    "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
+    "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {}),
+    "precision": ("--rounds 1 --seeds 0", {}),
+    "privacy": (
+        "--data-dir {data} --kept {out}/privacy.jsonl",
+        {"METHODS": ("fedavg",), "COMMON": {"rounds": 1, "clients": 10, "cohort": 5}},
+    ),
+    "programs": ("--clients 4 --together 2 --turns 1 --networks small:8:8:1", {}),
+    "robust": (
+        "--data-dir {data} --kept {out}/robust.jsonl",
+        {"METHODS": ("fedavg-fixmatch",), "RULES": ("median",), "SHARES": (0.2,), "COMMON": {"rounds": 1}},
+    ),
+    "scale": ("--rounds 1 --json", {}),
+    "secure_sums": ("--sites 3 --parameters 1000 --out {out}/sums", {}),
+    "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
+    "site_opening": ("--images 20 --side 8", {}),
+    "strong_view": ("--rounds 1", {}),
+    "unequal_clients": ("--methods fedavg --cohorts 2 --turns 1", {}),
+}
+"""The command line of each script of benchmarks/, and the constants that make it small."""
+
+RESULTS: dict[str, Small] = {
+    "choosing": (
+        "play fashion_mnist clients --seeds 9 --rows fedavg --runs {out} --data-dir {data}",
+        {"SHARED": {"rounds": 1}},
+    ),
+    "evidence": ("play digits --seeds 99 --rows fedavg --runs {out}", {"SETS": {"digits": {"rounds": 1}}}),
+    "feddure_budget": (
+        "play --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",
+        {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
+    ),
+    "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1}),
+    "collect": ("smoke {run}", {}),
+}
+"""The same of results/, in a copy of that folder; those that have a `report` write it, too."""
+
+
+def idx(path: Path, values: np.ndarray) -> None:
+    """Write a file of Fashion-MNIST's format."""
+    head = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
+    path.write_bytes(gzip.compress(head + values.astype(np.uint8).tobytes(), 1))
+
+
+def parquet(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """Write PNG images (N, H, W[, 3]) with their labels as the Hugging Face hub does."""
+    files = [io.BytesIO() for _ in images]
+    for file, pixels in zip(files, images, strict=True):
+        Image.fromarray(pixels).save(file, "PNG")
+    rows = [{"bytes": file.getvalue(), "path": None} for file in files]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    pq.write_table(pa.table({"image": pa.array(rows, kind), "label": pa.array(labels, pa.int64())}), path)
+
+
+def data(folder: Path) -> None:
+    """Write the stand-ins: 2,400 + 100 images of ten classes, 600 + 60 + 60 of two, 400 + 50 in color."""
+    draw = np.random.default_rng(0)
+    for name in ("fashion_mnist", "pneumonia_mnist", "cifar10"):
+        (folder / name).mkdir(parents=True)
+    for part, count in (("train", 2400), ("t10k", 100)):
+        idx(folder / f"fashion_mnist/{part}-images-idx3-ubyte.gz", draw.integers(0, 256, (count, 28, 28)))
+        idx(folder / f"fashion_mnist/{part}-labels-idx1-ubyte.gz", np.arange(count) % 10)
+    for part, count in (("train", 600), ("validation", 60), ("test", 60)):
+        pixels = draw.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        parquet(folder / f"pneumonia_mnist/{part}.parquet", pixels, np.arange(count) % 2)
+    for part, count in (("train-00000-of-00001", 400), ("test", 50)):
+        pixels = draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        parquet(folder / f"cifar10/{part}.parquet", pixels, np.arange(count) % 10)
+
+
+def run(folder: Path) -> None:
+    """Play a run whose folder some scripts read."""
+    words = [
+        "run",
+        "--data",
+        str(folder.parent / "data" / "pneumonia_mnist"),
+        "--network",
+        "small",
+        "--method",
+        "fedavg",
+    ]
+    words += ["--rounds", "1", "--validation-share", "0.2", "--clients", "5", "--run-dir", str(folder)]
+    subprocess.run([sys.executable, "-m", "halfmoon", *words], check=True, capture_output=True, cwd=folder.parent)
+
+
+def smaller(value: Any, small: Any) -> Any:
+    """Return a constant made small: a dict with other values (None: without the key), a list cut, or another value."""
+    if isinstance(value, dict):
+        merged = {key: smaller(value[key], small[key]) if key in small else value[key] for key in value}
+        return {key: part for key, part in {**small, **merged}.items() if part is not None}
+    return value[:small] if isinstance(value, list) else small
+
+
+def child(name: str, constants: str) -> None:
+    """Run a script's `main` with other constants, in this process; its words are those of the command line."""
+    script = importlib.import_module(name)
+    for key, small in json.loads(constants).items():
+        setattr(script, key, smaller(getattr(script, key), small))
+    script.main()
+
+
+def started(name: str, folder: Path) -> tuple[float, str]:
+    """Run a script in a folder of its own; return its seconds, and the end of its words where it failed."""
+    benchmark = name in SMALLEST
+    words, constants = SMALLEST[name] if benchmark else RESULTS[name]
+    out = folder / name
+    out.mkdir()
+    places = {"out": out, "data": folder / "data", "run": folder / "run"}
+    home = ROOT / "benchmarks" if benchmark else Path(shutil.copytree(ROOT / "results", out / "results"))
+    lines = [words, "report"] if words.startswith("play ") else [words]
+    begin = time.perf_counter()
+    for line in lines:
+        code = f"import sys; sys.path[:0] = {[str(home), str(ROOT / 'benchmarks')]!r}; import smoke; "
+        code += f"smoke.child({name!r}, {json.dumps(constants)!r})"
+        script = ["-c", code] if constants else [str(home / f"{name}.py")]
+        command = [sys.executable, *script, *line.format(**places).split()]
+        try:
+            done = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            return time.perf_counter() - begin, f"did not end within {PATIENCE} seconds"
+        if done.returncode:
+            return time.perf_counter() - begin, "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+    return time.perf_counter() - begin, ""
+
+
+def main() -> None:
+    """Start all scripts, some at a time, and end with 1 where one fails or is not listed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[*SMALLEST, *RESULTS])
+    parser.add_argument("--jobs", type=int, default=2, help="scripts at a time")
+    options = parser.parse_args()
+    scripts = {path.stem for place in ("benchmarks", "results") for path in (ROOT / place).glob("*.py")}
+    missing = sorted(scripts - {*SMALLEST, *RESULTS, *IMPORTED})
+    failures = dict.fromkeys(missing, "is not in SMALLEST or RESULTS of benchmarks/smoke.py")
+    with tempfile.TemporaryDirectory(prefix="halfmoon-smoke-") as place:
+        folder = Path(place)
+        data(folder / "data")
+        run(folder / "run")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        with ThreadPoolExecutor(options.jobs) as pool:
+            outcomes = pool.map(lambda name: (name, *started(name, folder)), options.only)
+            for name, seconds, words in outcomes:
+                print(f"{name:20} {seconds:6.1f} s  {'failed' if words else 'ok'}", flush=True)
+                if words:
+                    failures[name] = words
+    for name, words in failures.items():
+        print(f"\n{name}: {words}")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
