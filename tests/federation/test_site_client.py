@@ -288,7 +288,8 @@ def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT), ({"client_update": "steal"}, UNFIT),
+        ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT),
+        ({"client_update": "steal"}, UNFIT),
         ({"down": {}}, UNFIT), ({"down": {"params": {"x": torch.ones(2)}}}, UNFIT),
         ({"federation": "a" * 64}, UNKNOWN), ({"evaluation": {"x": torch.ones(2)}}, UNFIT),
         ({"run": "../../x"}, UNFIT), ({"run": ""}, UNFIT), ({"run": "A" * 32}, UNFIT),

@@ -165,8 +165,8 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
         if kept:  # only rows that it is sure of are drawn, and it says how many these are
             used = float(sum(each.total for each in kept) / sum(each.count for each in kept))
         options = registry.options(name)
-            weighed = "fine" in options and options["fine"].default  # by F-reg, in place of a threshold
-            assert used < 1 or weighed or "threshold" not in options
+        weighed = "fine" in options and options["fine"].default  # by F-reg, in place of a threshold
+        assert used < 1 or weighed or "threshold" not in options
 
 
 @EVERY
