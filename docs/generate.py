@@ -394,7 +394,9 @@ def passes() -> str:
         costs = [
             f"{one.forward}, {one.backward}" for one in (client_update.passes(10, 10), client_update.passes(10, 90))
         ]
-        looks = {"": client_update} | {f"{key}: ": each for key, each in client_updates.items() if not each.trains}
+        looks = {"": client_update} | {
+            f"{key}: ": each for key, each in client_updates.items() if not each.needs.trains
+        }
         once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
         rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
     header = ["method", "forward", "backward", "once a visit", "both at 10 + 10", "both at 10 + 90"]

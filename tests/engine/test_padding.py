@@ -244,7 +244,7 @@ MIXED: list[Objective] = [
 @pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
 def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared, programs):
     """Mixtures have real partners alone, and averaged teachers' statistics are counted over real rows."""
-    method, sizes = FedAvg(objective, keep_optimizer=True), BARE if objective.views else UNEQUAL
+    method, sizes = FedAvg(objective, keep_optimizer=True), BARE if objective.needs.views else UNEQUAL
     agree(rounds(method, "loop", sizes, **shared), rounds(method, "vmap", sizes, **shared))
     assert programs == [4, 4]
 
@@ -402,12 +402,12 @@ def test_a_masked_pass_and_its_tangent_are_those_of_the_real_rows(network):
 def test_every_work_of_the_catalog_masks():
     """What declares nothing is batched as before; a clipped work and an averaged teacher say what their insides do."""
     shared = task()
-    assert FedAvg(Supervised()).client_updates(shared)["train"].masks
-    assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].masks
-    assert not ClientUpdate(shared).masks
+    assert FedAvg(Supervised()).client_updates(shared)["train"].needs.masks
+    assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].needs.masks
+    assert not ClientUpdate(shared).needs.masks
     clipped = Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"]
-    assert clipped.masks
+    assert clipped.needs.masks
     for name in FEDERATED:
         assert all(
-            client_update.masks for client_update in registry.entry(name).method.client_updates(shared).values()
+            client_update.needs.masks for client_update in registry.entry(name).method.client_updates(shared).values()
         ), name

@@ -240,7 +240,7 @@ def passed(client_update, network, dtype=torch.float64, labeled=3, unlabeled=5, 
     g = torch.Generator().manual_seed(0)
     model = tree.to(network.init(g), dtype=dtype)
     draw = lambda n: torch.randn(n, network.channels, side, side, generator=g, dtype=dtype)  # noqa: E731
-    u = {name: draw(unlabeled) for name in client_update.views}
+    u = {name: draw(unlabeled) for name in client_update.needs.views}
     batch = Batch(draw(labeled), torch.arange(labeled), torch.arange(labeled), u, torch.arange(unlabeled))
     nothing = torch.zeros(0, network.channels, side, side, dtype=torch.uint8)
     local = Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scenes import begin, task
 from test_contract import scene
 
-from halfmoon.api.types import Batch, ClientUpdate, Local, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, StepMetrics, Task
 from halfmoon.api.uploads import UPDATE_ONLY, Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -113,7 +113,7 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     known = patterns(shared)
     assert asked
     for query in asked:
-        uplink = query.context.client_update.uplink
+        uplink = query.context.client_update.needs.uplink
         for k, outcome in enumerate(query.outcomes):
             pattern = known.of(query.context, query.downlinks[k])
             assert pattern is not None
@@ -164,8 +164,8 @@ class Echo(ClientUpdate):
     """A work that counts how often it begins, and sends `times` its first leaf; its loss is `loss`."""
 
     @property
-    def uplink(self) -> Uplink:
-        return Uplink((), (), aux={"seen": Aux(), "none": Aux()})
+    def needs(self) -> Needs:
+        return Needs(uplink=Uplink((), (), aux={"seen": Aux(), "none": Aux()}))
 
     log: Callable[[], None] = lambda: None
     times: int = 1

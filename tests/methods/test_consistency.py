@@ -105,8 +105,8 @@ def test_guesses_debiased_over_the_step():
     assert seen.pseudo[0].label.tolist() == [0, 1]
     sure = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
     assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
-    assert FixMatch(debias=True, debias_over="step").sweep == ()
-    assert FixMatch(debias=True).sweep == ("weak",)
+    assert FixMatch(debias=True, debias_over="step").needs.sweep == ()
+    assert FixMatch(debias=True).needs.sweep == ("weak",)
 
 
 @pytest.mark.parametrize("objective", [PseudoLabel(0.6, ramp=0), PseudoLabel(0.95, 5.0, ramp=0)])

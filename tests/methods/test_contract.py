@@ -157,7 +157,7 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
     before, after = method.solution(shared, server), method.solution(shared, last.server)
     assert furthest(after["params"], before["params"]) > 1e-3
     assert furthest(after["stats"], before["stats"]) > 1e-3
-    if any(client_update.views for client_update in method.client_updates(shared).values()):
+    if any(client_update.needs.views for client_update in method.client_updates(shared).values()):
         assert last.report.pseudo is not None
         assert last.report.pseudo["share_used"] > 0
         used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)

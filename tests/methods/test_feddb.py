@@ -125,7 +125,7 @@ def test_other_accumulations_by_hand():
     data = client(1, 2)
     for how, epochs in (("finish", 1), ("finish", 1.5), ("none", 1)):
         client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate=how))
-        assert client_update.views == ("strong",)
+        assert client_update.needs.views == ("strong",)
         carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
         carry, _ = client_update.step(model, carry, given([1, 1], [], [0, 1]))
         if epochs > 1:

@@ -454,8 +454,8 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     rules = {"labeling": "running", "size": 8}
     step, before, down, batches, _ = scene(network, optimizer, FedDure(), torch.float64, **rules)
     client_update = replace(step, options=FedDure(labels="round"))
-    assert (step.sweep, client_update.sweep) == ((), ("weak",))
-    assert FedDure(labels="round").client_updates(step.task)["train"].views == ("strong",)
+    assert (step.needs.sweep, client_update.needs.sweep) == ((), ("weak",))
+    assert FedDure(labels="round").client_updates(step.task)["train"].needs.views == ("strong",)
     nothing, counts = torch.zeros(0, 1, 1, 1, dtype=torch.uint8), (torch.tensor(10), torch.tensor(12))
     seen = Local(nothing, torch.zeros(0), nothing, *counts, views={"weak": batches[0].u["weak"]})
     memory = {"regulator": before["regulator"]}
@@ -497,8 +497,8 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
         (one, _), (two, _) = step.step(down, carry, batches[0]), client_update.step(down, uniform, batches[0])
         for name in ("params", "regulator"):
             assert distance(list(tree.leaves(one[name])), list(tree.leaves(two[name]))) < 1e-12
-    assert FedDure(debias=True).client_updates(plain.task)["train"].sweep == ("weak",)
-    assert FedDure(debias=True).client_updates(plain.task)["train"].views == ("weak", "strong")
+    assert FedDure(debias=True).client_updates(plain.task)["train"].needs.sweep == ("weak",)
+    assert FedDure(debias=True).client_updates(plain.task)["train"].needs.views == ("weak", "strong")
 
 
 def test_the_optimizer_is_kept_where_it_is_asked_for():

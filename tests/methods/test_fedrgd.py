@@ -231,8 +231,8 @@ def test_the_row_with_feddpl_debiases():
     method = registry.make("fedrgd-feddpl")
     assert method == FedRGD(FixMatch(debias=True))
     client_update = method.client_updates(task())["train"]
-    assert client_update.sweep == ("weak",)
-    assert client_update.views == ("weak", "strong")
+    assert client_update.needs.sweep == ("weak",)
+    assert client_update.needs.views == ("weak", "strong")
     assert registry.make("fedrgd", {"groups": 3, "threshold": 0.8}) == FedRGD(FixMatch(threshold=0.8), groups=3)
 
 

@@ -180,9 +180,9 @@ def test_a_head_of_zeros_guesses_all_turns_alike():
 
 def test_options_of_remixmatch_do_what_they_say():
     """Anchors are views; labels are not strengthened, not aligned, not turned where that is off."""
-    assert ReMixMatch(anchors=3).views == ("weak", "strong", "strong2", "strong3")
-    assert ReMixMatch().labeled_views == ("strong",)
-    assert ReMixMatch(strong_labels=False).labeled_views == ()
+    assert ReMixMatch(anchors=3).needs.views == ("weak", "strong", "strong2", "strong3")
+    assert ReMixMatch().needs.labeled_views == ("strong",)
+    assert ReMixMatch(strong_labels=False).needs.labeled_views == ()
     shared = task(NETWORK)
     given = drawn_batch(views=REMIX)
     weak_labels = given._replace(x_views={"strong": given.x})

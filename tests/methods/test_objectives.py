@@ -209,5 +209,5 @@ def test_pseudo_labels_carry_no_gradient(objective, statistics, labeling):
 
 def test_views_that_are_asked_for():
     """Labels alone need no view; the others a weak and a strong one."""
-    assert Supervised().views == ()
-    assert FixMatch().views == UDA().views == ("weak", "strong")
+    assert Supervised().needs.views == ()
+    assert FixMatch().needs.views == UDA().needs.views == ("weak", "strong")

@@ -95,7 +95,8 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
     A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
     """
     client_update = SemiFL(threshold=0.7).client_updates(task(Pixel()))["train"]
-    assert (client_update.sweep, client_update.views, client_update.others, client_update.mixup) == (
+    needs = client_update.needs
+    assert (needs.sweep, needs.views, needs.others, needs.mixup) == (
         ("weak",),
         ("weak", "strong"),
         ("weak",),
@@ -115,9 +116,9 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         assert drawn is not None
         assert drawn.tolist() == kept
         assert float(client_update.finish(down, carry, data)[0].weight) == share
-    assert SemiFL(mix_weight=0).client_updates(task())["train"].others == ()
-    assert SemiFL(mix_weight=0).client_updates(task())["train"].mixup is None
-    assert SemiFL(concentration=0.5).client_updates(task())["train"].mixup == 0.5
+    assert SemiFL(mix_weight=0).client_updates(task())["train"].needs.others == ()
+    assert SemiFL(mix_weight=0).client_updates(task())["train"].needs.mixup is None
+    assert SemiFL(concentration=0.5).client_updates(task())["train"].needs.mixup == 0.5
 
 
 def test_debiasing_by_hand():
@@ -255,7 +256,7 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     shared = task(optimizer=optimizer)
     method = SemiFL(threshold=1.1, labels="step")
     client_update, down = method.client_updates(shared)["train"], begin(SemiFL(), shared)
-    assert client_update.sweep == ()
+    assert client_update.needs.sweep == ()
     batch, sweep = random_batch(0, 4)
     memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(down["params"]))}
     carry = client_update.begin(down, memory, client(sweep))
@@ -590,7 +591,7 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
     client_update, down = method.client_updates(shared)["train"], begin(method, shared)
     assert isinstance(client_update, Mixing)
     batch, sweep = random_batch(5, 6)
-    batch = batch._replace(u={name: batch.u[name] for name in client_update.views})
+    batch = batch._replace(u={name: batch.u[name] for name in client_update.needs.views})
     carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(sweep, 5))
     assert seen["forward"] == client_update.swept(5, 9) == (9 if labels == "round" else 0)
     seen.update(forward=0, backward=0)

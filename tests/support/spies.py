@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
 
 @dataclass(frozen=True)
-class SpyWork(ClientUpdate):
+class SpyUpdate(ClientUpdate):
     """Do what another work does, and write down everything it is given and everything it says."""
 
     inner: Any = None
     seen: list[tuple[str, Any]] = field(default_factory=list, compare=False)
 
     @property
-    def trains(self) -> bool:
-        return self.inner.trains
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        return self.inner.sweep
-
-    @property
-    def whole(self) -> bool:
-        return self.inner.whole
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        return self.inner.others
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        return self.inner.labeled_views
-
-    @property
-    def mixup(self) -> float | None:
-        return self.inner.mixup
-
-    @property
-    def uplink(self) -> Uplink:
-        return self.inner.uplink
-
-    @property
-    def own_memory(self) -> bool:
-        return self.inner.own_memory
+    def needs(self) -> Needs:
+        return replace(self.inner.needs, all_rows=self.inner.needs.whole, masks=False, row_memory={})
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         return self.inner.swept(labeled, unlabeled)
@@ -94,7 +66,7 @@ class Spy:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {
-            name: SpyWork(task, client_update.views, inner=client_update, seen=self.seen)
+            name: SpyUpdate(task, inner=client_update, seen=self.seen)
             for name, client_update in self.inner.client_updates(task).items()
         }
 
@@ -120,7 +92,13 @@ class CountingWork(ClientUpdate):
     `idle` the client whose offset is `idle` may draw no unlabeled row.
     """
 
+    views: tuple[str, ...] = ()
     idle: int = -1
+
+    @property
+    def needs(self) -> Needs:
+        names = ("steps", "rows", "pixels", "visits", "mark", "labeled", "unlabeled")
+        return Needs(self.views, uplink=Uplink((), (), "one", dict.fromkeys(names, Aux())))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         zero = torch.zeros((), dtype=torch.float64)
@@ -143,11 +121,6 @@ class CountingWork(ClientUpdate):
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up = {**carry, "labeled": data.labeled, "unlabeled": data.unlabeled}
         return Upload({}, torch.ones(()).double(), up), {"visits": carry["visits"] + 1}
-
-    @property
-    def uplink(self) -> Uplink:
-        names = ("steps", "rows", "pixels", "visits", "mark", "labeled", "unlabeled")
-        return Uplink((), (), "one", dict.fromkeys(names, Aux()))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + unlabeled, labeled)
@@ -200,8 +173,8 @@ class EchoWork(ClientUpdate):
         return Upload({}, torch.ones(()).double(), data._asdict()), {}
 
     @property
-    def uplink(self) -> Uplink:
-        return Uplink((), (), "one", dict.fromkeys(Local._fields, Aux()))
+    def needs(self) -> Needs:
+        return Needs(uplink=Uplink((), (), "one", dict.fromkeys(Local._fields, Aux())))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(0, 0)

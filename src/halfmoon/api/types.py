@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -151,86 +151,71 @@ def sample(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
 
 
 @dataclass(frozen=True)
-class ClientUpdate:
-    """What one client does when asked: tensors in, tensors out, written for ONE client.
+class Needs:
+    """What a client update, or an objective, needs of the engine and tells it.
 
-    A work draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
-    (no boolean indexing, no `.item()`, no `if` on a tensor). `views` are the unlabeled views it wants in a batch;
-    none means that it trains on labeled images alone. A digit at a view's end asks for one more draw of the same
-    recipe: ("weak", "weak2").
+    views: the unlabeled views of a batch; none: it trains on labeled images alone. A digit at a view's end asks for one
+        more draw of the same recipe: ("weak", "weak2").
+    labeled_views: the views of the labeled images in `batch.x_views`, beside `batch.x`; their recipes are those of
+        unlabeled images.
+    others: the views of a second minibatch in `batch.others`, drawn with replacement from all unlabeled rows.
+    sweep: the views of ALL unlabeled rows that `begin` finds in `data.views`.
+    mixup: a of the Beta(a, a) from which a step's "mix" () is drawn. With it come "order", a permutation of the
+        B + len(views) * b images of the step, and "turn" (b,), quarter turns from 0 to 3.
+    trains: whether it takes steps; without them it goes from `begin` to `finish`.
+    masks: whether it leaves out padding rows (`Batch.real`, `Local.real`). Then clients of unequal sizes, or with
+        unequal images a step, are batched together.
+    all_rows: whether it computes with all rows of a client together, beside `sweep` and `row_memory`.
+    row_memory: the leaves of the memory with an entry for each unlabeled row (U,), by path ("thresholds/label"), and
+        the value that stands for a row without one. Where clients of unequal sizes are batched, `begin` finds that
+        value in padding rows, and in all rows where other rows have come since; what `finish` leaves in padding rows
+        is cut off.
+    own_memory: whether `remember` gets a generator of each client's own, in place of one for all of a run.
+    uplink: what `finish` sends: by default the parameters and statistics that came down, with a weight in rows.
+        Validation, norms, clipping, robust rules, secure sums and noise go by it; what it does not name is refused.
     """
 
-    task: Task
     views: tuple[str, ...] = ()
-
-    @property
-    def trains(self) -> bool:
-        """Return whether a client update takes steps; one that only looks at its rows goes from `begin` to `finish`."""
-        return True
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views of ALL unlabeled rows that `begin` finds in `data.views`."""
-        return ()
+    _: KW_ONLY
+    labeled_views: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    sweep: tuple[str, ...] = ()
+    mixup: float | None = None
+    trains: bool = True
+    masks: bool = False
+    all_rows: bool = False
+    row_memory: Mapping[str, int] = field(default_factory=dict[str, int])
+    own_memory: bool = False
+    uplink: Uplink = UPDATE_ONLY
 
     @property
     def whole(self) -> bool:
-        """Return whether all rows are looked at together: without masks, clients of one size alone are batched."""
-        return bool(self.sweep)
+        """Return whether a client's rows matter together: without `masks`, only clients of one size are batched."""
+        return self.all_rows or bool(self.sweep or self.row_memory)
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What one client does when asked: tensors in, tensors out, written for ONE client.
+
+    A client update draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
+    (no boolean indexing, no `.item()`, no `if` on a tensor).
+    """
+
+    task: Task
 
     @property
-    def masks(self) -> bool:
-        """Return whether it leaves out rows that are padding (`Batch.real`, `Local.real`): then clients with unequal
-        images a step, and of unequal sizes, are batched together."""
-        return False
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the leaves of the memory with an entry for each unlabeled row (U,), and what says that a row has none.
-
-        By path, as "thresholds/label". Where clients of unequal sizes are batched, `begin` finds that in the rows that
-        are padding, and in all where other rows have come since, and what `finish` leaves there is cut off.
-        """
-        return {}
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Return the views of a second minibatch, drawn with replacement from all unlabeled rows, kept or not."""
-        return ()
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the views of the labeled images that `batch.x_views` holds beside `batch.x`: the unlabeled recipes."""
-        return ()
-
-    @property
-    def mixup(self) -> float | None:
-        """Return a of the Beta(a, a) from which `batch.drawn` gets "mix" (), and with it "order" and "turn".
-
-        "order" permutes the B + len(views) * b images of a step, "turn" (b,) counts quarter turns from 0 to 3.
-        """
-        return None
+    def needs(self) -> Needs:
+        """Return what it needs of the engine; by default labeled images alone."""
+        return Needs()
 
     @property
     def at_server(self) -> ClientUpdate:
-        """Return the work as the server does it on images of its own: what clients were promised does not bind it."""
+        """Return the client update as the server does it on images of its own: no promise to clients binds it."""
         return self
 
-    @property
-    def uplink(self) -> Uplink:
-        """Return what `finish` sends: by default the parameters and statistics that came down, with a weight in rows.
-
-        Validation, norms, clipping, robust rules, secure sums and noise go by it; what it does not name is refused.
-        """
-        return UPDATE_ONLY
-
-    @property
-    def own_memory(self) -> bool:
-        """Return whether `remember` gets a generator of each client's own, in place of one for all of a run."""
-        return False
-
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """First meeting: return the client's memory; `own_memory` says whose `generator` it is."""
+        """First meeting: return the client's memory; `Needs.own_memory` says whose `generator` it is."""
         return {}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
@@ -253,7 +238,7 @@ class ClientUpdate:
         raise NotImplementedError
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Return what goes up, as `uplink` declares it, and the memory that stays."""
+        """Return what goes up, as `Needs.uplink` declares it, and the memory that stays."""
         raise NotImplementedError
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -262,7 +247,7 @@ class ClientUpdate:
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         """Count the images that `begin` and `finish` send through it, of a client with so many rows."""
-        return unlabeled if self.sweep else 0
+        return unlabeled if self.needs.sweep else 0
 
     def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         """Return the bytes that a client update brings to the client and takes back; less than all where a method is
@@ -313,7 +298,7 @@ class Federation(Protocol):
 
         Uploads are added up as they come, so that not all have to be in memory. The weight is the sum of all; where it
         is 0 nobody had anything to learn from, and the update is what came `down`. Auxiliary tensors are reduced as the
-        work's `uplink` declares; raises `UserError` where the server would need each client's own.
+        client update's `uplink` declares; raises `UserError` where the server would need each client's own.
         """
         ...
 

@@ -173,7 +173,7 @@ def counts_passes(method: Method, shared: Task) -> None:
     """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
     for name, client_update in method.client_updates(shared).items():
         passes = client_update.passes(4, 6)
-        if not (min(passes) >= 4 if client_update.trains else passes == (0, 0)):
+        if not (min(passes) >= 4 if client_update.needs.trains else passes == (0, 0)):
             raise Broken(f"its work {name!r} counts {passes} for a step of 4 + 6 images")
 
 

@@ -38,7 +38,7 @@ class Budget:
 
         `given` are its rows in the split."""
         amount = natural(batching, client_update, own)
-        if self.rule == "none" or self.reference is None or not client_update.trains or not amount.steps:
+        if self.rule == "none" or self.reference is None or not client_update.needs.trains or not amount.steps:
             return amount
         holding = ClientSize(given.labeled + given.unlabeled, 0) if self.all_labels else given
         if client_update == self.reference and own == holding:
@@ -53,10 +53,10 @@ class Budget:
 
 def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
     """Return what the batch rule alone says."""
-    if not client_update.trains:
+    if not client_update.needs.trains:
         return Amount(0, 0, 0)
     labeled = batching.labeled_size(own.labeled)
-    if not client_update.views:
+    if not client_update.needs.views:
         return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
     size = batching.unlabeled_size(own.labeled, own.unlabeled)
     by_unlabeled = batching.unlabeled != "rest" and batching.epoch != "labeled" and not batching.steps

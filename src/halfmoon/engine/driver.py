@@ -17,7 +17,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.compiled import Steps
 from halfmoon.engine.programs import Extent
-from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, Wanted, batches, draw, sweep
+from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, batches, draw, sweep
 
 
 class Observed(NamedTuple):
@@ -63,7 +63,7 @@ class ClientContext:
     @property
     def roomy(self) -> bool:
         """Return whether rows are filled up until few shapes are left, each of which is compiled."""
-        return self.compiled and self.client_update.whole and self.client_update.masks
+        return self.compiled and self.client_update.needs.whole and self.client_update.needs.masks
 
     def path(self, client: int) -> tuple[str, int, int, int]:
         """Return where the random numbers of a client update come from, with the seed."""
@@ -251,7 +251,7 @@ def _result(
 def first_memory(client_update: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
     """Return the memory of a client that is met for the first time."""
     return client_update.remember(
-        down, rng.generator(seed, "remember", *((client,) if client_update.own_memory else ()))
+        down, rng.generator(seed, "remember", *((client,) if client_update.needs.own_memory else ()))
     )
 
 
@@ -307,7 +307,7 @@ def _check_upload(
 ) -> None:
     """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
     finite. `finite` says whether all is, where that is known."""
-    context.client_update.uplink.check(up, down, type(context.client_update).__name__)
+    context.client_update.needs.uplink.check(up, down, type(context.client_update).__name__)
     if _finite(up) if finite is None else finite:
         return
     for name, leaf in tree.flatten(up.tree).items():
@@ -330,14 +330,13 @@ def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
 
 
 def _drawn(context: ClientContext, client: int, data: Local, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
-    client_update = context.client_update
-    wanted = Wanted(client_update.views, client_update.others, client_update.mixup, client_update.labeled_views)
-    return draw(amount, data, context.views, wanted, keep, context.seed, *context.path(client))
+    needs = context.client_update.needs
+    return draw(amount, data, context.views, needs, keep, context.seed, *context.path(client))
 
 
 def _swept(context: ClientContext, client: int, data: Local) -> Local:
     normalize = context.client_update.task.normalize
-    return sweep(data, context.views, context.client_update.sweep, normalize, context.seed, *context.path(client))
+    return sweep(data, context.views, context.client_update.needs.sweep, normalize, context.seed, *context.path(client))
 
 
 def _one(batch: Batch, k: int) -> Batch:
@@ -368,14 +367,14 @@ def _filled(client_update: ClientUpdate, memory: Tree, data: Local, length: int 
     What was remembered of other rows than it has now is nothing.
     """
     flat, own = tree.flatten(memory), len(data.u)
-    for path, nothing in client_update.row_memory.items():
+    for path, nothing in client_update.needs.row_memory.items():
         leaf = flat[path]
         if length is None:
             flat[path] = leaf[:own]
             continue
         known = leaf if len(leaf) == own else leaf[:0]
         flat[path] = torch.cat([known, leaf.new_full((length - len(known),), nothing)])
-    return tree.unflatten(flat) if client_update.row_memory else memory
+    return tree.unflatten(flat) if client_update.needs.row_memory else memory
 
 
 def _judged(client_update: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:

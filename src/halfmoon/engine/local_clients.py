@@ -230,10 +230,10 @@ class LocalClients:
         padding takes all that have a step to do.
         """
         flat = sorted(tree.flatten(memory).items())  # a memory that was read, or compiled, has them in another order
-        shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.row_memory)
-        if client_update.masks:
+        shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.needs.row_memory)
+        if client_update.needs.masks:
             return (min(amount.steps, 1),), shapes
-        size = astuple(self.dataset.own(client, stage)) if client_update.whole else ()
+        size = astuple(self.dataset.own(client, stage)) if client_update.needs.whole else ()
         return (amount.labeled, amount.unlabeled, *size), shapes
 
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:

@@ -153,7 +153,7 @@ class ServerRuntime(ABC):
             each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
             drawn = to is None and self._fair
-            uplink = self.client_updates[client_update].uplink
+            uplink = self.client_updates[client_update].needs.uplink
             context = AggregationContext(*at, client_update, down, each, clients, len(asked), drawn, uplink)
             up = self._aggregated(context, up)
         else:
@@ -168,8 +168,8 @@ class ServerRuntime(ABC):
         """
         update = self.client_updates[client_update]
         if self.aggregators:
-            return mean_of(self.ask(client_update, down), update.uplink, down, client_update)
-        mean, asked, answered = UploadMean(update.uplink, client_update), self.cohort, list[int]()
+            return mean_of(self.ask(client_update, down), update.needs.uplink, down, client_update)
+        mean, asked, answered = UploadMean(update.needs.uplink, client_update), self.cohort, list[int]()
         for client, outcome in self._ask(update, integers(asked[self._there(asked)]), down, {}):
             mean.add(outcome.up)
             answered.append(client)

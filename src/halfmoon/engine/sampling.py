@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, Local, Needs
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import tensor_of
@@ -114,15 +114,6 @@ class DrawnUpdate(NamedTuple):
     more_drawn: dict[str, Drawn]  # by name, of the labeled images' further views
 
 
-class Wanted(NamedTuple):
-    """What a work wants in its batches."""
-
-    views: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    mixup: float | None = None
-    labeled: tuple[str, ...] = ()
-
-
 def recipe(views: Views, name: str) -> View:
     """Return the recipe of an unlabeled view: "weak2" is one more draw of "weak"."""
     return views.unlabeled[name.rstrip("0123456789")]
@@ -147,7 +138,7 @@ def draw(
     amount: Amount,
     local: Local,
     views: Views,
-    wanted: Wanted,
+    needs: Needs,
     keep: Tensor | None,
     seed: int,
     *path: int | str,
@@ -163,21 +154,21 @@ def draw(
         allowed = allowed[keep.cpu()[:count]]
         if amount.epochs:
             amount = amount._replace(steps=amount.epochs * -(-len(allowed) // amount.unlabeled))
-    if wanted.views and not len(allowed):
+    if needs.views and not len(allowed):
         amount = amount._replace(steps=0)
     g = rng.generator(seed, *path, "labeled")
     total = amount.steps * amount.labeled
     x_rows = cycle(torch.arange(len(local.x)), total, g) if total else NO_ROWS
     x_drawn = views.labeled.draw(total, shape, g)
-    more_drawn = _drawn(on_labels(views, amount.labeled), wanted.labeled, total, shape, seed, *path, "labeled")
+    more_drawn = _drawn(on_labels(views, amount.labeled), needs.labeled_views, total, shape, seed, *path, "labeled")
     total = amount.steps * amount.unlabeled
-    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if wanted.views and total else NO_ROWS
-    u_drawn = _drawn(views, wanted.views, total, shape, seed, *path)
+    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if needs.views and total else NO_ROWS
+    u_drawn = _drawn(views, needs.views, total, shape, seed, *path)
     o_rows, o_drawn = NO_ROWS, {}
-    if wanted.others and total:
+    if needs.others and total:
         o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
-        o_drawn = _drawn(views, wanted.others, total, shape, seed, *path, "others")
-    mixed = {} if wanted.mixup is None else _mixed(amount, wanted, wanted.mixup, seed, *path, "mixup")
+        o_drawn = _drawn(views, needs.others, total, shape, seed, *path, "others")
+    mixed = {} if needs.mixup is None else _mixed(amount, needs, needs.mixup, seed, *path, "mixup")
     return DrawnUpdate(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
 
 
@@ -201,9 +192,9 @@ def _drawn(
     return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
 
 
-def _mixed(amount: Amount, wanted: Wanted, concentration: float, seed: int, *path: int | str) -> dict[str, Tensor]:
+def _mixed(amount: Amount, needs: Needs, concentration: float, seed: int, *path: int | str) -> dict[str, Tensor]:
     """Return the coefficients ~ Beta(a, a), permutations and quarter turns of every step."""
-    steps, images = amount.steps, amount.labeled + len(wanted.views) * amount.unlabeled
+    steps, images = amount.steps, amount.labeled + len(needs.views) * amount.unlabeled
     g = rng.generator(seed, *path)
     mix = np.random.Generator(np.random.PCG64(rng.number(seed, *path))).beta(concentration, concentration, steps)
     orders = [torch.randperm(images, generator=g) for _ in range(steps)]

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import ClientUpdate, Federation, Local, Passes, Task
+from halfmoon.api.types import ClientUpdate, Federation, Local, Needs, Passes, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -38,19 +38,9 @@ class BatchNormStatistics(ClientUpdate):
     """
 
     @property
-    def trains(self) -> bool:
-        """Return that it takes no steps."""
-        return False
-
-    @property
-    def whole(self) -> bool:
-        """Return that it looks at all rows together."""
-        return True
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        uplink = Uplink((), (), aux={"moments": Aux("sum", "statistic")})
+        return Needs(trains=False, all_rows=True, masks=True, uplink=uplink)
 
     @torch.no_grad()
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
@@ -58,11 +48,6 @@ class BatchNormStatistics(ClientUpdate):
         if not len(data.x) + len(data.u):
             return {"moments": self.task.network.unseen(down["params"])}
         return {"moments": counted(self.task, down["params"], data)}
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that it sends sums of statistics, and no update."""
-        return Uplink((), (), aux={"moments": Aux("sum", "statistic")})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the sums and the number of rows."""

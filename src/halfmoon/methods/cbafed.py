@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -73,7 +73,7 @@ class CBAFed:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Balanced(task, ("weak",), self)}
+        return {"train": Balanced(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, twice, and that all classes have the same share."""
@@ -114,14 +114,8 @@ class Balanced(ClientUpdate):
     options: CBAFed = CBAFed()
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views that are labeled."""
-        return ("weak",)
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("weak",), sweep=("weak",), masks=True, uplink=Uplink(("params", "stats", "share")))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
@@ -180,11 +174,6 @@ class Balanced(ClientUpdate):
         samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
         new = {**carry, **model, "optimizer": optimizer, "seen": seen, "saved": saved}
         return new, StepMetrics(loss, samples, (pseudo,))
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that the shares of the classes are averaged with the model."""
-        return Uplink(("params", "stats", "share"))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model, the shares of the classes among all labels trained on, and their number."""

@@ -22,12 +22,12 @@ not. Batch-normalization statistics, of which neither paper speaks, are averaged
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from halfmoon.api.requirements import SUM, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
@@ -47,39 +47,15 @@ class LocalTraining(ClientUpdate):
     keep_optimizer: bool = False
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return what the objective looks at when a client update begins."""
-        return self.objective.sweep
+    def needs(self) -> Needs:
+        uplink = Uplink(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
+        needs = self.objective.needs
+        return replace(needs, all_rows=needs.all_rows or self.counts, uplink=uplink)
 
     @property
     def counts(self) -> bool:
         """Return whether a client update ends with a count of the averaged teacher's statistics."""
         return self.objective.decay is not None and self.task.network.norm == "batch"
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all rows are looked at together: where the objective does, or they are counted."""
-        return self.objective.whole or self.counts
-
-    @property
-    def masks(self) -> bool:
-        """Return the objective's."""
-        return self.objective.masks
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the objective's."""
-        return self.objective.row_memory
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the objective's."""
-        return self.objective.labeled_views
-
-    @property
-    def mixup(self) -> float | None:
-        """Return the objective's."""
-        return self.objective.mixup
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept, and what the objective remembers."""
@@ -91,7 +67,7 @@ class LocalTraining(ClientUpdate):
         optimizer = memory["optimizer"] if self.keep_optimizer else self.task.optimizer.init(down["params"])
         cached = self.objective.prepare(self.task, down, data)
         own = self.objective.begin(self.task, memory, data, cached)
-        model = {name: down[name] for name in self.uplink.update if name in down}
+        model = {name: down[name] for name in self.needs.uplink.update if name in down}
         return {**model, **own, "optimizer": optimizer, "ready": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -113,15 +89,10 @@ class LocalTraining(ClientUpdate):
             new |= follow(carry, params, self.objective.decay)
         return new, StepMetrics(loss, {}, seen.pseudo)
 
-    @property
-    def uplink(self) -> Uplink:
-        """Return that what came down goes up: the model, and what the objective keeps beside it."""
-        return Uplink(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
-
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model with its weight |labeled| + |unlabeled|."""
         weight = (data.labeled + data.unlabeled).double()
-        if not self.views:
+        if not self.needs.views:
             weight = weight * (data.labeled > 0)
         kept = [*(["optimizer"] if self.keep_optimizer else ()), *self.objective.remember(self.task, down)]
         new = {**carry, **self.objective.finish(self.task, carry)}
@@ -129,7 +100,7 @@ class LocalTraining(ClientUpdate):
             rows, total = data.labeled + data.unlabeled, counted(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
-        sent = {name: new[name] for name in self.uplink.update if name in new}
+        sent = {name: new[name] for name in self.needs.uplink.update if name in new}
         return Upload(sent, weight), {name: carry[name] for name in kept}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -162,7 +133,7 @@ class FedAvg:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": LocalTraining(task, self.objective.views, self.objective, self.prox, self.keep_optimizer)}
+        return {"train": LocalTraining(task, self.objective, self.prox, self.keep_optimizer)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and what the objective keeps beside it."""

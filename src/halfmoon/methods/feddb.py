@@ -28,14 +28,14 @@ Where the authors' released code departs from the paper:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -99,10 +99,7 @@ class FedDB:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        views = self.objective.views
-        if self.accumulate == "step":
-            views = ("weak", "strong")
-        return {"train": Debiased(task, views, self)}
+        return {"train": Debiased(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and its momentum where the server has one."""
@@ -130,19 +127,10 @@ class Debiased(ClientUpdate):
     options: FedDB = FedDB()
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the view of APP-U."""
-        return ("weak",)
-
-    @property
-    def masks(self) -> bool:
-        """Return whether rows that are padding are left out: where FixMatch leaves them out."""
-        return self.options.objective.masks
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the thresholds'."""
-        return self.options.objective.row_memory
+    def needs(self) -> Needs:
+        needs = self.options.objective.needs
+        views = ("weak", "strong") if self.options.accumulate == "step" else needs.views
+        return replace(needs, views=views, sweep=("weak",), uplink=Uplink(aux={"appu": Aux()}))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept, and the first state of the thresholds."""
@@ -172,11 +160,6 @@ class Debiased(ClientUpdate):
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
         return new, StepMetrics(loss, {}, seen.pseudo)
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that each client's APP-U goes up beside the model."""
-        return Uplink(aux={"appu": Aux()})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model, its APP-U, and its weight |labeled| + |unlabeled|."""

@@ -24,14 +24,14 @@ reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` "pla
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
@@ -124,7 +124,7 @@ class FedDure:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Regulated(task, self.guessing.views, self)}
+        return {"train": Regulated(task, self)}
 
     @property
     def guessing(self) -> PseudoLabeling:
@@ -198,29 +198,8 @@ class Regulated(ClientUpdate):
     options: FedDure = FedDure()
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views that the received model labels when a client update begins."""
-        return self.options.guessing.sweep
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all rows are looked at together, or something is remembered of each."""
-        return self.options.guessing.whole
-
-    @property
-    def masks(self) -> bool:
-        """Return whether rows that are padding are left out."""
-        return self.options.guessing.masks
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the thresholds', which F-reg replaces."""
-        return {} if self.options.fine else self.options.guessing.row_memory
-
-    @property
-    def own_memory(self) -> bool:
-        """Return whether F-reg is drawn for each client."""
-        return self.options.regulator_start == "client"
+    def needs(self) -> Needs:
+        return replace(self.options.guessing.needs, own_memory=self.options.regulator_start == "client")
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return F-reg (Algorithm 1, line 2: one for each client) and an empty mean of rewards."""

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import SUM, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import Number, at_most_one
@@ -101,7 +101,7 @@ class FedLoKe:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Cotraining(task, VIEWS[self.views], self)}
+        return {"train": Cotraining(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model."""
@@ -128,14 +128,9 @@ class Cotraining(ClientUpdate):
     options: FedLoKe = FedLoKe()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the labeled images' views, the local model's and the global one's."""
-        return self.views
+    def needs(self) -> Needs:
+        views = VIEWS[self.options.views]
+        return Needs(views, labeled_views=views, masks=True, uplink=uplink_of(self.options.weights))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return what the local model starts as: the first received model, or a random network."""
@@ -159,7 +154,7 @@ class Cotraining(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's guesses (Eq. 9 to 14)."""
         o, lam = self.options, self.options.ramp(self.task.round)
-        quiet, loud = self.views
+        quiet, loud = self.needs.views
         main = self._pass(carry["global"], batch, loud)
         local = self._pass(carry["local"], batch, quiet) if o.local else main
         used = {"global": sure(main.guess, o.delta), "local": sure(local.guess, o.delta)}
@@ -185,11 +180,6 @@ class Cotraining(ClientUpdate):
         samples = {f"{name}_sure": sample(used[name], batch.u_real) for name in names}
         return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
 
-    @property
-    def uplink(self) -> Uplink:
-        """Return that the global model goes up."""
-        return uplink_of(self.options.weights)
-
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the global model with its weight; the local model stays."""
         up = Upload(model_of(carry["global"]), weight_of(data, self.options.weights))
@@ -203,7 +193,7 @@ class Cotraining(ClientUpdate):
 
     def _pass(self, model: Tree, batch: Batch, labeled: str) -> Pass:
         """Return what a model says of the labeled images' view `labeled`, and of both views of the unlabeled ones."""
-        quiet, loud = self.views
+        quiet, loud = self.needs.views
         seen = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
 
         def look(params: Tree) -> Looked:

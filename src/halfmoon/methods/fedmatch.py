@@ -53,6 +53,7 @@ from halfmoon.api.types import (
     ClientUpdate,
     Federation,
     Local,
+    Needs,
     Passes,
     Pseudo,
     StepMetrics,
@@ -126,8 +127,8 @@ class FedMatch:
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return what clients do in the task's round, and what a server with labels does."""
         return {
-            "train": Disjoint(task, (self.view, "strong"), self, self._due(task)),
-            "serve": Teaching(task, (), self),
+            "train": Disjoint(task, self, self._due(task)),
+            "serve": Teaching(task, self),
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
@@ -191,9 +192,8 @@ class Teaching(ClientUpdate):
     options: FedMatch = FedMatch()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(masks=True, uplink=Uplink(("sigma", "stats")))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from sigma, with a fresh optimizer."""
@@ -203,11 +203,6 @@ class Teaching(ClientUpdate):
         """Take one step on L_s."""
         new, loss = labeled_step(self.task, self.options.labeled_weight, carry, down["psi"], batch)
         return new, StepMetrics(loss, {}, ())
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that sigma and the statistics come back."""
-        return Uplink(("sigma", "stats"))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return sigma and the statistics."""
@@ -226,24 +221,12 @@ class Disjoint(ClientUpdate):
     helpers: int = 0
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the view whose predictions are wanted of all rows."""
-        return (self.options.view,) if self.options.debias or self.options.rule.sweeps else ()
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all rows are looked at together, or something is remembered of each."""
-        return bool(self.sweep) or self.options.rule.of_rows
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the thresholds'."""
-        return self.options.rule.row_memory
+    def needs(self) -> Needs:
+        o = self.options
+        sweep = (o.view,) if o.debias or o.rule.sweeps else ()
+        aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
+        uplink = Uplink(("sigma", "psi", "stats"), weight="one", aux=aux)
+        return Needs((o.view, "strong"), sweep=sweep, masks=True, row_memory=o.rule.row_memory, uplink=uplink)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return that nothing has been received, and the first state of thresholds that run."""
@@ -272,7 +255,7 @@ class Disjoint(ClientUpdate):
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
         rule = self.options.rule
         carry["thresholds"] = {} if rule.sweeps else rule.begin(memory.get("thresholds", {}), data)
-        if self.sweep:
+        if self.needs.sweep:
             views = data.views[self.options.view]
             guess = sweep_logits(self.task, composed(**received), down["stats"], views, data.u_real)
             carry["prior"] = prior(guess, data.u_real)
@@ -296,12 +279,6 @@ class Disjoint(ClientUpdate):
             stats = track(stats, each)
         new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
         return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that both halves go up, and what helpers are found and bytes are counted by."""
-        aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
-        return Uplink(("sigma", "psi", "stats"), weight="one", aux=aux)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send what changed, and the prediction on noise; a client without labels has nothing to say of sigma."""
@@ -329,7 +306,7 @@ class Disjoint(ClientUpdate):
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         """Count the image of noise, and all rows where guesses are debiased."""
-        return 1 + (unlabeled if self.sweep else 0)
+        return 1 + (unlabeled if self.needs.sweep else 0)
 
     def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
         """Return the bytes of the sparse wire format; those of whole trees where nothing is thresholded."""

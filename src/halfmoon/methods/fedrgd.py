@@ -70,8 +70,8 @@ class FedRGD:
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the clients' training, and that of the server's copies."""
         return {
-            "train": LocalTraining(task, self.objective.views, self.objective, keep_optimizer=self.keep_optimizer),
-            "serve": LocalTraining(task, (), Supervised(decay=self.objective.decay)),
+            "train": LocalTraining(task, self.objective, keep_optimizer=self.keep_optimizer),
+            "serve": LocalTraining(task, Supervised(decay=self.objective.decay)),
         }
 
     def start(self, task: Task, model: Tree) -> Tree:

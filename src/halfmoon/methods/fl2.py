@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import Place, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value, vjp
@@ -85,9 +85,9 @@ class FL2:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the clients' training, the server's, and the look that statistics are counted from."""
-        own_labels = LocalTraining(task, (), Supervised(), keep_optimizer=self.keep_optimizer)
+        own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
         return {
-            "train": SharpnessAware(task, ("strong",), self),
+            "train": SharpnessAware(task, self),
             "fine-tune": own_labels,
             "census": BatchNormStatistics(task),
         }
@@ -122,14 +122,8 @@ class SharpnessAware(ClientUpdate):
     options: FL2 = FL2()
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views that are labeled."""
-        return ("weak",)
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("strong",), sweep=("weak",), masks=True, uplink=Uplink(("params",), (), "one"))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
@@ -202,11 +196,6 @@ class SharpnessAware(ClientUpdate):
         params, optimizer = self.task.optimizer.step(params, gradient, carry["optimizer"])
         pseudo = Pseudo(label, confidence, used)
         return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, samples, (pseudo,))
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that the parameters go up alone; statistics are counted."""
-        return Uplink(("params",), (), "one")
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters with the weight 1 - t if there was a row to train on."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import SUM, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task, sample
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean, mean_or_zero
@@ -82,7 +82,7 @@ class FML:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": MutualLearning(task, (self.view,) if self.unlabeled_weight else (), self)}
+        return {"train": MutualLearning(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model."""
@@ -105,9 +105,9 @@ class MutualLearning(ClientUpdate):
     options: FML = FML()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        views = (self.options.view,) if self.options.unlabeled_weight else ()
+        return Needs(views, masks=True, uplink=uplink_of(self.options.weights))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the private model's start, with a fresh optimizer where it is kept."""
@@ -133,21 +133,16 @@ class MutualLearning(ClientUpdate):
         lesson = self._lesson(meme, batch, o.private_share)
         new["private"], other = advance(self.task, carry["private"], private, lesson)
         loss = loss + other
-        if not self.views:
+        if not self.needs.views:
             return new, StepMetrics(loss, {}, ())
         made = {name: self._pseudo(seen) for name, seen in {"global": meme, "local": private}.items()}
         samples = {"private_sure": sample(made["local"].weight, batch.u_real)}
         return new, StepMetrics(loss, samples, (made["local"],), made)
 
-    @property
-    def uplink(self) -> Uplink:
-        """Return that the meme goes up."""
-        return uplink_of(self.options.weights)
-
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the meme with its weight; the private model stays."""
         weight = weight_of(data, self.options.weights)
-        if not self.views:
+        if not self.needs.views:
             weight = weight * (data.labeled > 0)
         return Upload(model_of(carry["meme"]), weight), self._kept(carry["private"])
 
@@ -157,12 +152,12 @@ class MutualLearning(ClientUpdate):
 
     def _pass(self, model: Tree, batch: Batch) -> Pass:
         """Return what a model says of labeled and unlabeled images; its guesses are its logits of the same pass."""
-        groups = (batch.x, *(batch.u[name] for name in self.views))
+        groups = (batch.x, *(batch.u[name] for name in self.needs.views))
 
         def look(params: Tree) -> Looked:
-            joint, real = self.task.statistics == "joint", batch.masks(len(self.views))
+            joint, real = self.task.statistics == "joint", batch.masks(len(self.needs.views))
             parts, _, moments = forward(self.task.network, params, joint, groups, real=real)
-            labeled, unlabeled = parts[0], parts[1] if self.views else parts[0][:0]
+            labeled, unlabeled = parts[0], parts[1] if self.needs.views else parts[0][:0]
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
         return passed(look, model["params"])
@@ -180,7 +175,7 @@ class MutualLearning(ClientUpdate):
             total = share * supervised(labeled, batch.y, batch.x_real)
             if len(labeled):
                 total = total + (1 - share) * mean_or_zero(divergence(teacher.labeled, labeled), batch.x_real)
-            if self.views:
+            if self.needs.views:
                 apart = mean(used * divergence(teacher.guess, unlabeled), batch.u_real)
                 total = total + self.options.unlabeled_weight * apart
             return total

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
@@ -76,7 +76,7 @@ class HeteroFL:
                 "given weights are; choose a network of halfmoon without weights, or another method."
             )
         rates = sorted(set(parsed(self.rates)), reverse=True)
-        return {name(rate): Narrow(task, (), self, rate) for rate in rates} | {"census": BatchNormStatistics(task)}
+        return {name(rate): Narrow(task, self, rate) for rate in rates} | {"census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and a momentum of zero where there is one."""
@@ -125,9 +125,8 @@ class Narrow(ClientUpdate):
     rate: float = 1.0
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(masks=True, uplink=Uplink(("params",), (), "one", {"present": Aux(values="mark")}))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
@@ -146,11 +145,6 @@ class Narrow(ClientUpdate):
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, {}, ())
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that the classes that a client has go up beside its part of the parameters."""
-        return Uplink(("params",), (), "one", {"present": Aux(values="mark")})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the part, the classes that it has seen, and 1, or 0 where there was nothing to see."""

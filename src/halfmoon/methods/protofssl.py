@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -70,7 +70,7 @@ class ProtoFSSL:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Episodes(task, ("weak",), self)}
+        return {"train": Episodes(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model; nobody has a prototype."""
@@ -112,9 +112,9 @@ class Episodes(ClientUpdate):
     options: ProtoFSSL = ProtoFSSL()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        aux = {"own": Aux(), "present": Aux(values="mark")}
+        return Needs(("weak",), masks=True, uplink=Uplink(weight="one", aux=aux))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Start from the server's model, with a fresh optimizer."""
@@ -129,11 +129,6 @@ class Episodes(ClientUpdate):
         for each in moments:
             stats = track(stats, each)
         return {"params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, (pseudo,))
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that each client's prototypes go up beside the model."""
-        return Uplink(weight="one", aux={"own": Aux(), "present": Aux(values="mark")})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model and the prototypes of the labeled rows."""

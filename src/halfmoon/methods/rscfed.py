@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -74,7 +74,7 @@ class RSCFed:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Following(task, ("weak", "weak2"), self)}
+        return {"train": Following(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model."""
@@ -121,9 +121,8 @@ class Following(ClientUpdate):
     options: RSCFed = RSCFed()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("weak", "weak2"), masks=True, uplink=Uplink(aux={"labels": Aux(values="mark")}))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the teacher, the first received model, and a fresh optimizer where it is kept."""
@@ -147,11 +146,6 @@ class Following(ClientUpdate):
         teacher = tree.map(lambda old, new: torch.lerp(new, old, self.options.decay), carry["teacher"], params)
         new = {"params": params, "stats": stats, "teacher": teacher, "optimizer": optimizer}
         return new, StepMetrics(loss, {}, (guess_of(target),))
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that it is said beside the model whether there are labels."""
-        return Uplink(aux={"labels": Aux(values="mark")})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the model; the teacher stays."""

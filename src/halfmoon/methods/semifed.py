@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, Pseudo, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -83,7 +83,7 @@ class SemiFed:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return what a client does in the task's round."""
-        return {"train": Growing(task, (self.view, "strong"), self, self._labels(task))}
+        return {"train": Growing(task, self, self._labels(task))}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model."""
@@ -147,24 +147,10 @@ class Growing(ClientUpdate):
     labels: bool = False
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the view that is voted on."""
-        return (self.options.view,) if self.labels else ()
-
-    @property
-    def whole(self) -> bool:
-        """Return that something is remembered of each row."""
-        return True
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the labels."""
-        return {"labels": NONE}
+    def needs(self) -> Needs:
+        view = self.options.view
+        sweep = (view,) if self.labels else ()
+        return Needs((view, "strong"), sweep=sweep, masks=True, row_memory={"labels": NONE})
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return that no row has a label: of how many rows is not known yet."""

@@ -56,6 +56,7 @@ from halfmoon.api.types import (
     ClientUpdate,
     Federation,
     Local,
+    Needs,
     Passes,
     Pseudo,
     StepMetrics,
@@ -147,10 +148,9 @@ class SemiFL:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the clients' training, the server's, and the look that statistics are counted from."""
-        own_labels = LocalTraining(task, (), Supervised(), keep_optimizer=self.keep_optimizer)
-        teaching = SigmaTraining(task, (), self) if self.halves else own_labels
-        views = ("weak", "strong") if self.mix_weight or self.labels == "step" else ("strong",)
-        return {"train": Mixing(task, views, self), "fine-tune": teaching, "census": BatchNormStatistics(task)}
+        own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
+        teaching = SigmaTraining(task, self) if self.halves else own_labels
+        return {"train": Mixing(task, self), "fine-tune": teaching, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and a momentum of zero; with `halves` take the kernels apart, and draw others as psi."""
@@ -192,9 +192,8 @@ class SigmaTraining(ClientUpdate):
     options: SemiFL = SemiFL()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(masks=True, uplink=Uplink(("sigma",), ()))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
@@ -211,11 +210,6 @@ class SigmaTraining(ClientUpdate):
         gradient, loss, _ = grad_and_value(self._loss, carry["sigma"], down, batch)
         sigma, optimizer = self.task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])
         return {"sigma": sigma, "optimizer": optimizer}, StepMetrics(loss, {}, ())
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return that sigma comes back."""
-        return Uplink(("sigma",), ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return sigma."""
@@ -239,35 +233,17 @@ class Mixing(ClientUpdate):
     options: SemiFL = SemiFL()
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the weak views that are labeled, or whose mean prediction is wanted."""
+    def needs(self) -> Needs:
         o = self.options
-        return ("weak",) if o.labels == "round" or o.debias or o.rule.sweeps else ()
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all rows are looked at together, or something is remembered of each."""
-        return bool(self.sweep) or (self.options.labels == "step" and self.options.rule.of_rows)
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the thresholds', where these stay."""
-        return self.options.rule.row_memory if self._runs else {}
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Return the weak views of the mix set."""
-        return ("weak",) if self.options.mix_weight else ()
-
-    @property
-    def mixup(self) -> float | None:
-        """Return the concentration of the mixing coefficient."""
-        return self.options.concentration if self.options.mix_weight else None
+        return Needs(
+            views=("weak", "strong") if o.mix_weight or o.labels == "step" else ("strong",),
+            sweep=("weak",) if o.labels == "round" or o.debias or o.rule.sweeps else (),
+            others=("weak",) if o.mix_weight else (),
+            mixup=o.concentration if o.mix_weight else None,
+            masks=True,
+            row_memory=o.rule.row_memory if self._runs else {},
+            uplink=Uplink((o.trained,), (), "one"),
+        )
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept, and the first state of thresholds that run."""
@@ -286,7 +262,7 @@ class Mixing(ClientUpdate):
         rule, by_step = self.options.rule, self.options.labels == "step"
         if by_step and not rule.sweeps:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
-        if not self.sweep:
+        if not self.needs.sweep:
             return carry
         received = self.options.parameters(down)
         parts = [self._predict(received, down["stats"], part) for part in chunks(data.views["weak"])]
@@ -327,11 +303,6 @@ class Mixing(ClientUpdate):
             samples["kept"] = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
         return new, StepMetrics(loss, samples, (pseudo,))
 
-    @property
-    def uplink(self) -> Uplink:
-        """Return that the parameters go up alone; statistics are counted."""
-        return Uplink((self.options.trained,), (), "one")
-
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Send the parameters; they weigh 1 if there was a row to train on."""
         drawn, rows = self.keep(carry, data), data.unlabeled > 0
@@ -357,7 +328,7 @@ class Mixing(ClientUpdate):
     def _loss(self, trained: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
         mixes, o = bool(self.options.mix_weight), self.options
         params = o.parameters(down, trained)
-        weak = [batch.u[view] for view in self.views if view == "weak"]
+        weak = [batch.u[view] for view in self.needs.views if view == "weak"]
         taught, share = [batch.x, batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
         if mixes:
             weak.append(batch.others["weak"])

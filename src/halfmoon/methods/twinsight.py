@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Passes, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -39,6 +39,7 @@ from halfmoon.models import track
 from halfmoon.models.network import linear
 
 TWIN, PROJECTOR = "twin", "projector"
+VIEWS = ("weak", "weak2")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TwinSight:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the one thing a client does."""
-        return {"train": Twins(task, ("weak", "weak2"), self)}
+        return {"train": Twins(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Remember the model, and a twin with a projector."""
@@ -96,14 +97,8 @@ class Twins(ClientUpdate):
     options: TwinSight = TwinSight()
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the views of the labeled images: the same two."""
-        return self.views
+    def needs(self) -> Needs:
+        return Needs(VIEWS, labeled_views=VIEWS, masks=True)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return a fresh optimizer where it is kept."""
@@ -140,7 +135,7 @@ class Twins(ClientUpdate):
     def _loss(self, params: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor, dict[str, Tensor]]]:
         """Return the loss, and (moments of the classifier and the twin, guesses of unlabeled images, its terms)."""
         o, network, twin = self.options, self.task.network, params[TWIN]
-        a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in self.views)
+        a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
         real, both = joined(batch.masks(1)), joined(batch.masks(1) * 2)
         logits, features, moments = network.embed(params, a, real=real)
         if self.task.statistics == "joint":

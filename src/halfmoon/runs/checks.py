@@ -56,7 +56,9 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
             )
         check_place(each.name, place)
     bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
-    looking = [each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).views]
+    looking = [
+        each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).needs.views
+    ]
     if looking and bare:
         raise UserError(
             f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "

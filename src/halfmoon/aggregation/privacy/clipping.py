@@ -12,24 +12,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Passes, StepMetrics, Task
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """A method whose clients clip what they send: the updates of any work together have at most the norm `norm`."""
+    """A method whose clients clip what they send: all that one client update changes has at most the norm `norm`."""
 
     method: Method
     norm: float
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the works of the method, each with its upload clipped."""
+        """Return the client updates of the method, each with its upload clipped."""
         found = self.method.client_updates(task)
         return {
-            name: ClippedWork(client_update.task, client_update.views, client_update=client_update, norm=self.norm)
+            name: ClippedUpdate(client_update.task, client_update=client_update, norm=self.norm)
             for name, client_update in found.items()
         }
 
@@ -47,70 +47,25 @@ class Clipped:
 
 
 @dataclass(frozen=True)
-class ClippedWork(ClientUpdate):
-    """A work that does as another one does, but clips what it sends."""
+class ClippedUpdate(ClientUpdate):
+    """A client update like another one, with what it sends clipped."""
 
     client_update: ClientUpdate = field(kw_only=True)
     norm: float = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        # Who gives this work another task means the work inside.
+        # Whoever replaces the task of this client update means the one inside.
         object.__setattr__(self, "client_update", replace(self.client_update, task=self.task))
 
     @property
-    def trains(self) -> bool:
-        """Return whether a client update takes steps."""
-        return self.client_update.trains
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views of all unlabeled rows."""
-        return self.client_update.sweep
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all rows are looked at together."""
-        return self.client_update.whole
-
-    @property
-    def masks(self) -> bool:
-        """Return whether rows that are padding are left out."""
-        return self.client_update.masks
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return which leaves of the memory have an entry for each row."""
-        return self.client_update.row_memory
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Return the views of the second minibatch."""
-        return self.client_update.others
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the further views of the labeled images."""
-        return self.client_update.labeled_views
-
-    @property
-    def mixup(self) -> float | None:
-        """Return how mixing coefficients are drawn."""
-        return self.client_update.mixup
+    def needs(self) -> Needs:
+        """Return what the client update inside needs."""
+        return self.client_update.needs
 
     @property
     def at_server(self) -> ClientUpdate:
-        """Return the work without the clip: the server's own images are not a client's."""
+        """Return the client update without the clip: the server's own images are not a client's."""
         return self.client_update
-
-    @property
-    def uplink(self) -> Uplink:
-        """Return what the work sends."""
-        return self.client_update.uplink
-
-    @property
-    def own_memory(self) -> bool:
-        """Return whose generator the first memory is drawn from."""
-        return self.client_update.own_memory
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """Return the client's first memory."""

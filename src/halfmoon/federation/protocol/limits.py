@@ -127,7 +127,7 @@ def abstract(network: Network) -> tree.Tree:
 
 def check_visit(client_update: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
     """Return why a client update is too much for any site, None where it is not."""
-    views = max(1, len(client_update.views) + len(client_update.others))
+    views = max(1, len(client_update.needs.views) + len(client_update.needs.others))
     step = amount.labeled + views * amount.unlabeled
     if step * math.prod(image) > STEP:
         return _too_large(f"a step is of {step:,} images", image)

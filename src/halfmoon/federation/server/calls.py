@@ -249,14 +249,14 @@ class SiteCalls:
         if self.inspection is not None and not hidden:
             upload = Upload.of(reply.up)
             weight = float(upload.weight)
-            norm = norms({site: upload}, {site: down}, context.client_update.uplink)[site]
+            norm = norms({site: upload}, {site: down}, context.client_update.needs.uplink)[site]
         return JudgedReply(replace(reply, up={}), answer.data, shape, weight, norm)
 
     def _fault(self, inspection: Inspection, reply: Reply, site: str, context: ClientContext, down: Tree) -> str | None:
         """Return why a reply, looked at alone, may not touch the model."""
         hidden = self.keys is not None
         pattern = summed(layout(self.plain(context, down))) if hidden else inspection.patterns.of(context, down)
-        uplink = None if hidden else context.client_update.uplink
+        uplink = None if hidden else context.client_update.needs.uplink
         fault = check_schema(reply.up, reply.samples, pattern, uplink)
         return fault or check_counts(reply, *inspection.most(context.client_update, site), uplink)
 

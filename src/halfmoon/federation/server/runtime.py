@@ -198,7 +198,7 @@ class RemoteRuntime(ServerRuntime):
         there = {k: good.pop(self.names[k]) for k in clients if self.names[k] in good}
         scale = self.calls.capped(there)
         for k in list(there):
-            yield k, _placed(there.pop(k).whole().outcome(), self.device, context.client_update.uplink, scale[k])
+            yield k, _placed(there.pop(k).whole().outcome(), self.device, context.client_update.needs.uplink, scale[k])
 
     def _asked(self, requests: Mapping[str, Request], pattern: TreeSpec, what: str) -> dict[str, Reply]:
         """Return the replies to requests about a masked sum alone; sites without a usable one have failed."""

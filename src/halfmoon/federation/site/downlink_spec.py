@@ -156,7 +156,9 @@ class _Played:
 
     def average(self, client_update: str, down: Tree) -> Upload:
         """Do as `ask`, and return the mean."""
-        return mean_of(self.ask(client_update, down), self.client_updates[client_update].uplink, down, client_update)
+        return mean_of(
+            self.ask(client_update, down), self.client_updates[client_update].needs.uplink, down, client_update
+        )
 
     def ask_server(self, client_update: str, down: Tree) -> Upload:
         """Refuse: nothing that goes down depends on whether the server trains as well."""

@@ -219,5 +219,5 @@ def _check(terms: Terms, method: Method, shared: Task, labeled: int, unlabeled: 
         return
     if config.labels_at == "clients" and not labeled:
         raise Refused(UNFIT, "the federation has labels at every site, but this site has none.")
-    if next(iter(method.client_updates(shared).values())).views and not unlabeled and not config.reuse_labeled:
+    if next(iter(method.client_updates(shared).values())).needs.views and not unlabeled and not config.reuse_labeled:
         raise Refused(UNFIT, f"method {entry.name} needs images without a label, but this site has none.")

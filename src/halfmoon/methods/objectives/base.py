@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.optim import Number, at_most_one, exp
@@ -46,39 +46,9 @@ class Objective:
     decay: float | None = field(default=None, kw_only=True)
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return the unlabeled views it wants; none: unlabeled images are not touched."""
-        return ()
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views of all unlabeled rows that `prepare` wants."""
-        return ()
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the views of the labeled images that it wants in `batch.x_views`, beside `batch.x`."""
-        return ()
-
-    @property
-    def mixup(self) -> float | None:
-        """Return a of the Beta(a, a) of its mixing coefficients, if it mixes (`ClientUpdate.mixup`)."""
-        return None
-
-    @property
-    def whole(self) -> bool:
-        """Return whether it looks at all of a client's rows together, or remembers each (`ClientUpdate.whole`)."""
-        return bool(self.sweep)
-
-    @property
-    def masks(self) -> bool:
-        """Return whether it leaves out rows that are padding (`ClientUpdate.masks`)."""
-        return False
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return which leaves of what it remembers have an entry for each unlabeled row (`ClientUpdate.row_memory`)."""
-        return {}
+    def needs(self) -> Needs:
+        """Return what it needs of the engine; by default labeled images alone."""
+        return Needs()
 
     @property
     def averages(self) -> float | None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tree import Tree
@@ -51,14 +51,8 @@ class ICPL(Objective):
     labeled_sets: Literal["guess", "label"] = "guess"
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return the views of a step."""
-        return ("weak", "strong")
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("weak", "strong"), masks=True)
 
     @property
     def travels(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
@@ -35,14 +35,8 @@ class MeanTeacher(Objective):
             raise UserError("Mean Teacher needs a teacher: decay must be a number, such as 0.999.")
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return the student's view and the teacher's, two draws of one recipe."""
-        return ("weak", "weak2")
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("weak", "weak2"), masks=True)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.padding import joined, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
@@ -43,19 +43,8 @@ class MixMatch(Objective):
     decay: float | None = field(default=0.999, kw_only=True)
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return two draws of one recipe."""
-        return ("weak", "weak2")
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def mixup(self) -> float:
-        """Return the concentration."""
-        return self.concentration
+    def needs(self) -> Needs:
+        return Needs(("weak", "weak2"), mixup=self.concentration, masks=True)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, guess_of, ramped, supervised
@@ -28,14 +28,8 @@ class PiModel(Objective):
     ramp_shape: Ramp = "linear"
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return two draws of one recipe."""
-        return ("weak", "weak2")
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("weak", "weak2"), masks=True)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

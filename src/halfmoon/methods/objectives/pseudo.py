@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
@@ -38,9 +38,8 @@ class PseudoLabel(PseudoLabeling, Objective):
     ramp_shape: Ramp = "linear"
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return the one view."""
-        return ("weak",)
+    def needs(self) -> Needs:
+        return replace(super().needs, views=("weak",))
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

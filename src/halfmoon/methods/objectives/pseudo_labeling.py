@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.methods.objectives.base import (
@@ -65,6 +64,17 @@ class PseudoLabeling:
             raise UserError(f"teacher_decay is {self.teacher_decay}: it must be at least 0 and below 1.")
 
     @property
+    def needs(self) -> Needs:
+        """Return the views of a step, and those of all rows where guesses of the round are needed."""
+        all_rows = self.labels == "round" or self.rule.sweeps or (self.debias and self.debias_over == "all")
+        return Needs(
+            views=("strong",) if self.labels == "round" else ("weak", "strong"),
+            sweep=("weak",) if all_rows else (),
+            masks=True,
+            row_memory=self.rule.row_memory,
+        )
+
+    @property
     def averages(self) -> float | None:
         """Return the share that the average of the server's models keeps, where it teaches."""
         return self.teacher_decay if self.teacher == "average" else None
@@ -79,36 +89,10 @@ class PseudoLabeling:
         """Return which guesses count."""
         return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
-    @property
-    def views(self) -> tuple[str, ...]:
-        """Return the views of a step."""
-        return ("strong",) if self.labels == "round" else ("weak", "strong")
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the views of all unlabeled rows that are looked at when a client update begins."""
-        debiasing = self.debias and self.debias_over == "all"
-        return ("weak",) if debiasing or self.labels == "round" or self.rule.sweeps else ()
-
-    @property
-    def whole(self) -> bool:
-        """Return whether it looks at all rows of a client together, or remembers something of each."""
-        return bool(self.sweep) or self.rule.of_rows
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def row_memory(self) -> Mapping[str, int]:
-        """Return the thresholds'."""
-        return self.rule.row_memory
-
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
         guess, model = None, self.teaching(down)
-        if self.sweep:
+        if self.needs.sweep:
             guess = sweep_logits(task, model["params"], model["stats"], data.views["weak"], data.u_real)
         return self.prepared(down, data, guess)
 

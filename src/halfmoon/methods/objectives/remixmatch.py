@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Passes, Task
+from halfmoon.api.types import Batch, Local, Needs, Passes, Task
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import joined, row_mean
 from halfmoon.core.tree import Tree
@@ -64,24 +64,10 @@ class ReMixMatch(Objective):
             raise UserError(f"anchors is {self.anchors}: ReMixMatch needs at least 1 strong view.")
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return the weak view and the strong ones."""
-        return ("weak", "strong", *(f"strong{n}" for n in range(2, self.anchors + 1)))
-
-    @property
-    def labeled_views(self) -> tuple[str, ...]:
-        """Return the strong view of the labeled images."""
-        return ("strong",) if self.strong_labels else ()
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
-
-    @property
-    def mixup(self) -> float:
-        """Return the concentration."""
-        return self.concentration
+    def needs(self) -> Needs:
+        views = ("weak", "strong", *(f"strong{n}" for n in range(2, self.anchors + 1)))
+        labeled_views = ("strong",) if self.strong_labels else ()
+        return Needs(views, labeled_views=labeled_views, mixup=self.concentration, masks=True)
 
     @property
     def travels(self) -> tuple[str, ...]:
@@ -112,7 +98,10 @@ class ReMixMatch(Objective):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
         """Return the scalar loss and what was seen."""
-        groups = (batch.x_views["strong"] if self.strong_labels else batch.x, *(batch.u[name] for name in self.views))
+        groups = (
+            batch.x_views["strong"] if self.strong_labels else batch.x,
+            *(batch.u[name] for name in self.needs.views),
+        )
         mix, order = batch.drawn["mix"], batch.drawn["order"]
         images = torch.split(mixed(torch.cat(groups), mix, order), [len(group) for group in groups])
         strong = batch.u["strong"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
@@ -45,14 +45,8 @@ class SAGE(Objective):
     half_gap: float = 0.05
 
     @property
-    def views(self) -> tuple[str, ...]:
-        """Return the views of a step."""
-        return ("weak", "strong")
-
-    @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(("weak", "strong"), masks=True)
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return the received model."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Passes, Task
+from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
 
@@ -16,9 +16,8 @@ class Supervised(Objective):
     """CE(y, f(x))."""
 
     @property
-    def masks(self) -> bool:
-        """Return that rows that are padding are left out."""
-        return True
+    def needs(self) -> Needs:
+        return Needs(masks=True)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

@@ -63,7 +63,7 @@ class Threshold:
 
     @property
     def row_memory(self) -> Mapping[str, int]:
-        """Return which leaf of a client's "thresholds" has an entry for each row (`ClientUpdate.row_memory`)."""
+        """Return which leaf of a client's "thresholds" has an entry for each row (`Needs.row_memory`)."""
         return {"thresholds/label": NONE} if self.of_rows else {}
 
     def remember(self, classes: int, like: Tensor) -> Tree:
