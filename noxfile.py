@@ -47,6 +47,14 @@ def full(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", f"{site}/site")
     with session.chdir(site):
         session.run("halfmoon", "run", "--rounds", "2")
+    session.run("python", "benchmarks/smoke.py")
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Start every script of benchmarks/ and results/ at its smallest size."""
+    install(session)
+    session.run("python", "benchmarks/smoke.py", *session.posargs)
 
 
 @nox.session

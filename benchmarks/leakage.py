@@ -35,6 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
+from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
@@ -104,6 +105,12 @@ class Spy:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.down, self.updates, self.clients = simulation, {}, [], []
         self.ask_first, simulation.ask = simulation.ask, self.ask  # type: ignore[method-assign]
+        simulation.average = self.average  # type: ignore[method-assign]
+
+    def average(self, client_update: str, down: Tree) -> Upload:
+        """Average uploads that are all kept."""
+        uplink = self.simulation.client_updates[client_update].needs.uplink
+        return mean_of(self.ask(client_update, down), uplink, down, client_update)
 
     def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Ask, and look."""

@@ -52,7 +52,7 @@ SMALLEST: dict[str, Small] = {
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
     "federation_cost": ("--rounds 1 --steps 1 --out {out}/cost", {}),
     "federation_faults": ("--only undisturbed --out {out}/faults", {}),
-    "federation_parity": ("--methods semifl --ways simulator rehearsal --rounds 1 --out {out}/parity", {}),
+    "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
         "{data} {out}",
         {"SEEDS": (0, 1), "RATES": (8e-3,), "FIRST": {"rounds": 1, "steps": 1}, "THEN": {"rounds": 1, "steps": 1}},
@@ -61,7 +61,7 @@ SMALLEST: dict[str, Small] = {
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
     "label_choice": ("--xrays {data}/none", {"SEEDS": 2, "ROUNDS": 2, "STEPS": 2}),
-    "large_data": ("2400 8 {out}", {}),
+    "large_data": ("8000 8 {out}", {}),
     "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
     "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {}),
     "precision": ("--rounds 1 --seeds 0", {}),
@@ -74,7 +74,7 @@ SMALLEST: dict[str, Small] = {
         "--data-dir {data} --kept {out}/robust.jsonl",
         {"METHODS": ("fedavg-fixmatch",), "RULES": ("median",), "SHARES": (0.2,), "COMMON": {"rounds": 1}},
     ),
-    "scale": ("--rounds 1 --json", {}),
+    "scale": ("--part uploads fedavg 2", {}),
     "secure_sums": ("--sites 3 --parameters 1000 --out {out}/sums", {}),
     "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
     "site_opening": ("--images 20 --side 8", {}),
@@ -149,8 +149,11 @@ def run(folder: Path) -> None:
 def smaller(value: Any, small: Any) -> Any:
     """Return a constant made small: a dict with other values (None: without the key), a list cut, or another value."""
     if isinstance(value, dict):
-        merged = {key: smaller(value[key], small[key]) if key in small else value[key] for key in value}
-        return {key: part for key, part in {**small, **merged}.items() if part is not None}
+        kept = {key: part for key, part in value.items() if small.get(key, part) is not None}
+        new = {
+            key: smaller(kept[key], part) if key in kept else part for key, part in small.items() if part is not None
+        }
+        return {**kept, **new}
     return value[:small] if isinstance(value, list) else small
 
 
@@ -170,6 +173,9 @@ def started(name: str, folder: Path) -> tuple[float, str]:
     out.mkdir()
     places = {"out": out, "data": folder / "data", "run": folder / "run"}
     home = ROOT / "benchmarks" if benchmark else Path(shutil.copytree(ROOT / "results", out / "results"))
+    if not benchmark:  # a report writes tables into pages
+        shutil.copytree(ROOT / "docs", out / "docs")
+        shutil.copy(ROOT / "README.md", out)
     lines = [words, "report"] if words.startswith("play ") else [words]
     begin = time.perf_counter()
     for line in lines:
