@@ -40,7 +40,7 @@ def test_first_and_second_classes():
     Class 0 with 0.7 passes; class 1 with 0.9 passes; class 1 with 0.75 does not, its second class does; 0 with 0.55
     does not, and its second class, 1, is in no tail.
     """
-    client_update = Balanced(task(), ("weak",), CBAFed(threshold=0.7, threshold_most=0.9))
+    client_update = Balanced(task(), CBAFed(threshold=0.7, threshold_most=0.9))
     p = torch.tensor([[0.7, 0.3], [0.1, 0.9], [0.25, 0.75], [0.55, 0.45]]).double()
     pseudo = client_update.pseudo_label(p, torch.tensor([0.0, 1.0]).double())
     assert pseudo.label.tolist() == [0, 1, 0, 0]
@@ -82,7 +82,7 @@ def test_a_visit_with_labels_goes_back():
 
 def test_shares_are_those_of_all_labels_together():
     """Two clients of 3 labels + 1 pseudo-label and of 0 + 2: the mean by weight of their shares is counts / 6."""
-    client_update = Balanced(task(), ("weak",), CBAFed())
+    client_update = Balanced(task(), CBAFed())
     down = {"share": torch.full((4,), 0.25).double()}
     x = torch.zeros(5, 1, 1, 1, dtype=torch.uint8)
     given = [

@@ -81,9 +81,7 @@ def batch_of(u: Tensor, strong: Tensor, x: Tensor | None = None, y: Tensor | Non
 
 def work_of(method: FedMatch, network: Network = Line(), helpers: int = 0, **shared: Any) -> Disjoint:
     """Return the client's work with so many helpers, under plain SGD."""
-    return Disjoint(
-        task(network, optimizer=SGD(RATE), **shared), (method.view, "strong"), replace(method, helpers=helpers), helpers
-    )
+    return Disjoint(task(network, optimizer=SGD(RATE), **shared), replace(method, helpers=helpers), helpers)
 
 
 def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: list[float] | None = None) -> Tree:

@@ -62,7 +62,7 @@ def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> Local:
 
 def work_of(method: SemiFed, labels: bool = False, network: Network = Line(), **shared: Any) -> Growing:
     """Return the client's work under plain SGD of rate 0.1."""
-    return Growing(task(network, optimizer=SGD(0.1), **shared), (method.view, "strong"), method, labels)
+    return Growing(task(network, optimizer=SGD(0.1), **shared), method, labels)
 
 
 def labeled(method: SemiFed, models: list[Tree], data: Local, memory: Tree | None = None, round: int = 0) -> list[int]:
