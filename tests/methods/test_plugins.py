@@ -7,21 +7,25 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import halfmoon
 from halfmoon import Config, UserError, load_model
+from halfmoon.api.types import Needs, Passes
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.contract import check
 from halfmoon.core import plugins
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.objectives import FixMatch, Supervised
+from halfmoon.methods.objectives import FixMatch, Objective, StepResult, Supervised
+from halfmoon.methods.objectives.base import supervised
 from halfmoon.runs import outside
 
 MODULE = '''
@@ -174,13 +178,72 @@ def test_a_method_as_an_object(tmp_path: Path) -> None:
         outside.named(config, Local(Supervised()))
 
 
+@dataclass(frozen=True)
+class Entropy(Objective):
+    """Be sure of unlabeled images."""
+
+    sharpness: float = 0.1
+
+    @property
+    def needs(self):
+        return Needs(("weak",))
+
+    def __call__(self, task, params, stats, batch, aux=None, cached=None):
+        logits, moments = task.network.train(params, torch.cat([batch.x, batch.u["weak"]]))
+        labeled, unlabeled = logits.split([len(batch.x), len(batch.u["weak"])])
+        entropy = -(unlabeled.softmax(-1) * unlabeled.log_softmax(-1)).sum(-1).mean()
+        return supervised(labeled, batch.y) + self.sharpness * entropy, StepResult([moments], ())
+
+    def passes(self, task, labeled, unlabeled):
+        return Passes(labeled + unlabeled, labeled + unlabeled)
+
+
+mine = partial(FedAvg, Entropy(0.2), prox=0.1)
+
+
+@pytest.mark.parametrize("part", [mine, FedAvg(Entropy(0.2), prox=0.1)])
+def test_fedavg_around_an_objective_goes_by_the_objective(part) -> None:
+    """Its name, words and options are those of the objective; those of other objectives are refused."""
+    config = outside.named(Config(), part)
+    assert config.method.endswith("test_plugins:Entropy")
+    assert config.options == {"sharpness": 0.2, "prox": 0.1}
+    row = registry.entry(config.method)
+    assert (row.title, row.about) == ("Entropy", "Be sure of unlabeled images")
+    assert registry.make(config.method, config.options) == FedAvg(Entropy(0.2), prox=0.1)
+    with pytest.raises(UserError, match="no option 'threshold'"):
+        registry.make(config.method, {"threshold": 0.5})
+
+
+def test_an_objective_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a class, an object, or by its name: FedAvg around it."""
+    for part in (Entropy, Entropy()):
+        name = outside.register(part)
+        assert registry.make(name) == FedAvg(Entropy())
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    assert registry.entry(f"{__name__}:mine").title == "Entropy"
+    assert registry.make(f"{__name__}:mine") == FedAvg(Entropy(0.2), prox=0.1)
+    assert registry.make(f"{__name__}:Entropy", {"sharpness": 0.3}) == FedAvg(Entropy(0.3))
+
+
+def test_an_option_has_its_new_name(tmp_path: Path, capsys) -> None:
+    """In a file, on the command line and in a run folder: one sentence."""
+    (tmp_path / "old.toml").write_text('method = "fedavg-fixmatch"\n[options]\ntau = 0.5\n')
+    for words in (["--config", str(tmp_path / "old.toml")], ["--method", "fedavg-fixmatch", "--option", "tau=0.5"]):
+        assert cli.main(["run", *words, "--run-dir", str(tmp_path / "run")]) == 2
+        assert "tau is now called threshold" in capsys.readouterr().err
+    with pytest.raises(UserError, match="tau is now called threshold"):
+        registry.make("semifl", {"tau": 0.5})
+    with pytest.raises(UserError, match="no option 'tau': "):
+        registry.make("protofssl", {"tau": 0.5})
+
+
 def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
     """One sentence each."""
     own = here.stem
     for name, why in (
         (f"{own}:Nope", f"module {own} has no Nope"),
         ("no_such_module:Mine", "there is no module no_such_module, neither installed nor in"),
-        (f"{own}:FixMatch", "FixMatch has no client_updates"),
+        (f"{own}:np.ndarray", "calling it without arguments failed"),
         (f"{own}:rule", "calling it without arguments failed"),
         ("fedure", "did you mean 'feddure'"),
     ):

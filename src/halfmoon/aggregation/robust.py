@@ -17,7 +17,7 @@ What an upload holds beside an update:
 - FedRGD averages its groups as always; under the rules that make one aggregate, all groups move by the same.
 - FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" can stand before them. SemiFL and HeteroFL
   also count statistics in a query of their own (`methods.static`), which is no update, so that no rule would look at
-  it: none can stand before them where clients count such statistics (`halfmoon.methods.registry.MethodEntry.unrobust`).
+  it: none can stand before them where clients count such statistics (`halfmoon.api.method_entry.MethodEntry.unrobust`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 Place = Literal["clients", "some", "server"]
 """Where labels lie: at every client, at some of them, or at the server alone."""
 
+PLACES: dict[Place, str] = {"clients": "every client", "some": "some clients", "server": "the server"}
 ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
 
 

@@ -21,7 +21,7 @@ from halfmoon.config.schema import GUARDS, Config
 from halfmoon.storage.toml import shown
 
 if TYPE_CHECKING:
-    from halfmoon.methods.registry import MethodEntry
+    from halfmoon.api.method_entry import MethodEntry
     from halfmoon.runs.callbacks import RunInfo
 
 Row = dict[str, Any]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from halfmoon.api.ranges import Range
+from halfmoon.api.requirements import PLACES
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import check_preset, paper_run, protocol_run
@@ -293,7 +294,7 @@ def check_place(method: str, place: Any) -> None:
     entry = registry.entry(method)
     if place not in entry.places:
         raise UserError(
-            f"method {method} needs labels at {entry.labels}, but they are at {registry.PLACES[place]}; "
+            f"method {method} needs labels at {entry.labels}, but they are at {PLACES[place]}; "
             f"choose another labels_at, or one of: {', '.join(registry.names_at(place))}."
         )
 
@@ -317,7 +318,7 @@ def own_options(config: Config, method: str) -> dict[str, Any]:
     given = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
     for name in given:
         if name not in known:
-            hint = nearest(name, known) if known else "it has no options of its own."
+            hint = registry.hint(name, known)
             raise UserError(f"method {method} has no option {name!r}: {hint}")
     return {name: typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.types import Method, Task
 from halfmoon.contract.scene import NETWORK, Played, begin, dataset, furthest, play, same, simulate, task
 from halfmoon.contract.sites import behind
@@ -17,7 +18,6 @@ from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.protocol.messages import Reply, read
-from halfmoon.methods.registry import MethodEntry
 from halfmoon.models import Network
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import Store

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
@@ -199,3 +200,6 @@ class Balanced(ClientUpdate):
         taught = (per_image(logits, pseudo.label) * pseudo.weight).sum() / pseudo.weight.sum().clamp_min(1)
         labels = supervised(labeled, batch.y, batch.x_real)
         return labels + self.options.unlabeled_weight * taught, (moments, pseudo)
+
+
+ROWS = (MethodEntry("cbafed", "CBAFed", "CBAFed, CVPR 2023", "thresholds even out the classes", CBAFed()),)

@@ -34,6 +34,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
@@ -236,3 +237,10 @@ def _slope(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 def distance(weights: Tensor, appu: Tensor) -> Tensor:
     """Return the Euclidean distance () of the weighted mean of APP-U (K, classes) from uniform (Eq. 16)."""
     return euclidean(weights @ appu - 1 / appu.shape[1])
+
+
+ROWS = (
+    MethodEntry(
+        "feddb", "FedDB", "FedDB, IJCAI 2024", "pseudo-labels and averages without each client's class bias", FedDB()
+    ),
+)

@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
@@ -386,3 +387,34 @@ def optimizer_of(options: FedDure, task: Task, which: Literal["coarse", "regulat
     """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
     lr = rate(options, task, which)
     return SGD(lr) if which == "coarse" and options.coarse_step == "plain" else task.optimizer.with_lr(lr)
+
+
+ROWS = (
+    MethodEntry(
+        "feddure",
+        "FedDure",
+        "FedDure, AAAI 2024",
+        "dual regulators weigh each client's pseudo-labels",
+        FedDure(),
+        paper_options=PAPER,
+        paper_run=PAPER_RUN,
+    ),
+    MethodEntry(
+        "feddure-without-creg",
+        "FedDure without C-reg",
+        "FedDure, AAAI 2024, Table 2",
+        "the fine-grained regulator alone, trained through the local model",
+        FedDure(coarse=False),
+        paper_options=PAPER,
+        paper_run=PAPER_RUN,
+    ),
+    MethodEntry(
+        "feddure-without-freg",
+        "FedDure without F-reg",
+        "FedDure, AAAI 2024, Table 2",
+        "the coarse-grained regulator alone, with a fixed threshold",
+        FedDure(fine=False),
+        paper_options=PAPER,
+        paper_run=PAPER_RUN,
+    ),
+)

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
@@ -207,3 +208,14 @@ def _pseudo(guess: Tensor, weight: Tensor) -> Pseudo:
     """Return the pseudo-labels that logits (b, classes) amount to."""
     confidence, label = guess.softmax(-1).max(-1)
     return Pseudo(label, confidence, weight)
+
+
+ROWS = (
+    MethodEntry(
+        "fedloke",
+        "FedLoKe",
+        "FedLoKe, CIKM 2023",
+        "a private local model and the global one label images for each other",
+        FedLoKe(),
+    ),
+)

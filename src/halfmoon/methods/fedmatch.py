@@ -47,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import (
     Batch,
@@ -414,3 +415,21 @@ def noise(like: Tensor) -> Tensor:
     low, high = (normal_cdf(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
     pixels = 125 + 125 * normal_quantile(low + (high - low) * uniform)
     return pixels.round().clamp(0, 255).to(torch.uint8)
+
+
+ROWS = (
+    MethodEntry(
+        "fedmatch",
+        "FedMatch",
+        "FedMatch, ICLR 2021",
+        "one half of the parameters learns from labels, the other from guesses that similar clients share",
+        FedMatch(),
+    ),
+    MethodEntry(
+        "fedmatch-feddpl",
+        "FedMatch + FedDPL",
+        "FedMatch, ICLR 2021; FedDB, IJCAI 2024",
+        "FedMatch with its own guesses divided by each client's mean prediction",
+        FedMatch(debias=True),
+    ),
+)

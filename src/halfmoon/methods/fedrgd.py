@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import rng, tree
@@ -118,3 +119,21 @@ def grouped(cohort: Sequence[int], round: int, groups: int) -> dict[int, int]:
 def mean(trees: Sequence[Tree]) -> Tree:
     """Return the plain mean of trees, {} of none."""
     return tree.weighted_mean(tree.stack(trees), torch.ones(len(trees))) if trees else {}
+
+
+ROWS = (
+    MethodEntry(
+        "fedrgd",
+        "FedRGD",
+        "FedRGD (SSFL), IEEE BigData 2021",
+        "FixMatch, averaged in random groups; meant for norm = 'group'",
+        FedRGD(),
+    ),
+    MethodEntry(
+        "fedrgd-feddpl",
+        "FedRGD + FedDPL",
+        "FedRGD (SSFL), IEEE BigData 2021; FedDB, IJCAI 2024",
+        "FedRGD with guesses divided by each client's mean prediction; meant for norm = 'group'",
+        FedRGD(FixMatch(debias=True)),
+    ),
+)

@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Place, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
@@ -231,3 +232,6 @@ def _sizes(params: Tree, eta: float) -> Tree:
         else:
             found[name] = part.abs() + eta if name == "weight" else torch.ones_like(part)
     return found
+
+
+ROWS = (MethodEntry("fl2", "(FL)^2", "(FL)^2, NeurIPS 2024", "SemiFL for very few labels, by three changes", FL2()),)

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
@@ -184,3 +185,14 @@ class MutualLearning(ClientUpdate):
 
     def _kept(self, private: Tree) -> Tree:
         return kept(private, "params", "stats", *(["optimizer"] if self.options.keep_optimizer else []))
+
+
+ROWS = (
+    MethodEntry(
+        "fml",
+        "FML",
+        "Shen et al. 2020; as FedLoKe, CIKM 2023, uses it",
+        "a private model and the travelling one teach each other on all images",
+        FML(),
+    ),
+)

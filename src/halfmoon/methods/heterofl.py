@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
@@ -211,3 +212,15 @@ def scaled(params: Tree, rate: float) -> Tree:
         layer: {**part, "conv": tree.map(lambda leaf: leaf / rate, part["conv"])} if "conv" in part else part
         for layer, part in params.items()
     }
+
+
+ROWS = (
+    MethodEntry(
+        "heterofl",
+        "HeteroFL (all labels)",
+        "HeteroFL, ICLR 2021",
+        "all labels, clients as wide as they can be",
+        HeteroFL(),
+        all_labels=True,
+    ),
+)

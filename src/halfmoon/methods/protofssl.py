@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
@@ -203,3 +204,6 @@ def supports(y: Tensor) -> Tensor:
 def distances(features: Tensor, prototypes: Tensor) -> Tensor:
     """Return d (n, classes), the mean squared difference of features (n, F) and prototypes (classes, F)."""
     return (features[:, None] - prototypes).square().mean(-1)
+
+
+ROWS = (MethodEntry("protofssl", "ProtoFSSL", "Kim et al. 2022", "prototypes of classes, no classifier", ProtoFSSL()),)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.mean import mean_of
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, StateStore, Task
 from halfmoon.api.uploads import Uplink, Upload
@@ -35,6 +36,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.pseudo_labeling import no_average
 
@@ -170,3 +172,17 @@ def slope(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor
     pull = own - (-distance - margin * own).softmax(-1)
     unit = away / distance.clamp_min(1e-12)[..., None]  # where a point lies on a row, no direction is the nearest
     return (pull[..., None] * unit).mean(0)
+
+
+ROWS = (
+    MethodEntry(
+        "fixmatch-proxy-tuning",
+        "FixMatch, global labels, proxy tuning",
+        "ProxyFL, CVPR 2026, Table 4",
+        "FixMatch-GPL with ProxyFL's tuning of the classifier at the server",
+        ProxyTuning(FedAvg(FixMatch(teacher="global"))),
+    ),
+    MethodEntry(
+        "proxyfl", "ProxyFL", "ProxyFL, CVPR 2026", "features are drawn to proxies of the classes", ProxyTuning()
+    ),
+)

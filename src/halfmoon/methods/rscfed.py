@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
@@ -170,3 +171,6 @@ class Following(ClientUpdate):
         apart = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
         labels = supervised(labeled, batch.y, batch.x_real)
         return labels + self.options.unlabeled_weight * apart, (moments, target)
+
+
+ROWS = (MethodEntry("rscfed", "RSCFed", "RSCFed, CVPR 2022", "averages of random groups by distance", RSCFed()),)

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Upload
@@ -234,3 +235,14 @@ class Growing(ClientUpdate):
         confidence, guess = target.softmax(-1).max(-1)
         pseudo = Pseudo(torch.where(has > 0, stored, guess), confidence, has)
         return taught + self.options.unlabeled_weight * consistent, (moments, (pseudo,))
+
+
+ROWS = (
+    MethodEntry(
+        "semifed",
+        "SemiFed",
+        "Lin et al. 2021",
+        "consistency, and labels for good where enough clients' models agree",
+        SemiFed(),
+    ),
+)

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
@@ -175,3 +176,8 @@ def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Ten
     u, v = F.normalize(one, dim=-1), F.normalize(other, dim=-1)
     apart = (u @ u.T - v @ v.T).square()
     return apart.mean() if real is None else mean(row_mean(apart, real), real)
+
+
+ROWS = (
+    MethodEntry("twin-sight", "Twin-sight", "Twin-sight, ICLR 2024", "a second network without labels", TwinSight()),
+)

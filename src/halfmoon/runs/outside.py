@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +14,26 @@ from halfmoon.config.schema import Config, origins, weights_of
 from halfmoon.core import plugins, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.objectives import Objective
 
 _LINE = re.compile(r"^# (.+ sha256 [0-9a-f]{64})$", re.MULTILINE)
 
 
-def register(method: Method | registry.MethodEntry) -> str:
-    """Let this process know a method of one's own, and return the name under which it goes: my_module:Mine."""
-    kind = type(method.method if isinstance(method, registry.MethodEntry) else method)
+OwnMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
+"""A method as an object: itself, an objective for FedAvg, a row, or a callable such as `partial(FedAvg, Mine())`."""
+
+
+def register(method: OwnMethod) -> str:
+    """Let this process know a method of one's own, and return the name under which it goes: my_module:Mine.
+
+    FedAvg around an objective goes by the name of the objective.
+    """
+    part: Any = registry.instance("of one's own", method)
+    kind = type(registry.core(part.method if isinstance(part, registry.MethodEntry) else part))
     name = f"{kind.__module__}:{kind.__qualname__}"
-    part: Any = method
-    if not isinstance(method, registry.MethodEntry):
-        # Its options are said beside its name: the row has the defaults, as it would in another process.
+    if not isinstance(part, registry.MethodEntry):
+        # Its options stand beside its name: the row has the defaults, as it would in another process.
         with suppress(TypeError):
             part = kind()
     registry.row(name, part)
@@ -31,27 +41,29 @@ def register(method: Method | registry.MethodEntry) -> str:
     return name
 
 
-def _differing(method: Method, name: str) -> dict[str, Any]:
+def _differing(method: Any, name: str) -> dict[str, Any]:
     """Return the options in which a method differs from the row of its name; raise `UserError` for other differences.
 
     Only numbers, words and yes or no can be written into a run's file.
     """
     theirs = registry.entry(name).method
     mine, default = registry.options_in(method), registry.options_in(theirs)
-    chosen = {key: option.default for key, option in mine.items() if key in default and option != default[key]}
-    if registry.with_options(theirs, chosen) != method:
+    options = {key: option.default for key, option in mine.items() if key in default and option != default[key]}
+    if registry.with_options(theirs, options) != method:
         raise UserError(
-            f"method {name} differs from {type(method).__name__}() in more than its options, which a run's file could "
-            "not say: give such a method a class, or an Entry, of its own."
+            f"method {name} differs from {type(registry.core(method)).__name__}() in more than its options, which a "
+            "run's file could not say: give such a method a class, or an Entry, of its own."
         )
-    return chosen
+    return options
 
 
-def named(config: Config, method: Method | registry.MethodEntry) -> Config:
+def named(config: Config, method: OwnMethod) -> Config:
     """Return the configuration of a method that was given as an object: its name, and the options that it has."""
-    name = register(method)
-    chosen = {} if isinstance(method, registry.MethodEntry) else _differing(method, name)
-    return replace(config, method=name, options={**config.options, **chosen})
+    name, part = register(method), registry.instance("of one's own", method)
+    if isinstance(part, registry.MethodEntry):
+        return replace(config, method=name)
+    part = FedAvg(part) if isinstance(part, Objective) else part
+    return replace(config, method=name, options={**config.options, **_differing(part, name)})
 
 
 def check(config: Config, words: str, root: Path) -> None:

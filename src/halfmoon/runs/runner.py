@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.aggregation.attacks import Hostile, hostile
-from halfmoon.api.types import Method
 from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, text
 from halfmoon.core.allocator import keep_memory
 from halfmoon.core.errors import UserError
@@ -70,9 +69,7 @@ class RunResult:
     tables: list[Path]
 
 
-def start(
-    config: Config, watch: Callback = NULL_CALLBACK, method: Method | registry.MethodEntry | None = None
-) -> RunResult:
+def start(config: Config, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> RunResult:
     """Play `config.method` and those `baselines` it in a new run folder.
 
     `method` is one of your own, in place of `config.method`: the run's file names its class and its options, and
@@ -136,9 +133,7 @@ def compare(
     return _play_all(root, jobs, shared, watch)
 
 
-def resume(
-    root: Path, watch: Callback = NULL_CALLBACK, method: Method | registry.MethodEntry | None = None
-) -> RunResult:
+def resume(root: Path, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> RunResult:
     """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again.
 
     `method` is the one of your own that `start` was given, where its class cannot be imported by its name.

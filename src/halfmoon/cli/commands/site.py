@@ -124,8 +124,8 @@ def _check(given: argparse.Namespace) -> int:
 def _show(found: Survey) -> None:
     from rich.console import Console
 
+    from halfmoon.api.requirements import PLACES
     from halfmoon.cli.console import say, show
-    from halfmoon.methods.registry import PLACES
 
     console = Console()
     share = f" ({found.labeled / found.readable:.1%})" if found.readable else ""

@@ -107,6 +107,23 @@ class Objective:
         raise NotImplementedError
 
 
+class FedAvgRow(NamedTuple):
+    """A row of the catalog (`halfmoon.api.method_entry.MethodEntry`) that is FedAvg around an objective.
+
+    Where all rows are `pooled`, the federation is one client, whose optimizer lives on from round to round.
+    """
+
+    name: str
+    title: str
+    paper: str
+    about: str
+    objective: Objective
+    prox: float = 0.0
+    keep_optimizer: bool = False
+    all_labels: bool = False
+    pooled: bool = False
+
+
 def supervised(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of logits (B, classes), zero where there is no labeled image; of those that are `real`
     (B,)."""

@@ -11,7 +11,7 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, ramped, supervised
+from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, Ramp, StepResult, ramped, supervised
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
 
@@ -44,3 +44,45 @@ class FixMatch(PseudoLabeling, Objective):
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         total = supervised(labeled, batch.y, batch.x_real) + weight * consistency
         return total, StepResult(moments, (pseudo,), aux)
+
+
+ROWS = (
+    FedAvgRow(
+        "fedavg-fixmatch",
+        "FedAvg + FixMatch",
+        "McMahan et al. 2017; Sohn et al. 2020",
+        "confident guesses on weak views label strong views",
+        FixMatch(),
+    ),
+    FedAvgRow(
+        "fedprox-fixmatch",
+        "FedProx + FixMatch",
+        "Li et al. 2020; Sohn et al. 2020",
+        "FixMatch with a proximal term",
+        FixMatch(),
+        prox=0.01,
+    ),
+    FedAvgRow(
+        "fedavg-fixmatch-global",
+        "FedAvg + FixMatch, global labels",
+        "McMahan et al. 2017; Sohn et al. 2020; SAGE, CVPR 2025",
+        "FixMatch with the received model's guesses (FixMatch-GPL)",
+        FixMatch(teacher="global"),
+    ),
+    FedAvgRow(
+        "fixmatch-feddpl",
+        "FixMatch-FedDPL",
+        "FedDB, IJCAI 2024, Table 4",
+        "FedDB's debiased pseudo-labels, averaged by rows",
+        FixMatch(labels="round", debias=True, mean="used"),
+        keep_optimizer=True,
+    ),
+    FedAvgRow(
+        "fixmatch",
+        "FixMatch",
+        "Sohn et al. 2020",
+        "confident guesses on weak views label strong views",
+        FixMatch(),
+        pooled=True,
+    ),
+)

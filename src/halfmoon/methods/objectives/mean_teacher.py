@@ -11,7 +11,16 @@ from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, guess_of, ramped, supervised
+from halfmoon.methods.objectives.base import (
+    NOTHING,
+    FedAvgRow,
+    Objective,
+    Ramp,
+    StepResult,
+    guess_of,
+    ramped,
+    supervised,
+)
 from halfmoon.models import forward
 
 
@@ -59,3 +68,15 @@ class MeanTeacher(Objective):
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the student's images, forward and backward, and the teacher's, forward."""
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+
+
+ROWS = (
+    FedAvgRow(
+        "mean-teacher",
+        "Mean Teacher",
+        "Tarvainen and Valpola 2017",
+        "the average of past models says what a prediction should be",
+        MeanTeacher(),
+        pooled=True,
+    ),
+)

@@ -12,6 +12,7 @@ from halfmoon.core.padding import joined, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
+    FedAvgRow,
     Objective,
     Ramp,
     StepResult,
@@ -68,3 +69,15 @@ class MixMatch(Objective):
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the mixtures, forward and backward, and the guessed images."""
         return guessing_passes(task, labeled + 2 * unlabeled, 2 * unlabeled)
+
+
+ROWS = (
+    FedAvgRow(
+        "mixmatch",
+        "MixMatch",
+        "Berthelot et al. 2019",
+        "sharpened guesses, and mixtures of images and labels",
+        MixMatch(),
+        pooled=True,
+    ),
+)

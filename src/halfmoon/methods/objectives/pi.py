@@ -9,7 +9,16 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, Ramp, StepResult, guess_of, ramped, supervised
+from halfmoon.methods.objectives.base import (
+    NOTHING,
+    FedAvgRow,
+    Objective,
+    Ramp,
+    StepResult,
+    guess_of,
+    ramped,
+    supervised,
+)
 from halfmoon.models import forward
 
 
@@ -46,3 +55,15 @@ class PiModel(Objective):
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of all images."""
         return Passes(labeled + 2 * unlabeled, labeled + 2 * unlabeled)
+
+
+ROWS = (
+    FedAvgRow(
+        "pi-model",
+        "Pi-Model",
+        "Laine and Aila 2017",
+        "two views, one prediction",
+        PiModel(),
+        pooled=True,
+    ),
+)

@@ -12,6 +12,7 @@ from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
+    FedAvgRow,
     Objective,
     Ramp,
     StepResult,
@@ -71,3 +72,15 @@ class PseudoLabel(PseudoLabeling, Objective):
     def _again(self, task: Task) -> bool:
         """Return whether the guesses need a pass of their own."""
         return self.labels == "step" and not self.remote and task.labeling == "running"
+
+
+ROWS = (
+    FedAvgRow(
+        "pseudo-label",
+        "Pseudo-Label",
+        "Lee 2013",
+        "the likeliest class becomes the view's own label",
+        PseudoLabel(),
+        pooled=True,
+    ),
+)

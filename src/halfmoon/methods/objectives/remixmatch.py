@@ -14,6 +14,7 @@ from halfmoon.core.padding import joined, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
+    FedAvgRow,
     Objective,
     Ramp,
     StepResult,
@@ -171,3 +172,15 @@ def quarter_turns(images: Tensor, turns: Tensor) -> Tensor:
         )
     each = torch.stack([torch.rot90(images, k, (-2, -1)) for k in range(4)])
     return each[turns, torch.arange(len(images), device=images.device)]
+
+
+ROWS = (
+    FedAvgRow(
+        "remixmatch",
+        "ReMixMatch",
+        "Berthelot et al. 2020",
+        "aligned guesses anchor strong views, mixed and turned",
+        ReMixMatch(),
+        pooled=True,
+    ),
+)

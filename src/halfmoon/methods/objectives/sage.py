@@ -14,6 +14,7 @@ from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
+    FedAvgRow,
     Objective,
     StepResult,
     supervised,
@@ -72,3 +73,6 @@ class SAGE(Objective):
         """Count the images of the model in training, and the received model's guesses."""
         passes = weak_and_strong_passes(task, labeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled)
+
+
+ROWS = (FedAvgRow("sage", "SAGE", "SAGE, CVPR 2025", "local and received model label images together", SAGE()),)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Needs, Passes, Task
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
+from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
 
 
 @dataclass(frozen=True)
@@ -29,3 +29,42 @@ class Supervised(Objective):
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count one forward and one backward pass of the labeled images."""
         return Passes(labeled, labeled)
+
+
+ROWS = (
+    FedAvgRow("fedavg", "FedAvg (labeled only)", "McMahan et al. 2017", "labeled images only: the floor", Supervised()),
+    FedAvgRow(
+        "fedavg-sl",
+        "FedAvg-SL (all labels)",
+        "McMahan et al. 2017",
+        "all labels: the ceiling",
+        Supervised(),
+        all_labels=True,
+    ),
+    FedAvgRow(
+        "fedprox-sl",
+        "FedProx-SL (all labels)",
+        "Li et al. 2020",
+        "all labels, with a proximal term",
+        Supervised(),
+        prox=0.01,
+        all_labels=True,
+    ),
+    FedAvgRow(
+        "supervised",
+        "Fully Supervised",
+        "SemiFL, NeurIPS 2022, Table 1",
+        "all rows in one place, all with labels: the ceiling of all",
+        Supervised(),
+        all_labels=True,
+        pooled=True,
+    ),
+    FedAvgRow(
+        "partially-supervised",
+        "Partially Supervised",
+        "SemiFL, NeurIPS 2022, Table 1",
+        "the labeled rows in one place, alone",
+        Supervised(),
+        pooled=True,
+    ),
+)

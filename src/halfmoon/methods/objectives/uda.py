@@ -10,7 +10,7 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
+from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
 
@@ -39,3 +39,32 @@ class UDA(PseudoLabeling, Objective):
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
         return loss, StepResult(moments, (pseudo,), aux)
+
+
+ROWS = (
+    FedAvgRow(
+        "fedavg-uda",
+        "FedAvg + UDA",
+        "McMahan et al. 2017; Xie et al. 2020",
+        "sharpened guesses on weak views teach strong views",
+        UDA(),
+    ),
+    FedAvgRow(
+        "fedprox-uda", "FedProx + UDA", "Li et al. 2020; Xie et al. 2020", "UDA with a proximal term", UDA(), prox=0.01
+    ),
+    FedAvgRow(
+        "fedavg-soft-labels",
+        "FedAvg + soft labels",
+        "McMahan et al. 2017; Tarvainen and Valpola 2017; Xie et al. 2020",
+        "what the averaged model predicts on weak views, sure or not, teaches strong views",
+        UDA(threshold=0.0, temperature=1.0, teacher="average"),
+    ),
+    FedAvgRow(
+        "uda",
+        "UDA",
+        "Xie et al. 2020",
+        "sharpened guesses on weak views teach strong views",
+        UDA(),
+        pooled=True,
+    ),
+)
