@@ -239,7 +239,7 @@ def test_warmup_trains_on_labels_alone():
     new, _ = client_update.step({**down, "gate": torch.zeros(())}, carry, batches[0])
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     alone, _ = labels.step(
-        down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}, batches[0]
+        down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}, batches[0]
     )
     assert distance(list(tree.leaves(new["params"])), list(tree.leaves(alone["params"]))) < 1e-12
 
@@ -343,7 +343,7 @@ def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
     client_update, carry, down, batches, _ = scene(SmallCNN(1, 5, 4), SGD(0.1), options, torch.float64, **rules)
     begun = carry
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
-    alone = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "ready": {}}
+    alone = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}
     for batch in batches[:2]:
         carry, _ = client_update.step(down, carry, batch)
         alone, _ = labels.step(down, alone, batch)
@@ -466,7 +466,7 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     assert torch.equal(same.pseudo[0].label, metrics.pseudo[0].label)
     for name, leaf in tree.flatten(wanted["params"]).items():
         assert torch.allclose(tree.flatten(made["params"])[name], leaf, atol=1e-12)
-    assert made["ready"] is begun["ready"]
+    assert made["cached"] is begun["cached"]
     assert client_update.passes(10, 12).forward == step.passes(10, 12).forward - 12
 
 
@@ -493,7 +493,7 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
     for coarse in (True, False):  # a mean prediction that is uniform changes nothing, weak views pass with the others
         step, carry, down, batches, _ = scene(network, SGD(0.1), FedDure(coarse=coarse), torch.float64)
         client_update = replace(step, options=FedDure(coarse=coarse, debias=True))
-        uniform = {**carry, "ready": {"prior": torch.full((5,), 0.2, dtype=torch.float64)}}
+        uniform = {**carry, "cached": {"prior": torch.full((5,), 0.2, dtype=torch.float64)}}
         (one, _), (two, _) = step.step(down, carry, batches[0]), client_update.step(down, uniform, batches[0])
         for name in ("params", "regulator"):
             assert distance(list(tree.leaves(one[name])), list(tree.leaves(two[name]))) < 1e-12

@@ -67,6 +67,11 @@ class Local(NamedTuple):
     real: dict[str, Tensor] = NOTHING  # "x" (L,), "u" (U,) bool, the client's own rows; {} where all are
 
     @property
+    def rows(self) -> Tensor:
+        """Return how many rows are the client's, () float64."""
+        return (self.labeled + self.unlabeled).double()
+
+    @property
     def u_real(self) -> Tensor | None:
         """Return which unlabeled rows are the client's own, (U,) bool; None: all."""
         return self.real.get("u")
@@ -171,6 +176,7 @@ class Needs:
         value in padding rows, and in all rows where other rows have come since; what `finish` leaves in padding rows
         is cut off.
     own_memory: whether `remember` gets a generator of each client's own, in place of one for all of a run.
+    keep_optimizer: whether `remember`, `begin` and `finish` of `ClientUpdate` keep the optimizer's state at the client.
     uplink: what `finish` sends: by default the parameters and statistics that came down, with a weight in rows.
         Validation, norms, clipping, robust rules, secure sums and noise go by it; what it does not name is refused.
     """
@@ -186,6 +192,7 @@ class Needs:
     all_rows: bool = False
     row_memory: Mapping[str, int] = field(default_factory=dict[str, int])
     own_memory: bool = False
+    keep_optimizer: bool = False
     uplink: Uplink = UPDATE_ONLY
 
     @property
@@ -199,7 +206,8 @@ class ClientUpdate:
     """What one client does when asked: tensors in, tensors out, written for ONE client.
 
     A client update draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
-    (no boolean indexing, no `.item()`, no `if` on a tensor).
+    (no boolean indexing, no `.item()`, no `if` on a tensor). By default it takes the received model with an optimizer,
+    sends it back with a weight in rows, and sends each view of its images through the classifier once.
     """
 
     task: Task
@@ -216,11 +224,12 @@ class ClientUpdate:
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         """First meeting: return the client's memory; `Needs.own_memory` says whose `generator` it is."""
-        return {}
+        return {"optimizer": self.task.optimizer.init(down["params"])} if self.needs.keep_optimizer else {}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         """Return the carry of this client update; may sweep all local rows."""
-        raise NotImplementedError
+        optimizer = memory.get("optimizer") or self.task.optimizer.init(down["params"])
+        return {"params": down["params"], "stats": down.get("stats", {}), "optimizer": optimizer}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
         """Return (U,) bool, the unlabeled rows that may be drawn in this client update; None is all of them."""
@@ -239,11 +248,13 @@ class ClientUpdate:
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return what goes up, as `Needs.uplink` declares it, and the memory that stays."""
-        raise NotImplementedError
+        memory = {"optimizer": carry["optimizer"]} if self.needs.keep_optimizer else {}
+        return Upload({"params": carry["params"], "stats": carry["stats"]}, data.rows), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images that a step on `labeled` + `unlabeled` images sends through the classifier."""
-        raise NotImplementedError
+        images = labeled + len(self.needs.views) * unlabeled
+        return Passes(images, images)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         """Count the images that `begin` and `finish` send through it, of a client with so many rows."""

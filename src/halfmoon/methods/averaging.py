@@ -1,12 +1,35 @@
-"""What the servers of most methods do with uploads."""
+"""The server half of FedAvg, and what servers of other methods do with uploads."""
 
 from __future__ import annotations
 
 import torch
 
+from halfmoon.api.requirements import SUM, Requirements
+from halfmoon.api.types import Federation, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
+
+
+class ModelAveraging:
+    """The server half of FedAvg: its tree is the model, and a round is the weighted mean of what clients send."""
+
+    def requirements(self, norm: str) -> Requirements:
+        return SUM
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        return model
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        return federation.average("train", model_of(server)).update
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        return model_of(server)
+
+
+def model_of(tree: Tree) -> Tree:
+    """Return {"params", "stats"} of what holds them and more; stats, {} without batch normalization, may be missing."""
+    return {"params": tree["params"], "stats": tree.get("stats", {})}
 
 
 def average(up: Upload, server: Tree | None = None) -> Tree:

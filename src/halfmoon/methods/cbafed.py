@@ -26,25 +26,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.objectives.base import per_image, supervised, sweep_logits
 from halfmoon.methods.objectives.mixing import one_hot
 from halfmoon.models import forward, track
 
 
 @dataclass(frozen=True)
-class CBAFed:
+class CBAFed(ModelAveraging):
     """CBAFed with the constants of the authors' code (threshold_most is 0.9 on SVHN and skin images).
 
     `tail` None leaves the second classes out, `adaptive` False sets every threshold to threshold, `residual` 0 and
@@ -69,15 +71,12 @@ class CBAFed:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return Requirements("sum", "", ("some", "clients"))
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Balanced(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, twice, and that all classes have the same share."""
         head = model["params"]["head"]["weight"]
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
@@ -90,10 +89,6 @@ class CBAFed:
             saved = residual({name: new[name] for name in ("params", "stats")}, saved, self.residual)
             new = {**new, **saved}
         return {**new, "saved": saved}
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the server's model."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
 
     def thresholds(self, share: Tensor) -> tuple[Tensor, Tensor]:
         """Return T (classes,), and which classes are in the tail (classes,), for the shares of all training labels."""
@@ -116,27 +111,17 @@ class Balanced(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return Needs(("weak",), sweep=("weak",), masks=True, uplink=Uplink(("params", "stats", "share")))
-
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        keep, uplink = self.options.keep_optimizer, Uplink(("params", "stats", "share"))
+        return Needs(("weak",), sweep=("weak",), masks=True, keep_optimizer=keep, uplink=uplink)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Label all rows."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
         pseudo = self.pseudo_label(guess.softmax(-1), down["share"])
         pseudo = pseudo._replace(weight=padding.kept(pseudo.weight, data.u_real))
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
-        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, **pseudo._asdict()}
-        carry |= {
-            "real": data.real,
-            "labeled": data.labeled.double(),
-            "seen": torch.zeros_like(data.labeled, dtype=torch.float64),
-        }
+        carry = {**super().begin(down, memory, data), **pseudo._asdict(), "real": data.real}
+        carry |= {"labeled": data.labeled.double(), "images": torch.zeros_like(data.labeled, dtype=torch.float64)}
         carry["saved"] = {"params": down["params"], "stats": down["stats"]} if self.options.local_residual else {}
         return carry
 
@@ -150,47 +135,37 @@ class Balanced(ClientUpdate):
         return Pseudo(torch.where(accepted, label, top), torch.where(accepted, confidence, first), accepted.to(p.dtype))
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        """Return the accepted rows; all, where there is none but the client has labels to learn from."""
         accepted = carry["weight"] > 0
         return accepted | ((data.labeled > 0) & ~accepted.any())
 
     def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        """Return the pseudo-labels of all rows, made when the client update begins."""
         return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and a step back at the end of every few epochs of the labeled images."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for each in moments:
-            stats = track(stats, each)
-        seen = carry["seen"] + padding.count(batch.x, batch.x_real)
+        stats = reduce(track, moments, carry["stats"])
+        images = carry["images"] + padding.count(batch.x, batch.x_real)
         model, saved = {"params": params, "stats": stats}, carry["saved"]
         if saved:
             stretch = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
-            over = (seen / stretch).floor() > (carry["seen"] / stretch).floor()
+            over = (images / stretch).floor() > (carry["images"] / stretch).floor()
             back = residual(model, saved, self.options.local_residual)
             model, saved = tree.select(over, back, model), tree.select(over, back, saved)
         samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
-        new = {**carry, **model, "optimizer": optimizer, "seen": seen, "saved": saved}
+        new = {**carry, **model, "optimizer": optimizer, "images": images, "saved": saved}
         return new, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the model, the shares of the classes among all labels trained on, and their number."""
         like, classes = down["share"], len(down["share"])
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(like)
         counts = (one_hot(data.y, classes, like) * own[:, None]).sum(0)
         counts = counts + (one_hot(carry["label"], classes, like) * carry["weight"][:, None]).sum(0)
         total = counts.sum()
         share = torch.where(total > 0, counts / total.clamp_min(1), like)
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        up = {"params": carry["params"], "stats": carry["stats"], "share": share}
-        return Upload(up, total.round().double()), memory
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of one pass."""
-        return Passes(labeled + unlabeled, labeled + unlabeled)
+        up, memory = super().finish(down, carry, data)
+        return Upload({**up.update, "share": share}, total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
         groups, joint = (batch.x, batch.u["weak"]), self.task.statistics == "joint"

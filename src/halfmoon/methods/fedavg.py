@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 
 import torch
 
@@ -50,7 +51,8 @@ class LocalTraining(ClientUpdate):
     def needs(self) -> Needs:
         uplink = Uplink(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
         needs = self.objective.needs
-        return replace(needs, all_rows=needs.all_rows or self.counts, uplink=uplink)
+        all_rows = needs.all_rows or self.counts
+        return replace(needs, all_rows=all_rows, keep_optimizer=self.keep_optimizer, uplink=uplink)
 
     @property
     def counts(self) -> bool:
@@ -58,53 +60,40 @@ class LocalTraining(ClientUpdate):
         return self.objective.decay is not None and self.task.network.norm == "batch"
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept, and what the objective remembers."""
-        optimizer = {"optimizer": self.task.optimizer.init(down["params"])} if self.keep_optimizer else {}
-        return {**optimizer, **self.objective.remember(self.task, down)}
+        return {**super().remember(down, generator), **self.objective.remember(self.task, down)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's model, with a fresh optimizer or the one that was kept."""
-        optimizer = memory["optimizer"] if self.keep_optimizer else self.task.optimizer.init(down["params"])
         cached = self.objective.prepare(self.task, down, data)
         own = self.objective.begin(self.task, memory, data, cached)
-        model = {name: down[name] for name in self.needs.uplink.update if name in down}
-        return {**model, **own, "optimizer": optimizer, "ready": cached}
+        travels = {name: down[name] for name in self.objective.travels if name in down}
+        return {**super().begin(down, memory, data), **travels, **own, "cached": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on objective + proximal term."""
         gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
-            gradient = tree.map(
-                lambda g, new, old: torch.add(g, new - old, alpha=self.prox),
-                gradient,
-                carry["params"],
-                down["params"],
-            )
+            pull = partial(torch.add, alpha=self.prox)
+            gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], down["params"])
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for each in seen.moments:
-            stats = track(stats, each)
+        stats = reduce(track, seen.moments, carry["stats"])
         new = {**carry, **seen.aux, "params": params, "stats": stats, "optimizer": optimizer}
         if self.objective.decay is not None:
             new |= follow(carry, params, self.objective.decay)
         return new, StepMetrics(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the model with its weight |labeled| + |unlabeled|."""
-        weight = (data.labeled + data.unlabeled).double()
-        if not self.needs.views:
-            weight = weight * (data.labeled > 0)
-        kept = [*(["optimizer"] if self.keep_optimizer else ()), *self.objective.remember(self.task, down)]
+        weight = data.rows if self.needs.views else data.rows * (data.labeled > 0)
+        _, memory = super().finish(down, carry, data)
+        own = {name: carry[name] for name in self.objective.remember(self.task, down)}
         new = {**carry, **self.objective.finish(self.task, carry)}
         if self.counts and len(data.x) + len(data.u):
             rows, total = data.labeled + data.unlabeled, counted(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
-        sent = {name: new[name] for name in self.needs.uplink.update if name in new}
-        return Upload(sent, weight), {name: carry[name] for name in kept}
+        update = {name: new[name] for name in self.needs.uplink.update if name in new}
+        return Upload(update, weight), {**memory, **own}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the objective's images."""
         return self.objective.passes(self.task, labeled, unlabeled)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
@@ -113,7 +102,7 @@ class LocalTraining(ClientUpdate):
         return super().swept(labeled, unlabeled) + (labeled + unlabeled if self.counts else 0)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch):
-        return self.objective(self.task, params, carry["stats"], batch, carry, carry["ready"])
+        return self.objective(self.task, params, carry["stats"], batch, carry, carry["cached"])
 
 
 @dataclass(frozen=True)
@@ -128,15 +117,12 @@ class FedAvg:
     keep_optimizer: bool = False
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return SUM
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": LocalTraining(task, self.objective, self.prox, self.keep_optimizer)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and what the objective keeps beside it."""
         first = self.objective.start(task, model)
         return first if self.objective.averages is None else {**first, "average": model}
 
@@ -149,5 +135,4 @@ class FedAvg:
         return {**new, "average": tree.moving_average(server["average"], model, task.round, keep)}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the averaged model, or its averaged teacher."""
         return self.objective.solution(server)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -42,7 +43,7 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average, momentum_step
+from halfmoon.methods.averaging import ModelAveraging, average, momentum_step
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import prior, sweep_logits
 from halfmoon.methods.objectives.pseudo_labeling import Teacher, no_average
@@ -54,7 +55,7 @@ DMA = Literal["paper", "released", "logits", "uniform", "size"]
 
 
 @dataclass(frozen=True)
-class FedDB:
+class FedDB(ModelAveraging):
     """FedDB, Algorithms 1 to 3.
 
     `threshold`, `unlabeled_weight`, `mean`, `labels`, `debias`, `teacher` and the thresholds are FixMatch's: the paper
@@ -95,15 +96,12 @@ class FedDB:
         )  # fmt: skip
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return Requirements(reason="the weights of its average are computed from each client's mean prediction")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Debiased(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and its momentum where the server has one."""
         return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
@@ -116,10 +114,6 @@ class FedDB:
         params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
         return {"params": params, "stats": new["stats"], "momentum": momentum}
 
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the averaged model."""
-        return {"params": server["params"], "stats": server["stats"]}
-
 
 @dataclass(frozen=True)
 class Debiased(ClientUpdate):
@@ -131,62 +125,50 @@ class Debiased(ClientUpdate):
     def needs(self) -> Needs:
         needs = self.options.objective.needs
         views = ("weak", "strong") if self.options.accumulate == "step" else needs.views
-        return replace(needs, views=views, sweep=("weak",), uplink=Uplink(aux={"appu": Aux()}))
+        keep, uplink = self.options.keep_optimizer, Uplink(aux={"appu": Aux()})
+        return replace(needs, views=views, sweep=("weak",), keep_optimizer=keep, uplink=uplink)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept, and the first state of the thresholds."""
-        optimizer = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
-        return {**optimizer, **self.options.objective.remember(self.task, down)}
+        return {**super().remember(down, generator), **self.options.objective.remember(self.task, down)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Take the APP-U of the received model, and with `labels` "round" all guesses (Algorithm 3, lines 5 to 10)."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
         cached = self.options.objective.prepared(down, data, guess)
         own = self.options.objective.begin(self.task, memory, data, cached)
-        appu = cached["prior"]
-        new = {"appu": appu, "seen": torch.zeros_like(appu[0]), "rows": data.unlabeled}
-        return {**down, **own, **new, "optimizer": optimizer, "ready": cached}
+        new = {"appu": cached["prior"], "images": torch.zeros_like(cached["prior"][0]), "rows": data.unlabeled}
+        return {**super().begin(down, memory, data), **own, **new, "cached": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
         gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for moments in seen.moments:
-            stats = track(stats, moments)
+        stats = reduce(track, seen.moments, carry["stats"])
         new = {**carry, **seen.aux, "params": params, "stats": stats, "optimizer": optimizer}
-        new["seen"] = carry["seen"] + padding.count(batch.u_rows, batch.u_real)
+        new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
         return new, StepMetrics(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the model, its APP-U, and its weight |labeled| + |unlabeled|."""
         appu = carry["appu"]
         if self.options.accumulate == "finish":
-            keep = self._keep(carry, carry["seen"])
+            keep = self._keep(carry, carry["images"])
             views = data.views["weak"]
             guess = sweep_logits(self.task, carry["params"], carry["stats"], views, data.u_real)
             appu = keep * appu + (1 - keep) * prior(guess, data.u_real)
-        up = {"params": carry["params"], "stats": carry["stats"]}
-        kept = ["optimizer"] if self.options.keep_optimizer else []
-        kept += self.options.objective.remember(self.task, down)
-        weight = (data.labeled + data.unlabeled).double()
-        return Upload(up, weight, {"appu": appu}), {name: carry[name] for name in kept}
+        up, memory = super().finish(down, carry, data)
+        own = {name: carry[name] for name in self.options.objective.remember(self.task, down)}
+        return up._replace(aux={"appu": appu}), {**memory, **own}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count FixMatch's images, and the weak views of one that accumulates at every step."""
         forward, backward = self.options.objective.passes(self.task, labeled, unlabeled)
         return Passes(forward + (unlabeled if self.options.accumulate == "step" else 0), backward)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count the sweep of `begin`, and that of `finish`."""
         return (2 if self.options.accumulate == "finish" else 1) * unlabeled
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch):
-        return self.options.objective(self.task, params, carry["stats"], batch, carry, carry["ready"])
+        return self.options.objective(self.task, params, carry["stats"], batch, carry, carry["cached"])
 
     def _keep(self, carry: Tree, images: Tensor | int) -> Tensor:
         """Return gamma to the number of epochs that so many images are."""

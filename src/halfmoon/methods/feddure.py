@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from halfmoon.core.losses import cross_entropy
 from halfmoon.core.optim import SGD, Number, Optimizer, descend
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
 from halfmoon.methods.objectives.base import per_image
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
@@ -58,7 +60,7 @@ from halfmoon.models.network import linear
 
 
 @dataclass(frozen=True)
-class FedDure:
+class FedDure(ModelAveraging):
     """FedDure, Algorithm 1; where the defaults are not the paper's, `PAPER` holds what is.
 
     `coarse` and `fine` switch the regulators (Table 2): without C-reg, f_l takes the place of f_d in Eq. 4 and 5 and
@@ -120,11 +122,9 @@ class FedDure:
             raise UserError(f"labeled_first is {self.labeled_first}: it must be at least 0.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return Requirements("sum", "", ("clients",))
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Regulated(task, self)}
 
     @property
@@ -136,7 +136,6 @@ class FedDure:
         return PseudoLabeling(labels=self.labels, debias=self.debias, threshold=self.threshold, **rule)
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model and the number of rounds played."""
         return {**model, "round": torch.zeros((), dtype=torch.int64)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
@@ -144,10 +143,6 @@ class FedDure:
         gate = (server["round"] >= self.warmup).to(torch.float32)
         down = {"params": server["params"], "stats": server["stats"], "gate": gate}
         return {**federation.average("train", down).update, "round": server["round"] + 1}
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the averaged model; C-reg never leaves its client."""
-        return {"params": server["params"], "stats": server["stats"]}
 
 
 PAPER: dict[str, bool | int | float | str | None] = {
@@ -200,10 +195,10 @@ class Regulated(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.options.guessing.needs, own_memory=self.options.regulator_start == "client")
+        o = self.options
+        return replace(o.guessing.needs, own_memory=o.regulator_start == "client", keep_optimizer=o.keep_optimizer)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return F-reg (Algorithm 1, line 2: one for each client) and an empty mean of rewards."""
         like = next(tree.leaves(down["params"]))
         memory: Tree = {} if self.options.fine else dict(self.options.guessing.remember(self.task, down))
         if self.options.fine:
@@ -215,17 +210,14 @@ class Regulated(ClientUpdate):
                 "params": params,
                 "optimizer": optimizer_of(self.options, self.task, "regulator").init(params),
             }
-        if self.options.keep_optimizer:
-            memory["optimizer"] = self.task.optimizer.init(down["params"])
+        memory |= super().remember(down, generator)
         if self.options.reward_baseline is not None:
             memory["baseline"] = {"mean": like.new_zeros(()), "count": like.new_zeros((), dtype=torch.float64)}
         return memory
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start the local model and C-reg as copies of the server's model, F-reg as it was left."""
-        optimizer = memory["optimizer"] if self.options.keep_optimizer else self.task.optimizer.init(down["params"])
         cached = self.options.guessing.prepare(self.task, down, data)
-        carry = {"params": down["params"], "stats": down["stats"], "optimizer": optimizer, "ready": cached}
+        carry = {**super().begin(down, memory, data), "cached": cached}
         carry |= self.options.guessing.begin(self.task, memory, data, cached)
         if self.options.coarse:
             carry["coarse"] = {
@@ -252,7 +244,7 @@ class Regulated(ClientUpdate):
         guess = self.options.guessing.look
 
         def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]:
-            labeled, strong, weak, moments = guess(self.task, params, carry["stats"], batch, carry["ready"])
+            labeled, strong, weak, moments = guess(self.task, params, carry["stats"], batch, carry["cached"])
             return (labeled, strong), (weak, moments)
 
         (labeled, strong), pull, (weak, moments) = vjp(look, carry["params"])
@@ -277,9 +269,7 @@ class Regulated(ClientUpdate):
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for each in moments:
-            stats = track(stats, each)
+        stats = reduce(track, moments, carry["stats"])
         samples = {"m": sample(judged.weights, batch.u_real), "d": sample(judged.d)}
         samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
         samples |= {name: sample(norm) for name, norm in judged.norms.items()}
@@ -287,13 +277,11 @@ class Regulated(ClientUpdate):
         return {**carry, **own, "params": params, "stats": stats, "optimizer": optimizer, **regulators}, notes
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the local model with its weight |labeled| + |unlabeled|; F-reg stays."""
-        weight = (data.labeled + data.unlabeled).double()
-        up = Upload({"params": carry["params"], "stats": carry["stats"]}, weight)
-        running = () if self.options.fine else self.options.guessing.remember(self.task, down)
-        keeps = {"regulator": self.options.fine and self.options.keep_regulator, "baseline": "baseline" in carry}
-        keeps["optimizer"] = self.options.keep_optimizer
-        return up, {name: carry[name] for name in (*(name for name in keeps if keeps[name]), *running)}
+        up, memory = super().finish(down, carry, data)
+        names = list(() if self.options.fine else self.options.guessing.remember(self.task, down))
+        names += ["regulator"] if self.options.fine and self.options.keep_regulator else []
+        names += ["baseline"] if "baseline" in carry else []
+        return up, {**memory, **{name: carry[name] for name in names}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one step: local model, C-reg, tangent, virtual and judging passes.

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import SUM, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import Number, at_most_one
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.mutual import (
     Looked,
     Pass,
@@ -44,7 +44,6 @@ from halfmoon.methods.mutual import (
     divergence,
     kept,
     learner,
-    model_of,
     passed,
     sure,
     uplink_of,
@@ -62,7 +61,7 @@ VIEWS = {
 
 
 @dataclass(frozen=True)
-class FedLoKe:
+class FedLoKe(ModelAveraging):
     """FedLoKe, Algorithm 1; the defaults are the paper's, mu (unpublished) that of the authors' script.
 
     `ema` is mu of Eq. 2, the share of itself that a local model keeps when a client update begins: at 1 it never reads
@@ -96,26 +95,8 @@ class FedLoKe:
         if self.ramp_rounds < 0:
             raise UserError(f"ramp_rounds is {self.ramp_rounds}: give a number of rounds, or 0 for no ramp.")
 
-    def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
-        return SUM
-
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Cotraining(task, self)}
-
-    def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model."""
-        return model
-
-    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and average the global models (Eq. 1)."""
-        model = model_of(server)
-        return federation.average("train", model).update
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the global model; the local ones never leave their clients."""
-        return model_of(server)
 
     def ramp(self, round: int) -> Number:
         """Return lambda of Eq. 12, what the unsupervised losses weigh in `round` (from 0)."""
@@ -134,7 +115,6 @@ class Cotraining(ClientUpdate):
         return Needs(views, labeled_views=views, masks=True, uplink=uplink_of(self.options.weights))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return what the local model starts as: the first received model, or a random network."""
         if not self.options.local:
             return {}
         model = model_of(down)
@@ -144,7 +124,6 @@ class Cotraining(ClientUpdate):
         return kept(model, "params", "stats")
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Mix the received model into the local one, once: mu * local + (1 - mu) * received (Eq. 2)."""
         received = model_of(down)
         carry = {"global": learner(self.task, received)}
         if self.options.local:
@@ -182,12 +161,10 @@ class Cotraining(ClientUpdate):
         return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the global model with its weight; the local model stays."""
         up = Upload(model_of(carry["global"]), weight_of(data, self.options.weights))
         return up, (kept(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of both models' passes."""
         forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -121,19 +122,16 @@ class FedMatch:
                 raise UserError(f"FedMatch's {name} is {value}: it must be at least {least}.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"
         return Requirements(reason=reason, places=ANYWHERE, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return what clients do in the task's round, and what a server with labels does."""
         return {
             "train": Disjoint(task, self, self._due(task)),
             "serve": Teaching(task, self),
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Take the initial kernels apart; the rest belongs to sigma."""
         psi = tree.map(lambda leaf: leaf * self.psi_start, kernels(model["params"]))
         return {"sigma": model["params"], "psi": psi, "stats": model["stats"]}
 
@@ -151,7 +149,6 @@ class FedMatch:
         return {**sigma, **average(up._replace(update={name: up.update[name] for name in ("psi", "stats")}))}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return sigma + psi, without the entries of psi up to `l1_threshold`."""
         params = composed(server["sigma"], cut(server["psi"], self.l1_threshold))
         return {"params": params, "stats": server.get("stats", {})}
 
@@ -197,7 +194,6 @@ class Teaching(ClientUpdate):
         return Needs(masks=True, uplink=Uplink(("sigma", "stats")))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from sigma, with a fresh optimizer."""
         return {"sigma": down["sigma"], "stats": down["stats"], "optimizer": self.task.optimizer.init(down["sigma"])}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -206,11 +202,9 @@ class Teaching(ClientUpdate):
         return new, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Return sigma and the statistics."""
         return Upload({"sigma": carry["sigma"], "stats": carry["stats"]}, (data.labeled > 0).double()), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count one forward and one backward pass of the labeled images."""
         return Passes(labeled, labeled)
 
 
@@ -230,7 +224,6 @@ class Disjoint(ClientUpdate):
         return Needs((o.view, "strong"), sweep=sweep, masks=True, row_memory=o.rule.row_memory, uplink=uplink)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return that nothing has been received, and the first state of thresholds that run."""
         state = self.options.rule.remember(self.task.network.classes, next(tree.leaves(down["psi"])))
         first = {"thresholds": state} if state else {}
         if self.options.delta_threshold is None:
@@ -243,7 +236,6 @@ class Disjoint(ClientUpdate):
         }
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Bring sigma and psi up to date, and look at all rows where guesses are debiased."""
         received = {name: down[name] for name in ("sigma", "psi")}
         changed = {name: changes(part, part, -1.0) for name, part in received.items()}
         if "met" in memory:
@@ -275,14 +267,11 @@ class Disjoint(ClientUpdate):
         gradient, loss, seen = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
         moments, pseudo, samples, state = seen
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
-        stats = carry["stats"]
-        for each in moments:
-            stats = track(stats, each)
+        stats = reduce(track, moments, carry["stats"])
         new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
         return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send what changed, and the prediction on noise; a client without labels has nothing to say of sigma."""
         received, labels = carry["received"], (data.labeled > 0).double()
         new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
         there = dict(carry["changed"])
@@ -300,17 +289,14 @@ class Disjoint(ClientUpdate):
         return Upload({**sent, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count labeled images, both views and each helper's pass; only with helpers the guessed view teaches."""
         shared = self.task.labeling == "batch" and self.task.statistics == "joint"
         taught = 2 if self.helpers or shared else 1
         return Passes(labeled + (2 + self.helpers) * unlabeled, labeled + taught * unlabeled)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count the image of noise, and all rows where guesses are debiased."""
         return 1 + (unlabeled if self.needs.sweep else 0)
 
     def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        """Return the bytes of the sparse wire format; those of whole trees where nothing is thresholded."""
         counts, parts = up.aux["changed"], ("sigma", "psi")
         there = tree.nbytes(down["stats"]) + sum(self._wire(down[name], counts["down"][name]) for name in parts)
         there += sum(

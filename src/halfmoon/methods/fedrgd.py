@@ -65,18 +65,15 @@ class FedRGD:
         no_average("FedRGD", self.objective)
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return Requirements(reason="it averages in groups, and a group may be one client", places=ANYWHERE)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the clients' training, and that of the server's copies."""
         return {
             "train": LocalTraining(task, self.objective, keep_optimizer=self.keep_optimizer),
             "serve": LocalTraining(task, Supervised(decay=self.objective.decay)),
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model (and what the objective keeps beside it), with `return_group` one for each group."""
         model = self.objective.start(task, model)
         return {**model, "groups": tree.stack([model] * self.groups)} if self.return_group else model
 
@@ -106,7 +103,6 @@ class FedRGD:
         return {**new, "groups": tree.stack([each or tree.index(starts, s) for s, each in enumerate(means)])}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the mean over groups, or its averaged teacher."""
         return self.objective.solution({"stats": {}, **server})
 
 

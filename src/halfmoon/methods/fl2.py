@@ -38,7 +38,7 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import combine
+from halfmoon.methods.averaging import ModelAveraging, combine
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.mutual import divergence
@@ -49,7 +49,7 @@ from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
-class FL2:
+class FL2(ModelAveraging):
     """(FL)^2 with the settings of the authors' code; `rho` is 0.1 (1.0 on CIFAR-100).
 
     `adaptive`, `sharpness` and `status_aware` are its three parts. `sbn`: whose rows the statistics are counted over.
@@ -74,7 +74,6 @@ class FL2:
             raise UserError(f"warmup is {self.warmup}: give how often the server trains before the first round, or 0.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         places: tuple[Place, ...] = ("server", "clients", "some")
         if norm != "batch" or self.sbn == "server":
             return Requirements("sum", "", places)
@@ -85,7 +84,6 @@ class FL2:
         return Requirements(reason=reason, places=places, counts_statistics="norm 'group' or 'none', or sbn 'server'")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the clients' training, the server's, and the look that statistics are counted from."""
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
         return {
             "train": SharpnessAware(task, self),
@@ -94,7 +92,6 @@ class FL2:
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and a momentum of zero."""
         return {**model, "momentum": tree.zeros_like(model["params"])}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
@@ -111,10 +108,6 @@ class FL2:
         new = {"params": params, "stats": model["stats"], "momentum": momentum}
         return {**new, "stats": estimate(federation, new, self.sbn)}
 
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the server's model, with the statistics counted for it."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
-
 
 @dataclass(frozen=True)
 class SharpnessAware(ClientUpdate):
@@ -124,16 +117,10 @@ class SharpnessAware(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return Needs(("strong",), sweep=("weak",), masks=True, uplink=Uplink(("params",), (), "one"))
-
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        keep, uplink = self.options.keep_optimizer, Uplink(("params",), (), "one")
+        return Needs(("strong",), sweep=("weak",), masks=True, keep_optimizer=keep, uplink=uplink)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Label all rows with the received model under its static statistics."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         with torch.no_grad():
             network, weak = self.task.network, data.views["weak"]
             parts = [network.predict(down["params"], down["stats"], part).detach() for part in chunks(weak)]
@@ -142,16 +129,13 @@ class SharpnessAware(ClientUpdate):
             p, {}, data.u_real
         )
         status = padding.mean_or_zero(p.amax(-1), data.u_real)
-        carry = {"params": down["params"], "optimizer": optimizer, "status": status, "real": data.real}
-        return {**carry, **pseudo._asdict()}
+        return {**super().begin(down, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        """Return the rows it is sure of; all, where there is none but the client has labels to learn from."""
         sure = carry["weight"] > 0
         return sure | ((data.labeled > 0) & ~sure.any())
 
     def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        """Return the pseudo-labels of all rows, made when the client update begins."""
         return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -199,17 +183,15 @@ class SharpnessAware(ClientUpdate):
         return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the parameters with the weight 1 - t if there was a row to train on."""
         drawn = self.keep(carry, data)
         trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any() & (data.unlabeled > 0)
         weight = (
             (1 - carry["status"]).clamp_min(1e-6) if self.options.status_aware else torch.ones_like(carry["status"])
         )
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        _, memory = super().finish(down, carry, data)
         return Upload({"params": carry["params"]}, (weight * trained).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the step's images, and with `sharpness` a second way back and the pass at the weights nearby."""
         taught = labeled + unlabeled
         if not self.options.sharpness:
             return Passes(taught, taught)

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import SUM, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean, mean_or_zero
 from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.mutual import (
     Looked,
     Pass,
@@ -38,7 +38,6 @@ from halfmoon.methods.mutual import (
     divergence,
     kept,
     learner,
-    model_of,
     passed,
     sure,
     uplink_of,
@@ -49,7 +48,7 @@ from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
-class FML:
+class FML(ModelAveraging):
     """FML; the defaults are the paper's where it speaks.
 
     `private_share` is its alpha, the weight of the labels beside the meme's predictions in the private model's loss;
@@ -77,26 +76,8 @@ class FML:
             if not 0 <= share <= 1:
                 raise UserError(f"{name} is {share}: it is the labels' share of the loss, from 0 to 1.")
 
-    def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
-        return SUM
-
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": MutualLearning(task, self)}
-
-    def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model."""
-        return model
-
-    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and average the memes."""
-        model = model_of(server)
-        return federation.average("train", model).update
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the meme; private models never leave their clients."""
-        return model_of(server)
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,6 @@ class MutualLearning(ClientUpdate):
         return Needs(views, masks=True, uplink=uplink_of(self.options.weights))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return the private model's start, with a fresh optimizer where it is kept."""
         model = model_of(down)
         if self.options.private == "fresh":
             like = next(tree.leaves(down["params"]))
@@ -119,7 +99,6 @@ class MutualLearning(ClientUpdate):
         return self._kept(learner(self.task, model))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Fork the meme from the server's model, and go on with the private one."""
         private = learner(self.task, model_of(memory))
         if self.options.keep_optimizer:
             private["optimizer"] = memory.get("optimizer", {})
@@ -141,14 +120,12 @@ class MutualLearning(ClientUpdate):
         return new, StepMetrics(loss, samples, (made["local"],), made)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the meme with its weight; the private model stays."""
         weight = weight_of(data, self.options.weights)
         if not self.needs.views:
             weight = weight * (data.labeled > 0)
         return Upload(model_of(carry["meme"]), weight), self._kept(carry["private"])
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of both models' passes."""
         return Passes(2 * (labeled + unlabeled), 2 * (labeled + unlabeled))
 
     def _pass(self, model: Tree, batch: Batch) -> Pass:

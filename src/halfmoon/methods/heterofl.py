@@ -32,21 +32,21 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import momentum_step
+from halfmoon.methods.averaging import ModelAveraging, momentum_step
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
 from halfmoon.methods.objectives.base import supervised
 from halfmoon.models import Network
 
 
 @dataclass(frozen=True)
-class HeteroFL:
+class HeteroFL(ModelAveraging):
     """HeteroFL, Algorithm 1.
 
     `rates` are the widths, divided by "-": with "1-0.5-0.25" every third client trains the whole network, every third
@@ -64,13 +64,11 @@ class HeteroFL:
         parsed(self.rates)
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         reason = "each parameter is averaged over the clients whose width has it and who hold its class"
         counts = "norm 'group' or 'none'" if norm == "batch" else ""
         return Requirements(reason=reason, places=ANYWHERE, personal=True, counts_statistics=counts)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the training at each rate, the widest first, and the look that statistics are counted from."""
         if not task.network.cuts:
             raise UserError(
                 "heterofl cuts networks to their leading channels, and does not know which those of an nn.Module or of "
@@ -80,7 +78,6 @@ class HeteroFL:
         return {name(rate): Narrow(task, self, rate) for rate in rates} | {"census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and a momentum of zero where there is one."""
         return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
@@ -101,10 +98,6 @@ class HeteroFL:
             new = {"params": params, "momentum": momentum}
         stats = estimate(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the whole network, with the statistics counted for it."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
 
     def _count(self, up: Upload, total: dict[str, Tensor], held: dict[str, Tensor]) -> None:
         """Add the uploads (k, ...) of one rate into the leading part of the sums, and the number of their holders."""
@@ -127,19 +120,13 @@ class Narrow(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return Needs(masks=True, uplink=Uplink(("params",), (), "one", {"present": Aux(values="mark")}))
-
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
+        keep, uplink = self.options.keep_optimizer, Uplink(("params",), (), "one", {"present": Aux(values="mark")})
+        return Needs(masks=True, keep_optimizer=keep, uplink=uplink)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the received part; see which classes are there."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
         seen = F.one_hot(data.y, self.task.network.classes).sum(0)  # rows beyond the client's own repeat them
         present = (seen > 0) & (data.labeled > 0)
-        return {"params": down["params"], "optimizer": optimizer, "present": present}
+        return {**super().begin(down, memory, data), "present": present}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on the masked cross-entropy."""
@@ -148,14 +135,9 @@ class Narrow(ClientUpdate):
         return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the part, the classes that it has seen, and 1, or 0 where there was nothing to see."""
         weight = (data.labeled > 0).double()
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
+        _, memory = super().finish(down, carry, data)
         return Upload({"params": carry["params"]}, weight, {"present": carry["present"].double()}), memory
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count one forward and one backward pass of the labeled images, however narrow the network."""
-        return Passes(labeled, labeled)
 
     def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         logits, _ = self.task.network.train(scaled(params, self.rate), batch.x, real=batch.x_real)

@@ -35,11 +35,6 @@ class Pass(NamedTuple):
     pull: Callable[[tuple[Tensor, Tensor], bool], Tree]  # as `halfmoon.core.autodiff.vjp` returns it
 
 
-def model_of(tree: Tree) -> Tree:
-    """Return {"params", "stats"} of what holds them and more; stats, {} without batch normalization, may be missing."""
-    return {"params": tree["params"], "stats": tree.get("stats", {})}
-
-
 def learner(task: Task, model: Tree) -> Tree:
     """Return {"params", "stats", "optimizer"} of a model that starts to learn with a fresh optimizer."""
     return {**model, "optimizer": task.optimizer.init(model["params"])}
@@ -94,5 +89,5 @@ def uplink_of(weights: Weights) -> Uplink:
 
 def weight_of(data: Local, weights: Weights) -> Tensor:
     """Return what a client's upload weighs, ()."""
-    rows = (data.labeled + data.unlabeled).double()
+    rows = data.rows
     return rows if weights == "size" else torch.ones_like(rows)

@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -65,16 +66,13 @@ class ProtoFSSL:
             raise UserError(f"ProtoFSSL's helpers is {self.helpers}: it must be at least 1.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         reason = "clients are sent the prototypes of single other clients"
         return Requirements(reason=reason, places=("clients",), personal=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Episodes(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model; nobody has a prototype."""
         head = model["params"]["head"]
         if "bias" not in head:
             raise UserError("ProtoFSSL's prototypes make a head with a bias; set norm to 'batch' or 'group'.")
@@ -99,7 +97,6 @@ class ProtoFSSL:
         return {**new, "mean": mean.to(server["mean"]), "known": known, "helpers": helpers, "there": there}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the averaged model, with a head that says -d for the mean prototypes."""
         mean = server["mean"]
         bias = -mean.square().mean(-1) - FAR * (1 - server["known"])
         head = {"weight": 2 * mean / mean.shape[-1], "bias": bias}
@@ -117,22 +114,14 @@ class Episodes(ClientUpdate):
         aux = {"own": Aux(), "present": Aux(values="mark")}
         return Needs(("weak",), masks=True, uplink=Uplink(weight="one", aux=aux))
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's model, with a fresh optimizer."""
-        model = {"params": down["params"], "stats": down["stats"]}
-        return {**model, "optimizer": self.task.optimizer.init(down["params"])}
-
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Play one episode."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], down, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for each in moments:
-            stats = track(stats, each)
+        stats = reduce(track, moments, carry["stats"])
         return {"params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the model and the prototypes of the labeled rows."""
         head = carry["params"]["head"]["weight"]
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
         member = one_hot(data.y, len(head), head) * own
@@ -144,12 +133,7 @@ class Episodes(ClientUpdate):
         own = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
         return Upload(up, (data.labeled + data.unlabeled > 0).double(), own), {}
 
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of one pass."""
-        return Passes(labeled + unlabeled, labeled + unlabeled)
-
     def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count the labeled rows, of which prototypes are taken."""
         return labeled
 
     @torch.no_grad()

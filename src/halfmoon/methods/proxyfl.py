@@ -65,17 +65,14 @@ class ProxyTuning:
             no_average("proxy tuning", self.method.objective)
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         inner = requirements_of(self.method, norm)
         reason = "the classifier is tuned against each client's own"
         return replace(inner, aggregation="individual", reason=reason, personal=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the method's."""
         return self.method.client_updates(task)
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Return the method's."""
         return self.method.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
@@ -92,7 +89,6 @@ class ProxyTuning:
         return {**new, "params": {**new["params"], "head": head}}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the method's."""
         return self.method.solution(task, server)
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -40,14 +41,14 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
+from halfmoon.methods.averaging import ModelAveraging, average
 from halfmoon.methods.objectives.base import guess_of, supervised
 from halfmoon.methods.objectives.mixing import sharpened
 from halfmoon.models import forward, track
 
 
 @dataclass(frozen=True)
-class RSCFed:
+class RSCFed(ModelAveraging):
     """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels.
 
     Raises `UserError` for no group, or for groups of nobody.
@@ -69,17 +70,11 @@ class RSCFed:
                 raise UserError(f"RSCFed's {name} is {getattr(self, name)}: it must be at least 1.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         reason = "a client's weight depends on how far its own model is from its group's"
         return Requirements(reason=reason, places=("some", "clients"))
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Following(task, self)}
-
-    def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model."""
-        return model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average in groups."""
@@ -110,10 +105,6 @@ class RSCFed:
         logs = logs + torch.where(labels > 0, self.labeled_factor, 1.0).double().log()
         return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not
 
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the mean over groups."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
-
 
 @dataclass(frozen=True)
 class Following(ClientUpdate):
@@ -123,39 +114,29 @@ class Following(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return Needs(("weak", "weak2"), masks=True, uplink=Uplink(aux={"labels": Aux(values="mark")}))
+        keep, uplink = self.options.keep_optimizer, Uplink(aux={"labels": Aux(values="mark")})
+        return Needs(("weak", "weak2"), masks=True, keep_optimizer=keep, uplink=uplink)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return the teacher, the first received model, and a fresh optimizer where it is kept."""
-        kept = {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
-        return {"teacher": down["params"], **kept}
+        return {"teacher": down["params"], **super().remember(down, generator)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's model, and from the teacher as it was left."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
-        model = {"params": down["params"], "stats": down["stats"]}
-        return {**model, "teacher": memory["teacher"], "optimizer": optimizer}
+        return {**super().begin(down, memory, data), "teacher": memory["teacher"]}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, which the teacher follows."""
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for each in moments:
-            stats = track(stats, each)
+        stats = reduce(track, moments, carry["stats"])
         teacher = tree.map(lambda old, new: torch.lerp(new, old, self.options.decay), carry["teacher"], params)
         new = {"params": params, "stats": stats, "teacher": teacher, "optimizer": optimizer}
         return new, StepMetrics(loss, {}, (guess_of(target),))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the model; the teacher stays."""
-        up, rows = {"params": carry["params"], "stats": carry["stats"]}, (data.labeled + data.unlabeled).double()
-        names = ("teacher", "optimizer") if self.options.keep_optimizer else ("teacher",)
-        return Upload(up, rows, {"labels": (data.labeled > 0).double()}), {name: carry[name] for name in names}
+        up, memory = super().finish(down, carry, data)
+        return up._replace(aux={"labels": (data.labeled > 0).double()}), {"teacher": carry["teacher"], **memory}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the student's images, forward and backward, and the teacher's, forward."""
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from math import ceil
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
+from halfmoon.methods.averaging import ModelAveraging, average
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives.base import per_image, sweep_logits
 from halfmoon.methods.objectives.thresholding import NONE, remembered
@@ -50,7 +51,7 @@ from halfmoon.models import forward, track
 
 
 @dataclass(frozen=True)
-class SemiFed:
+class SemiFed(ModelAveraging):
     """SemiFed; no default is verified.
 
     `threshold` is the confidence that a vote needs, moving in a straight line to `threshold_last` in the last round
@@ -78,17 +79,11 @@ class SemiFed:
             raise UserError(f"SemiFed's agree is {self.agree}: it is the share of models, above 0, at most 1.")
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         reason = "clients are sent the models of single other clients"
         return Requirements(reason=reason, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return what a client does in the task's round."""
         return {"train": Growing(task, self, self._labels(task))}
-
-    def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model."""
-        return model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, after labeling in a labeling round, and average; keep who sent what."""
@@ -98,10 +93,6 @@ class SemiFed:
         up = federation.ask("train", {**down, "peers": tree.stack(known)} if known else down)
         last.put(task.round, up)
         return average(up, down)
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the averaged model."""
-        return {"params": server["params"], "stats": server.get("stats", {})}
 
     def threshold_in(self, task: Task) -> float:
         """Return the confidence that a vote needs in the task's round."""
@@ -154,43 +145,33 @@ class Growing(ClientUpdate):
         return Needs((view, "strong"), sweep=sweep, masks=True, row_memory={"labels": NONE})
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return that no row has a label: of how many rows is not known yet."""
         device = next(tree.leaves(down["params"])).device
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return {"labels": none, "mark": torch.zeros((), dtype=torch.float64, device=device)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's model; in a labeling round let it and the peers label rows that have no label."""
         labels, mark = remembered({"label": memory["labels"], "mark": memory["mark"]}, data)
         if self.labels:
             accepted = self._vote(down, data)
             labels = torch.where(labels == NONE, accepted, labels)
-        model = {"params": down["params"], "stats": down["stats"]}
-        return {**model, "optimizer": self.task.optimizer.init(down["params"]), "labels": labels, "mark": mark}
+        return {**super().begin(down, memory, data), "labels": labels, "mark": mark}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step."""
-        gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
-        moments, pseudo = seen
+        gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = carry["stats"]
-        for each in moments:
-            stats = track(stats, each)
+        stats = reduce(track, moments, carry["stats"])
         return {**carry, "params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the model with its weight; the labels stay."""
-        weight = (data.labeled + data.unlabeled).double()
-        up = Upload({"params": carry["params"], "stats": carry["stats"]}, weight)
+        up, _ = super().finish(down, carry, data)
         return up, {"labels": carry["labels"], "mark": carry["mark"]}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count labeled images and both views; under running statistics the target is a pass of its own."""
-        again = unlabeled if self.task.labeling == "running" else 0
-        return Passes(labeled + 2 * unlabeled + again, labeled + 2 * unlabeled)
+        forward, backward = super().passes(labeled, unlabeled)
+        return Passes(forward + (unlabeled if self.task.labeling == "running" else 0), backward)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count all unlabeled rows once for each voting model; too many while fewer than `peers` have been met."""
         return unlabeled * (1 + self.options.peers) if self.labels else 0
 
     def _vote(self, down: Tree, data: Local) -> Tensor:

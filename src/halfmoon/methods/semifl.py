@@ -136,7 +136,6 @@ class SemiFL:
         return joined(model["rest"], tree.map(torch.add, model["sigma"], psi))
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         places: tuple[Place, ...] = ("server", "clients", "some")
         if norm != "batch" or self.sbn == "server":
             return Requirements("sum", "", places)
@@ -148,13 +147,11 @@ class SemiFL:
         return Requirements(reason=reason, places=places, counts_statistics=counts)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the clients' training, the server's, and the look that statistics are counted from."""
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
         teaching = SigmaTraining(task, self) if self.halves else own_labels
         return {"train": Mixing(task, self), "fine-tune": teaching, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and a momentum of zero; with `halves` take the kernels apart, and draw others as psi."""
         if not self.halves:
             return {**model, "momentum": tree.zeros_like(model["params"])}
         like = next(tree.leaves(model["params"]))
@@ -182,7 +179,6 @@ class SemiFL:
         return {**model, "stats": estimate(federation, self.solution(task, model), self.sbn), "momentum": momentum}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the server's model, with the statistics counted for it."""
         return {"params": self.parameters(server), "stats": server.get("stats", {})}
 
 
@@ -197,13 +193,10 @@ class SigmaTraining(ClientUpdate):
         return Needs(masks=True, uplink=Uplink(("sigma",), ()))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
         return {"optimizer": self.task.optimizer.init(down["sigma"])} if self.options.keep_optimizer else {}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's sigma, with a fresh optimizer or the one that was kept."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["sigma"])
+        optimizer = memory.get("optimizer") or self.task.optimizer.init(down["sigma"])
         return {"sigma": down["sigma"], "optimizer": optimizer}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -213,12 +206,10 @@ class SigmaTraining(ClientUpdate):
         return {"sigma": sigma, "optimizer": optimizer}, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Return sigma."""
         memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
         return Upload({"sigma": carry["sigma"]}, (data.labeled > 0).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count one forward and one backward pass of the labeled images."""
         return Passes(labeled, labeled)
 
     def _loss(self, sigma: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
@@ -247,7 +238,6 @@ class Mixing(ClientUpdate):
         )
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept, and the first state of thresholds that run."""
         first = down[self.options.trained]
         kept = {"optimizer": self.task.optimizer.init(first)} if self.options.keep_optimizer else {}
         like = next(tree.leaves(first))
@@ -255,10 +245,8 @@ class Mixing(ClientUpdate):
         return {**kept, "thresholds": state} if state and self.options.labels == "step" else kept
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Label all rows with the received model under its static statistics."""
-        kept = self.options.keep_optimizer
         first = down[self.options.trained]
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(first)
+        optimizer = memory.get("optimizer") or self.task.optimizer.init(first)
         carry = {"params": first, "optimizer": optimizer, "thresholds": {}}
         rule, by_step = self.options.rule, self.options.labels == "step"
         if by_step and not rule.sweeps:
@@ -277,14 +265,12 @@ class Mixing(ClientUpdate):
         return {**carry, **pseudo._asdict(), "real": data.real}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        """Return the confident rows; all, where none is but the client has labels to learn from."""
         if self.options.labels == "step":
             return None
         sure = carry["weight"] > 0
         return sure | ((data.labeled > 0) & ~sure.any())
 
     def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        """Return the pseudo-labels of the round, of rows that are kept or not; none with labels "step"."""
         if self.options.labels == "step":
             return ()
         return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
@@ -305,7 +291,6 @@ class Mixing(ClientUpdate):
         return new, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send the parameters; they weigh 1 if there was a row to train on."""
         drawn, rows = self.keep(carry, data), data.unlabeled > 0
         trained = rows if drawn is None else rows & drawn.any()
         names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
@@ -313,7 +298,6 @@ class Mixing(ClientUpdate):
         return Upload({self.options.trained: carry["params"]}, trained.double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count strong and mixed images, and with labels "step" the weak views of both sets."""
         sets = 2 if self.options.mix_weight else 1
         taught = labeled + sets * unlabeled
         if self.options.labels == "round":

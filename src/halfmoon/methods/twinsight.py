@@ -29,12 +29,12 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task, sample
-from halfmoon.api.uploads import Upload
+from halfmoon.api.types import Batch, ClientUpdate, Needs, Passes, StepMetrics, Task, sample
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import joined, mean, row_mean
 from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.objectives.base import guess_of, supervised
 from halfmoon.models import track
 from halfmoon.models.network import linear
@@ -44,7 +44,7 @@ VIEWS = ("weak", "weak2")
 
 
 @dataclass(frozen=True)
-class TwinSight:
+class TwinSight(ModelAveraging):
     """Twin-sight with the weights and the temperature of the authors' code."""
 
     contrast_weight: float = 0.5
@@ -55,15 +55,12 @@ class TwinSight:
     keep_optimizer: bool = False
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return Requirements("sum", "", ("some", "clients"))
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the one thing a client does."""
         return {"train": Twins(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Remember the model, and a twin with a projector."""
         like = model["params"]["head"]["weight"]
         g = rng.generator(0, "twin-sight")
         fresh = task.network.init(g)
@@ -72,13 +69,7 @@ class TwinSight:
         params, stats = (tree.to(part, like.device, like.dtype) for part in (twin, fresh["stats"]))
         return {"params": {**model["params"], TWIN: params}, "stats": {**model["stats"], **_named(stats)}}
 
-    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and average both networks."""
-        server = {"stats": {}, **server}
-        return federation.average("train", server).update
-
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the classifier."""
         return {name: _without_twin(server.get(name, {})) for name in ("params", "stats")}
 
 
@@ -99,17 +90,7 @@ class Twins(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return Needs(VIEWS, labeled_views=VIEWS, masks=True)
-
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return a fresh optimizer where it is kept."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.options.keep_optimizer else {}
-
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Start from the server's networks."""
-        kept = self.options.keep_optimizer
-        optimizer = memory["optimizer"] if kept else self.task.optimizer.init(down["params"])
-        return {"params": down["params"], "stats": down["stats"], "optimizer": optimizer}
+        return Needs(VIEWS, labeled_views=VIEWS, masks=True, keep_optimizer=self.options.keep_optimizer)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step of both networks."""
@@ -123,14 +104,7 @@ class Twins(ClientUpdate):
         new = {"params": params, "stats": {**stats, **_named(twin)}, "optimizer": optimizer}
         return new, StepMetrics(loss, samples, (guess_of(guess),))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Send both networks with the weight |labeled| + |unlabeled|."""
-        up = {"params": carry["params"], "stats": carry["stats"]}
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        return Upload(up, (data.labeled + data.unlabeled).double()), memory
-
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count one view of all images in the classifier and two in the twin."""
         return Passes(3 * (labeled + unlabeled), 3 * (labeled + unlabeled))
 
     def _loss(self, params: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor, dict[str, Tensor]]]:

@@ -36,7 +36,6 @@ class FixMatch(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = self.look(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight

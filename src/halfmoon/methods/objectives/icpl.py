@@ -56,11 +56,9 @@ class ICPL(Objective):
 
     @property
     def travels(self) -> tuple[str, ...]:
-        """Return that the prior travels."""
         return (*super().travels, "prior")
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Put the two heads among the parameters, and a uniform prior beside them."""
         head = model["params"]["head"]["weight"]
         classes, features = head.shape
         g = rng.generator(0, "proxyfl", features)
@@ -70,21 +68,17 @@ class ICPL(Objective):
         return super().start(task, {**model, "params": params}) | {"prior": head.new_full((classes,), 1 / classes)}
 
     def solution(self, server: Tree) -> Tree:
-        """Return the model without the heads."""
         model = super().solution(server)
         return {**model, "params": {name: part for name, part in model["params"].items() if name not in HEADS}}
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        """Return the received model."""
         return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
 
     def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
-        """Return that no label has been counted."""
         head = cached["received"]["params"]["head"]["weight"]
         return {"counts": torch.zeros_like(head[:, 0])}
 
     def finish(self, task: Task, carry: Tree) -> Tree:
-        """Return the prior after this client update's labels."""
         total = carry["counts"].sum()
         moved = torch.lerp(carry["prior"], carry["counts"] / total.clamp_min(1), 1 - self.prior_decay)
         return {"prior": torch.where(total > 0, moved, carry["prior"])}
@@ -92,7 +86,6 @@ class ICPL(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         x, weak, strong = batch.x, batch.u["weak"], batch.u["strong"]
         logits, features, moments = self._look(task, params, (x, strong, weak), batch.masks(2))
         guess = logits[2].detach()
@@ -119,7 +112,6 @@ class ICPL(Objective):
         return loss, StepResult(moments, (pseudo,), {"counts": aux["counts"] + counted})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of the model in training, all of which teach, and the received model's guesses."""
         again = unlabeled if task.labeling == "running" else 0
         taught = labeled + 2 * unlabeled
         return Passes(taught + again + labeled + unlabeled, taught)

@@ -50,7 +50,6 @@ class MeanTeacher(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"])
         (labeled, student), _, moments = forward(
             task.network, params, task.statistics == "joint", groups, real=batch.masks(1)
@@ -66,7 +65,6 @@ class MeanTeacher(Objective):
         return supervised(labeled, batch.y, batch.x_real) + weight * apart, StepResult(moments, (guess_of(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count the student's images, forward and backward, and the teacher's, forward."""
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
 
 

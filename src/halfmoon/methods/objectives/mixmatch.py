@@ -50,7 +50,6 @@ class MixMatch(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         weak = (batch.u["weak"], batch.u["weak2"])
         mix, order = batch.drawn["mix"], batch.drawn["order"]
         sizes = [len(batch.x), len(weak[0]), len(weak[1])]
@@ -67,7 +66,6 @@ class MixMatch(Objective):
         return loss, StepResult(moments, (guess_of(guess),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count the mixtures, forward and backward, and the guessed images."""
         return guessing_passes(task, labeled + 2 * unlabeled, 2 * unlabeled)
 
 

@@ -43,7 +43,6 @@ class PiModel(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"
         (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
@@ -53,7 +52,6 @@ class PiModel(Objective):
         return loss, StepResult(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count one forward and one backward pass of all images."""
         return Passes(labeled + 2 * unlabeled, labeled + 2 * unlabeled)
 
 

@@ -45,7 +45,6 @@ class PseudoLabel(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         groups = (batch.x, batch.u["weak"])
         if self._again(task):
             (labeled, logits), (guess,), moments = taught_and_guessed(
@@ -64,7 +63,6 @@ class PseudoLabel(PseudoLabeling, Objective):
         return supervised(labeled, batch.y, batch.x_real) + weight * taught, StepResult(moments, (pseudo,), aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count one pass of all images, and one more of the guessed where running statistics normalize these."""
         asked = self.teacher != "local" and self.labels == "step"
         again = (self._again(task) + asked) * unlabeled
         return Passes(labeled + unlabeled + again, labeled + unlabeled)

@@ -65,7 +65,6 @@ class PseudoLabeling:
 
     @property
     def needs(self) -> Needs:
-        """Return the views of a step, and those of all rows where guesses of the round are needed."""
         all_rows = self.labels == "round" or self.rule.sweeps or (self.debias and self.debias_over == "all")
         return Needs(
             views=("strong",) if self.labels == "round" else ("weak", "strong"),
@@ -76,7 +75,6 @@ class PseudoLabeling:
 
     @property
     def averages(self) -> float | None:
-        """Return the share that the average of the server's models keeps, where it teaches."""
         return self.teacher_decay if self.teacher == "average" else None
 
     @property
@@ -90,7 +88,6 @@ class PseudoLabeling:
         return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        """Return what is wanted of the received model: itself, and what `prepared` makes of its logits of all rows."""
         guess, model = None, self.teaching(down)
         if self.needs.sweep:
             guess = sweep_logits(task, model["params"], model["stats"], data.views["weak"], data.u_real)
@@ -120,12 +117,10 @@ class PseudoLabeling:
         return cached
 
     def remember(self, task: Task, down: Tree) -> Tree:
-        """Return the first state of the thresholds."""
         state = self.rule.remember(task.network.classes, next(leaves(down["params"])))
         return {"thresholds": state} if state else {}
 
     def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
-        """Return the state of the thresholds."""
         if self.rule.sweeps:
             return {"thresholds": cached["profile"]}
         return {"thresholds": self.rule.begin(memory.get("thresholds", {}), data)}
@@ -157,7 +152,6 @@ class PseudoLabeling:
         return debiased(guess, cached["prior"] if self.debias_over == "all" else prior(guess, batch.u_real))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of `look` and of one backward pass through it."""
         if self.labels == "round":
             return Passes(labeled + unlabeled, labeled + unlabeled)
         if self.remote:

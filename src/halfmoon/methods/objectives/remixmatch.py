@@ -72,23 +72,19 @@ class ReMixMatch(Objective):
 
     @property
     def travels(self) -> tuple[str, ...]:
-        """Return that the mean prediction travels, where it is used."""
         return (*super().travels, *(["predicted"] if self.align else []))
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Add a rotation head of zeros, and a uniform running mean of predictions."""
         head = model["params"]["head"]["weight"]
         rotation = {"weight": head.new_zeros(4, head.shape[1]), "bias": head.new_zeros(4)}
         server = super().start(task, {**model, "params": {**model["params"], "rotation": rotation}})
         return {**server, "predicted": head.new_full((len(head),), 1 / len(head))} if self.align else server
 
     def solution(self, server: Tree) -> Tree:
-        """Return the model without its rotation head."""
         model = super().solution(server)
         return {**model, "params": {name: part for name, part in model["params"].items() if name != "rotation"}}
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        """Return "marginal" (classes,), the class frequencies of the labeled rows; zero without any."""
         if not self.align:
             return {}
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
@@ -98,7 +94,6 @@ class ReMixMatch(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         groups = (
             batch.x_views["strong"] if self.strong_labels else batch.x,
             *(batch.u[name] for name in self.needs.views),
@@ -124,7 +119,6 @@ class ReMixMatch(Objective):
         return loss, StepResult(moments, (guess_of(guess),), news)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count mixtures, anchors and turned images, forward and backward, and the guessed."""
         taught = labeled + (2 + self.anchors + bool(self.rotation_weight)) * unlabeled
         shared = task.statistics == "joint" and task.labeling == "batch"
         return Passes(taught + unlabeled, taught + (unlabeled if shared else 0))

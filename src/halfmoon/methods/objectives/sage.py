@@ -50,13 +50,11 @@ class SAGE(Objective):
         return Needs(("weak", "strong"), masks=True)
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        """Return the received model."""
         return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
         local, own = weak.softmax(-1).max(-1)
         wide, other = received(task, cached, batch.u["weak"]).softmax(-1).max(-1)
@@ -70,7 +68,6 @@ class SAGE(Objective):
         return loss, StepResult(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of the model in training, and the received model's guesses."""
         passes = weak_and_strong_passes(task, labeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled)
 

@@ -22,12 +22,10 @@ class Supervised(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         logits, moments = task.network.train(params, batch.x, real=batch.x_real)
         return supervised(logits, batch.y, batch.x_real), StepResult([moments], ())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        """Count one forward and one backward pass of the labeled images."""
         return Passes(labeled, labeled)
 
 

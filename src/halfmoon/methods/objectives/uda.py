@@ -32,7 +32,6 @@ class UDA(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen."""
         labeled, strong, weak, moments = self.look(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         target = (weak / self.temperature).softmax(-1)
