@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +25,9 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
+from halfmoon.data.readers.decode import upright
 from halfmoon.pages.label import Labeling, Options, open_folder
-from halfmoon.pages.pictures import KEPT_BYTES, Pictures, picture, stretched
+from halfmoon.pages.pictures import CACHE_BYTES, QUEUE, Busy, Pictures, picture, stretched
 from halfmoon.pages.server import LARGEST, listening
 
 
@@ -134,7 +137,17 @@ def test_a_strange_answer_is_refused_with_a_sentence(address: str, body: bytes, 
 
 
 @pytest.mark.parametrize(
-    "path", ["web/..%2fserver.py", "web/../server.py", "web/.", "web/x.js", "image/9", "image/0?look=x"]
+    "path",
+    [
+        "web/..%2fserver.py",
+        "web/../server.py",
+        "web/.",
+        "web/x.js",
+        "web/label.html%00.js",
+        f"web/{'x' * 300}.js",
+        "image/9",
+        "image/0?look=x",
+    ],
 )
 def test_nothing_else_is_served(address: str, path: str):
     assert get(address, path)[0] in (404, 422)
@@ -248,15 +261,50 @@ def test_every_mode_can_be_shown_in_every_way(tmp_path: Path, mode: str):
         assert max(opened(picture(file, file.name, look, small=True)).shape[:2]) == 160
 
 
-def test_pictures_kept_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert KEPT_BYTES < 2**28
-    monkeypatch.setattr("halfmoon.pages.pictures.KEPT_BYTES", 300)
+def test_pictures_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert CACHE_BYTES < 2**28
+    monkeypatch.setattr("halfmoon.pages.pictures.CACHE_BYTES", 300)
     folder = site(tmp_path / "s", 20)
-    kept = Pictures(folder)
+    pictures = Pictures(folder)
     for n in range(20):
-        kept.get(f"{n}.png", "plain", True)
-    assert kept._bytes <= 300
+        pictures.get(f"{n}.png", "plain", True)
+    assert pictures.bytes <= 300
     os.remove(folder / "19.png")
-    assert kept.get("19.png", "plain", True)  # the last one is still there
+    assert pictures.get("19.png", "plain", True)  # the last one is still there
     with pytest.raises(UserError):
-        kept.get("19.png", "plain", False)
+        pictures.get("19.png", "plain", False)
+
+
+def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """40 requests at once for 8 large images: one decoder at a time, `QUEUE` answers at least, the rest is refused."""
+    for n in range(8):
+        Image.new("L", (1500, 1000), n).save(tmp_path / f"{n}.png")
+    pictures, running, most = Pictures(tmp_path), 0, 0
+
+    def slowly(*args: Any) -> Image.Image:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        time.sleep(0.02)
+        running -= 1
+        return upright(*args)
+
+    monkeypatch.setattr("halfmoon.pages.pictures.upright", slowly)
+
+    def request(n: int) -> bool:
+        try:
+            return bool(pictures.get(f"{n % 8}.png", "plain", True))
+        except Busy:
+            return False
+
+    with ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(request, range(40)))
+    assert most == 1
+    assert sum(answers) >= QUEUE
+    assert all(request(n) for n in range(8))
+
+
+def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Image.new("1", (9000, 8000)).save(tmp_path / "a.png")
+    monkeypatch.setattr("halfmoon.pages.pictures.upright", None)
+    with pytest.raises(UserError, match="9000x8000 pixels, of 67,108,864 at most"):
+        Pictures(tmp_path).get("a.png", "plain", True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.pictures import LOOKS, Pictures, kind
+from halfmoon.pages.pictures import LOOKS, Busy, Pictures, kind
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def picture_of(request: Request, pictures: Pictures, paths: Sequence[str]) -> Re
     row = of_row(request, len(paths))
     try:
         data = pictures.get(paths[row], look, request.query_params.get("small") == "1")
+    except Busy as error:
+        return PlainTextResponse(str(error), 503, {"retry-after": "2"})
     except UserError as error:
         return PlainTextResponse(str(error), 415)
     return Response(data, media_type=kind(data), headers={"cache-control": "private, max-age=3600"})

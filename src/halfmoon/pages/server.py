@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import socket
 import sys
@@ -38,6 +39,8 @@ Endpoint = Callable[["Request"], Any]
 """Takes a request and returns a response, or a value for JSON; a UserError becomes an answer with its sentence."""
 
 KINDS = {".css": "text/css", ".js": "text/javascript", ".html": "text/html", ".svg": "image/svg+xml"}
+
+_ASSET = re.compile(r"[a-z]{1,32}\.[a-z]{1,8}")
 
 SHARED = ("draw.js", "charts.js")
 """Scripts of a report's charts, which pages use too."""
@@ -195,7 +198,7 @@ def _asset(name: str) -> Response:
 
     kind = KINDS.get(Path(name).suffix)
     try:
-        if kind is None or name != Path(name).name:
+        if kind is None or not _ASSET.fullmatch(name):
             raise FileNotFoundError(name)
         package = "halfmoon.report" if name in SHARED else "halfmoon.pages"
         return Response(templates.web(package, name), media_type=kind, headers={"cache-control": "no-cache"})
