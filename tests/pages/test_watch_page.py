@@ -198,6 +198,27 @@ def test_the_servers_log_tells_of_each_site(tmp_path: Path):
     assert len(found["log"]) == 9
 
 
+def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
+    """No site for minutes: the page says for whom the server waits, and since when; only silence is "stopped"."""
+    (tmp_path / "run.json").write_text("{}")
+    os.utime(tmp_path / "run.json", (1, 1))
+    beginning = "2026-11-21 04:53:13  federation digits (b697e786): FedDure for 10 rounds\n"
+    repeats = "".join(f"2026-11-21 04:5{n}:13  waiting for sites: 0 of 3 are there, 2 needed\n" for n in (3, 4, 5))
+    log = tmp_path / "serve.log"
+    log.write_text(beginning + repeats)
+    run, now = Followed(tmp_path, "r"), time.time()
+    facts = run.facts(now)
+    assert (facts["state"], facts["alarms"]) == ("waiting", [])
+    assert facts["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
+    assert run.facts(now + 130)["state"] == "stopped"
+    log.write_text(f"{beginning}{repeats}2026-11-21 04:56:13  round 1 of 10: 3 sites, mean loss 2.0267\n")
+    assert run.facts(now)["waiting"] == ""
+    assert run.facts(now + 3000)["state"] == "waiting"  # for an answer, up to round_timeout
+    assert run.facts(now + 3700)["state"] == "stopped"
+    run.options = {"federation": {"round_timeout": 200}}
+    assert run.facts(now + 300)["state"] == "stopped"
+
+
 def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
     home = tmp_path / ".halfmoon"
     home.mkdir()
@@ -247,6 +268,7 @@ def test_the_sentences_of_the_federation_are_still_the_same():
         "is right on {share:.2%} of the {kind} images here",
         "received {size(received)}; {trained}",
         "; sends {sent}",
+        "waiting for sites: {here} of {len(self.terms.sites)} are there, {wanted} needed",
         "finished: the model lies in {path}, it is right on {share:.2%} of your test images",
     ):
         assert words in said, words

@@ -17,6 +17,8 @@ SHOWN = 150
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _SITE = r"(?P<site>[A-Za-z0-9._-]+)"
 
+_WAITING = re.compile(r"waiting for sites: (\d+ of \d+ are there, \d+ needed)")
+
 _EVENTS = (
     (re.compile(rf"{_SITE} is (?:back|there)\b.*?: ([\d,]+) images with a label"), "here"),
     (re.compile(rf"{_SITE} is no longer connected"), "away"),
@@ -41,6 +43,25 @@ def lines(path: Path) -> list[tuple[str, str]]:
         return []
     found = (_LINE.fullmatch(line) for line in text.splitlines())
     return [(match[1], match[2]) for match in found if match]
+
+
+def last_change(folder: Path) -> float | None:
+    """Return when a server's log was last written, in seconds since 1970; None for other folders."""
+    try:
+        return (folder / SERVER_LOG).stat().st_mtime
+    except OSError:
+        return None
+
+
+def waiting(folder: Path) -> str:
+    """Return for whom a federation waits and since when, as the end of its log has it; "" if it goes on."""
+    since = text = ""
+    for when, words in reversed(lines(folder / SERVER_LOG)):
+        if match := _WAITING.match(words):
+            since, text = when, text or match[1]
+        elif not any(pattern.match(words) for pattern, _ in _EVENTS):
+            break
+    return f"waiting for sites since {since}: {text}" if text else ""
 
 
 def federation(folder: Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfmoon.pages import eventlog
 from halfmoon.pages.alarms import Alarm, alarms
 from halfmoon.report.series import short, thinned
 from halfmoon.storage import atomic_io, toml
@@ -23,6 +24,9 @@ PACE = 5
 
 SILENT = 120.0
 """Seconds without a word after which a run is taken for stopped, where its rounds are short."""
+
+ROUND_TIMEOUT = 3600.0
+"""Seconds that a site may take for an answer where the federation's file does not say (its `round_timeout`)."""
 
 MOST = 64
 """Runs that are followed at once at most."""
@@ -150,11 +154,23 @@ class Followed:
         age = max(0.0, now - last / 1e9)
         if self.summary is not None:
             return "finished", age
-        recent = self.seconds()[-PACE:]
-        patience = max(SILENT, 10 * max(recent, default=0.0))
+        patience = max(SILENT, 10 * max(self.seconds()[-PACE:], default=0.0))
+        log = eventlog.last_change(self.path)
+        if log is not None:
+            age = max(0.0, min(age, now - log))
+            waiting = bool(eventlog.waiting(self.path))  # it says so every half minute
+            if waiting and age <= SILENT:
+                return "waiting", age
+            patience = SILENT if waiting else max(patience, self.answer_timeout())
         if age > patience:
             return "stopped", age
         return ("running" if self.metrics.rows else "waiting"), age
+
+    def answer_timeout(self) -> float:
+        """Return how many seconds a federation waits for a site's answer without a word."""
+        table = self.options.get("federation")
+        value = table.get("round_timeout") if isinstance(table, dict) else None
+        return float(value) if isinstance(value, int | float) else ROUND_TIMEOUT
 
     def left(self, age: float = 0.0) -> float | None:
         """Return the seconds that are left at the pace of the last rounds; None where nobody can know."""
@@ -178,6 +194,7 @@ class Followed:
             "rounds": self.rounds,
             "round": self.done,
             "state": state,
+            "waiting": eventlog.waiting(self.path) if state == "waiting" else "",
             "age": round(age),
             "left": None if state != "running" else self.left(age),
             "accuracy": accuracy[-1] if accuracy else None,

@@ -207,6 +207,7 @@ function draw(found) {
   const planned = Math.max(found.planned, found.runs.length);
   const left = going.length ? `, ${clock(Math.max(...going.map((run) => run.left ?? 0)))} left` : "";
   if (planned > 1) byId("progress").textContent = `${finished} of ${planned} runs finished${going.length ? `, ${going.length} running${left}` : ""}`;
+  else if (found.runs[0]?.waiting) byId("progress").textContent = found.runs[0].waiting;
   else if (any) byId("progress").textContent = `round ${found.runs[0].round} of ${found.runs[0].rounds}, ${found.runs[0].state}${left}`;
   else byId("progress").textContent = found.site ? "" : "nothing has begun here yet";
   if (found.left_out) byId("progress").textContent += `; ${found.left_out} more are not shown`;
