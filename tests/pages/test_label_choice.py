@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halfmoon.pages.choice import Guesses, order, random_order, standardized
+from halfmoon.pages.choice import Guesses, order, random_order, ranks, standardized
 
 draw = np.random.default_rng(0)
 
@@ -22,6 +22,10 @@ def nothing(count: int) -> np.ndarray:
 def test_uncertainty_is_one_minus_the_margin():
     found = Guesses(np.array([[0.5, 0.5, 0], [1, 0, 0], [0.7, 0.1, 0.2]]), np.zeros((3, 1))).uncertainty
     assert found == pytest.approx([1, 0, 0.5])
+
+
+def test_the_most_uncertain_has_rank_one_and_the_unknown_none():
+    assert ranks(np.array([0.2, 0.9, np.nan, 0.5])).tolist() == [3, 1, 0, 2]
 
 
 def test_every_open_row_comes_once():

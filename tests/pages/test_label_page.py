@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,31 @@ def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: s
     assert shown(browser) == third
     assert labels(folder, ".halfmoon/not-sure.csv") == {}
     assert browser.get_log("browser") == []
+
+
+def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    pressed(browser, "s")
+    second = shown(browser)
+    press(browser, "w")
+    cell = "return document.querySelector('#wall .cell[data-place=\"0\"]')?.title"
+    assert until(lambda: browser.execute_script(cell)).startswith(second)
+    press(browser, "\ue010")  # End
+    last = f"return document.querySelector('#wall .cell[data-place=\"{COUNT - 1}\"]')?.title"
+    assert until(lambda: browser.execute_script(last)).startswith(first)
+
+
+def test_the_page_says_what_the_order_is(browser: Any, page: str) -> None:
+    opened(browser, page)
+    assert browser.find_element("id", "model").text == "order: unsure images first, spread over what they show"
+    ranks = []
+    for _ in range(3):
+        words = browser.find_element("id", "rank").text
+        assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", words)
+        ranks.append(words)
+        pressed(browser, "s")
+    assert len(set(ranks)) == 3
 
 
 def test_a_class_name_is_text(browser: Any, page: str) -> None:

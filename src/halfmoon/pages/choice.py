@@ -53,6 +53,14 @@ def random_order(open_: np.ndarray, seed: int = 0) -> np.ndarray:
     return order[open_[order]]
 
 
+def ranks(uncertainty: np.ndarray) -> np.ndarray:
+    """Return the rank of each uncertainty (N,), int64 (N,): 1 for the largest; 0 for NaN."""
+    places = np.argsort(-uncertainty, kind="stable")  # NaN comes last
+    ranks = np.empty(len(places), np.int64)
+    ranks[places] = np.arange(1, len(places) + 1)
+    return np.where(np.isfinite(uncertainty), ranks, 0)
+
+
 def order(
     guesses: Guesses | None, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = SPREAD
 ) -> np.ndarray:

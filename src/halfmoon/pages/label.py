@@ -12,7 +12,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
-from halfmoon.pages.choice import Guesses, order
+from halfmoon.pages.choice import Guesses, order, ranks
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.pictures import Pictures
 from halfmoon.pages.requests import body, of_row, one_of, picture_of, words
@@ -106,23 +106,28 @@ class Labeling:
                 self._order = key, ranked(self.guesses, classes, self.book, self.options.seed)
             return self._order[1]
 
+    def queue(self, request: Request | None = None) -> dict[str, Any]:
+        """Return the rows to label as they are ordered now, with the model's uncertainty and its rank (0: unknown)."""
+        self.book.refresh()
+        rows, found = self.order(), self.guesses
+        uncertainty = np.full(len(rows), np.nan) if found is None else found.uncertainty[rows]
+        values = np.round(np.nan_to_num(uncertainty), 6).tolist()
+        return {"order": rows.tolist(), "uncertainty": values, "rank": ranks(uncertainty).tolist()}
+
     def start(self, request: Request) -> dict[str, Any]:
         """Return everything that a page needs when it opens."""
-        state = self.state(request)
-        return state | {
-            "folder": self.site.folder.resolve().name,
-            "paths": list(self.site.paths),
-            "labels": self.book.labels.tolist(),
-            "unsure_rows": np.flatnonzero(self.book.unsure).tolist(),
-            "order": self.order().tolist(),
-            "by": self.options.by,
-            "foldered": self.book.foldered,
-        }
-
-    def queue(self, request: Request) -> dict[str, Any]:
-        """Return the rows to label, as they are ordered now."""
-        self.book.refresh()
-        return {"order": self.order().tolist(), "ready": self.guesses is not None}
+        return (
+            self.state(request)
+            | self.queue()
+            | {
+                "folder": self.site.folder.resolve().name,
+                "paths": list(self.site.paths),
+                "labels": self.book.labels.tolist(),
+                "unsure_rows": np.flatnonzero(self.book.unsure).tolist(),
+                "by": self.options.by,
+                "foldered": self.book.foldered,
+            }
+        )
 
     def state(self, request: Request) -> dict[str, Any]:
         """Return counts, what has changed since the version that the page has, and how far the model is."""

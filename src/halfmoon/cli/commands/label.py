@@ -16,7 +16,7 @@ from halfmoon.core.errors import UserError
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the action."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images, and perhaps labels.csv and classes.txt")
-    about = "the folder of a finished run, or its model.safetensors: what it is unsure of comes first (default: random)"
+    about = "the folder of a finished run, or its model.safetensors: what it is unsure of comes early (default: random)"
     parser.add_argument("--model", metavar="RUN", type=Path, help=about)
     about = "the classes, in their order, where there is no classes.txt yet: it is written"
     parser.add_argument("--classes", metavar="NAME", nargs="+", default=(), help=about)
@@ -61,6 +61,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _list(given: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
     from halfmoon.pages.book import Book
+    from halfmoon.pages.choice import ranks
     from halfmoon.pages.label import ranked
 
     guesses, names = None, ()
@@ -69,16 +70,19 @@ def _list(given: argparse.Namespace, count: int, seed: int, site: Any, load: Any
 
         model = load()
         guesses, names = guess(model, site.folder, site.paths, progress()), model.classes
-    rows = ranked(guesses, names, Book(site, site.classes or names), seed)[:count]
+    rows = ranked(guesses, names, Book(site, site.classes or names), seed)
+    rank = ranks(guesses.uncertainty[rows]).tolist() if guesses is not None else []
+    rows = rows[:count]
     if not given.json:
         for row in rows:
             tell(site.paths[row])
         return 0
     facts: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
     if guesses is not None:
-        for row, fact in zip(rows, facts, strict=True):
+        for row, fact, place in zip(rows, facts, rank, strict=False):
             known = bool(guesses.known[row])
             fact["predicted"] = names[guesses.predicted[row]] if known else None
             fact["uncertainty"] = float(guesses.uncertainty[row]) if known else None
+            fact["uncertainty_rank"] = place or None
     print_json({"folder": str(site.folder), "images": facts})
     return 0

@@ -19,9 +19,19 @@ const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[plac
 const labelName = (at) => (data.labels[at] >= 0 ? data.facts.classes[data.labels[at]] : "");
 const waits = (at) => data.labels[at] < 0 && !data.unsure.has(at);
 
-function upcoming(most) {
-  const found = data.order.filter((at) => waits(at) && !skipped.has(at) && at !== row).slice(0, most);
-  return found.length ? found : data.order.filter((at) => waits(at) && at !== row).slice(0, most);
+// The images without a label, in their order; those skipped come last, the one skipped first before the others.
+const queue = () => [...data.order.filter((at) => waits(at) && !skipped.has(at)), ...[...skipped].filter(waits)];
+
+const upcoming = (most) => queue().filter((at) => at !== row).slice(0, most);
+
+function takeOrder(found) {
+  data.order = found.order;
+  data.certainty = new Map(found.order.map((at, n) => [at, { uncertainty: found.uncertainty[n], rank: found.rank[n] }]));
+}
+
+function certaintyOf(at) {
+  const { uncertainty, rank } = data.certainty.get(at) ?? {};
+  return rank ? `uncertainty ${uncertainty.toFixed(2)}, rank ${count(rank)} of ${count(data.certainty.size)}` : "";
 }
 
 function next() {
@@ -37,9 +47,10 @@ function goTo(at) {
   if (at < 0) {
     const unsure = data.facts.unsure;
     byId("none").textContent = unsure ? `Every other image has a label. ${count(unsure)} marked “not sure” are under All images.` : "Every image has a label.";
-    byId("path").textContent = "";
+    byId("path").textContent = byId("rank").textContent = "";
   } else {
     byId("path").textContent = data.paths[at];
+    byId("rank").textContent = certaintyOf(at);
     look.show(at, data.paths[at]);
     look.ahead(upcoming(3));
   }
@@ -59,7 +70,7 @@ function draw() {
   for (const id of ["skip", "doubt"]) byId(id).disabled = row < 0;
   for (const button of host.children) button.disabled = row < 0;
   const { model } = facts;
-  byId("model").textContent = !model ? "order: random" : model.error ? "" : model.ready ? "order: the model's least sure first" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
+  byId("model").textContent = !model ? "order: random" : model.error ? "" : model.ready ? "order: unsure images first, spread over what they show" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
   byId("suggesting").hidden = !model || Boolean(model.error);
   if (model?.error) notice(`The model cannot be used, so the order is random: ${model.error}`);
 }
@@ -90,7 +101,7 @@ const give = (n) => act(async () => {
   done.push({ kind: "label", row: at, before, after, doubted });
   skipped.delete(at);
   announce(`${after}.`);
-  if (++since % AGAIN === 0) data.order = (await ask("queue")).order;
+  if (++since % AGAIN === 0) takeOrder(await ask("queue"));
   next();
 });
 
@@ -150,7 +161,7 @@ function find() {
 // All images
 
 const FILTERS = [
-  ["waiting", "without a label, in this order", () => data.order.filter(waits)],
+  ["waiting", "without a label, in this order", queue],
   ["all", "all", () => [...data.paths.keys()]],
   ["unsure", "not sure", () => [...data.unsure].filter((at) => data.labels[at] < 0).sort((a, b) => a - b)],
   ["labeled", "with a label", () => [...data.paths.keys()].filter((at) => data.labels[at] >= 0)],
@@ -194,7 +205,10 @@ async function watch() {
     const facts = await ask(`state?since=${before.version}`);
     const ready = facts.model?.ready && !before.model?.ready;
     takeOver(data, facts);
-    if (ready) data.order = (await ask("queue")).order;
+    if (ready) {
+      takeOrder(await ask("queue"));
+      if (row >= 0) byId("rank").textContent = certaintyOf(row);
+    }
     if (facts.changes.length) for (const [at] of facts.changes) wall.refresh(at);
     if (ready || facts.changes.length || facts.model?.done !== before.model?.done) draw();
     if (row >= 0 && !busy && facts.changes.some(([at, label]) => at === row && label >= 0) && byId("all").hidden) {
@@ -246,7 +260,8 @@ byId("which").addEventListener("change", () => showAll());
 
 try {
   const found = await ask("start");
-  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), order: found.order, by: found.by, facts: found });
+  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, facts: found });
+  takeOrder(found);
   askName(data);
   if (found.foldered) notice("Some labels are names of class folders. Your first answer writes all of them into a labels.csv, which counts from then on.", false);
   next();
