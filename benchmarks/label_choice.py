@@ -27,7 +27,7 @@ from halfmoon.models import SmallCNN
 from halfmoon.models.network import track
 from halfmoon.models.normalize import Normalize
 from halfmoon.pages.choice import Guesses, order, random_order
-from halfmoon.pages.guesses import looked_at
+from halfmoon.pages.guesses import predict_with_features
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference import Model
 
@@ -66,7 +66,7 @@ def trained(images: np.ndarray, labels: np.ndarray, classes: int, seed: int) -> 
 
 
 def guesses_of(model: Model, images: np.ndarray) -> Guesses:
-    parts = [looked_at(model, images[n : n + 512]) for n in range(0, len(images), 512)]
+    parts = [predict_with_features(model, images[n : n + 512]) for n in range(0, len(images), 512)]
     return Guesses(np.concatenate([p for p, _ in parts]), np.concatenate([f for _, f in parts]))
 
 

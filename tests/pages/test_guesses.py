@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from halfmoon.models import SmallCNN
-from halfmoon.pages.guesses import guess, looked_at
+from halfmoon.pages.guesses import guess, predict_with_features
 from halfmoon.pages.guessing import Guessing
 from halfmoon.sites.inference import Card, Model
 
@@ -30,7 +30,7 @@ def test_the_probabilities_are_those_of_predict(temperature: float, norm: str):
     """The head, applied to the features, gives the logits."""
     one = model(temperature, norm)
     images = draw.integers(0, 256, (7, 8, 8, 1), np.uint8)
-    probabilities, features = looked_at(one, images)
+    probabilities, features = predict_with_features(one, images)
     assert np.array_equal(probabilities, one.probabilities(images))
     assert features.shape == (7, 8)
     head = one.params["head"]

@@ -31,7 +31,7 @@ from halfmoon.models import NETWORKS
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference import Model, export, load_model, measure
 from halfmoon.sites.inference import load as deployed
-from halfmoon.sites.inference.image_folder import find, find_labeled
+from halfmoon.sites.inference.image_folder import image_paths, labeled_paths
 from halfmoon.storage.serialization import SEAL
 
 TEST = load("digits").test
@@ -327,8 +327,8 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
         "gone": "no such folder",
     }.items():
         with pytest.raises(UserError, match=words):
-            find_labeled(tmp_path / name, ["0", "1"])
-    assert find(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
+            labeled_paths(tmp_path / name, ["0", "1"])
+    assert image_paths(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
 
 
 def test_a_labeled_image_that_is_broken_is_left_out_and_named(

@@ -77,12 +77,10 @@ class Hostile:
         return everyone, mixed(bad, changed(up, context, new), up)
 
     def row(self) -> dict[str, Any]:
-        """Return which clients of the round were hostile."""
         met, self._met = sorted(self._met), set()
         return {"hostile": met}
 
     def ended(self, round: int) -> str | None:
-        """Return None: every round may be played."""
         return None
 
     def _spoiled(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

@@ -73,12 +73,10 @@ class Robust:
         return places, up
 
     def row(self) -> dict[str, Any]:
-        """Return what was done to the round's last update."""
         said, self._row = self._row, {}
         return said
 
     def ended(self, round: int) -> str | None:
-        """Return None: every round may be played."""
         return None
 
     def _ruled(
@@ -129,11 +127,9 @@ class Finite:
         )
 
     def row(self) -> dict[str, Any]:
-        """Return nothing: what it has to say ends the run."""
         return {}
 
     def ended(self, round: int) -> str | None:
-        """Return None: every round may be played."""
         return None
 
 

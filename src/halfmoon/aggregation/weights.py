@@ -75,12 +75,10 @@ class WeightCap:
             self.warn(clients[heaviest], share)
 
     def row(self) -> dict[str, Any]:
-        """Return whose weights were capped in the round, and the largest share of a sum; nothing where none was."""
         said, self._row = self._row, {}
         return said
 
     def ended(self, round: int) -> str | None:
-        """Return None: every round may be played."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""The temperature by which a trained model's logits are divided, so that its probabilities are true.
+"""Temperature scaling: the number by which a trained model's logits are divided to calibrate it.
 
 Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes.
 """

@@ -118,7 +118,6 @@ class Book:
         return self.paths[row]
 
     def counts(self) -> list[int]:
-        """Return how many labels each class has."""
         return np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
 
     def starved(self) -> list[int]:

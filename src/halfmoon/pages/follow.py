@@ -114,7 +114,6 @@ class Followed:
 
     @property
     def method(self) -> str:
-        """Return the method's name."""
         return str(self.options.get("method", self.path.name))
 
     @property
@@ -125,7 +124,6 @@ class Followed:
 
     @property
     def done(self) -> int:
-        """Return how many rounds are over."""
         return self.metrics.rows[-1]["round"] if self.metrics.rows else 0
 
     def series(self, part: str, name: str, factor: float = 1.0) -> tuple[list[int], list[float]]:

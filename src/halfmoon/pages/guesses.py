@@ -1,4 +1,4 @@
-"""What a model makes of a folder's images: probabilities, and the features that its head is given."""
+"""Compute a model's probabilities and features of a folder's images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 
 
 @torch.no_grad()
-def looked_at(model: Model, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def predict_with_features(model: Model, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return probabilities float64 (N, classes) and features float32 (N, F) of uint8 images (N, *shape)."""
     pixels = torch.from_numpy(np.ascontiguousarray(model.prepare(images).transpose(0, 3, 1, 2)))
     x = Normalize(model.card.mean, model.card.std)(pixels.to(model.device))
@@ -32,17 +32,17 @@ def looked_at(model: Model, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def guess(
     model: Model, folder: Path, paths: Sequence[str], progress: Progress | None = None, stop: Callable[[], bool] = bool
 ) -> Guesses:
-    """Return what a model makes of the images of a folder, a batch in memory at a time; `stop` ends it early."""
+    """Return a model's guesses of the images of a folder, a batch in memory at a time; `stop` ends it early."""
     probabilities = np.full((len(paths), len(model.classes)), np.nan)
     features: np.ndarray | None = None
     for done, batch in enumerate(batches(model, folder, paths), start=1):
         if stop():
             break
         if len(batch.rows):
-            found, seen = looked_at(model, batch.images)
+            values, vectors = predict_with_features(model, batch.images)
             if features is None:
-                features = np.zeros((len(paths), seen.shape[1]), np.float32)
-            probabilities[batch.rows], features[batch.rows] = found, seen
+                features = np.zeros((len(paths), vectors.shape[1]), np.float32)
+            probabilities[batch.rows], features[batch.rows] = values, vectors
         if progress is not None:
             progress(min(done * model.batch, len(paths)), len(paths))
     return Guesses(probabilities, np.zeros((len(paths), 1), np.float32) if features is None else features)

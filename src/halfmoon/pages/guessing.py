@@ -26,15 +26,12 @@ class Guessing:
         self._thread = threading.Thread(target=self._run, args=(load, folder, paths), daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon."""
         self._stop.set()
 
     def wait(self) -> None:
-        """Wait until all images are done."""
         self._thread.join()
 
     def _run(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:

@@ -151,7 +151,6 @@ class Labeling:
         return {"label": self.guessing.classes[best], "probability": float(found.probabilities[row, best])}
 
     def answer(self, request: Request) -> dict[str, Any]:
-        """Write one answer."""
         said = body(request)
         self.book.answer(of_row(said, len(self.site)), words(said, "label"), words(said, "seen"), self._by(said))
         return self._after(said)
@@ -163,7 +162,6 @@ class Labeling:
         return self._after(said)
 
     def image(self, request: Request) -> Any:
-        """Return an image."""
         return picture_of(request, self.pictures, self.site.paths)
 
     def _by(self, said: dict[str, Any]) -> str | None:

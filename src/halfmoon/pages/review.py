@@ -49,7 +49,6 @@ class Review:
     """The page's memory: the predictions, and the labels as they stand."""
 
     def __init__(self, model: str, site: SiteFolder, guessing: Guessing) -> None:
-        """Review a site."""
         self.model, self.site, self.guessing = model, site, guessing
         self.book = Book(site, (*site.classes, *guessing.classes))
         self.pictures = Pictures(site.folder)
@@ -144,7 +143,6 @@ class Review:
         return Response(text.getvalue().encode("utf-8", "surrogateescape"), media_type="text/csv", headers=headers)
 
     def image(self, request: Request) -> Any:
-        """Return an image."""
         return picture_of(request, self.pictures, self.site.paths)
 
     def app(self) -> App:

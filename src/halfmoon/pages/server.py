@@ -60,7 +60,6 @@ class Conflict(UserError):
     """An answer that somebody else has given another way meanwhile; `held` is what stands there now."""
 
     def __init__(self, words: str, held: str) -> None:
-        """Say the sentence, and what stands there."""
         super().__init__(words)
         self.held = held
 

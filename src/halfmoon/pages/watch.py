@@ -83,7 +83,6 @@ class Watching:
             }
 
     def app(self) -> App:
-        """Return the page's app: it answers questions, and takes none."""
         return application("watch", self.root.resolve().name, {"/data": self.data}, {})
 
 

@@ -34,15 +34,12 @@ class Clipped:
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Return what the method starts with."""
         return self.method.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Play a round of the method."""
         return self.method.round(task, server, federation)
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the method's model."""
         return self.method.solution(task, server)
 
 
@@ -59,7 +56,6 @@ class ClippedUpdate(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        """Return what the client update inside needs."""
         return self.client_update.needs
 
     @property
@@ -68,36 +64,28 @@ class ClippedUpdate(ClientUpdate):
         return self.client_update
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """Return the client's first memory."""
         return self.client_update.remember(down, generator)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Begin the client update."""
         return self.client_update.begin(down, memory, data)
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        """Return the rows that may be drawn."""
         return self.client_update.keep(carry, data)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step."""
         return self.client_update.step(down, carry, batch)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Return what goes up, clipped, and the memory that stays."""
         up, memory = self.client_update.finish(down, carry, data)
         return clipped(up, down, self.norm), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of one step."""
         return self.client_update.passes(labeled, unlabeled)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count the images outside the steps."""
         return self.client_update.swept(labeled, unlabeled)
 
     def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        """Return the bytes of a client update."""
         return self.client_update.traffic(down, up)
 
 

@@ -78,7 +78,6 @@ class Private:
         return places, up._replace(weight=torch.ones_like(up.weight))
 
     def row(self) -> dict[str, Any]:
-        """Return epsilon of the rounds up to the last one, and the delta at which it is counted."""
         said = [release for release in self.ledger.releases if release.round <= self._round]
         return {"epsilon": self._epsilon(said), "delta": self.promise.delta}
 
@@ -124,7 +123,6 @@ class Private:
         return subkey(self.secret, "sum", *facts, sha256(flat.astype("<f8").tobytes()).digest())
 
     def _drawn(self, cohort: int) -> Sampled | None:
-        """Return how a random cohort is drawn; None where it is everybody."""
         return Sampled(cohort, self.promise.clients) if cohort < self.promise.clients else None
 
     def _epsilon(self, releases: Sequence[Release]) -> float:

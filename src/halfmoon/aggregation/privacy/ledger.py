@@ -53,7 +53,6 @@ class Ledger:
             self._take(number, line)
 
     def __contains__(self, release: Release) -> bool:
-        """Return whether this very sum was released before, with the same noise on it."""
         return any(release.mark == known.mark for known in self.releases)
 
     def add(self, release: Release) -> None:
@@ -112,7 +111,6 @@ def _entry(release: Release) -> dict[str, Any]:
 
 
 def _release(entry: dict[str, Any]) -> Release:
-    """Return the release of a line."""
     drawn = None if entry["drawn"] is None else Sampled(*entry["drawn"])
     return Release(entry["round"] - 1, entry["attempt"], entry["query"], drawn, entry["noise"], entry["mark"])
 

@@ -129,9 +129,7 @@ class Sums:
         return places, spread(up, context, change, weight)
 
     def row(self) -> dict[str, Any]:
-        """Return of how many updates the round's last sum was."""
         return {"summed": self.summed}
 
     def ended(self, round: int) -> str | None:
-        """Return None: a sum can always be taken."""
         return None

@@ -176,12 +176,10 @@ class Cohort:
 
     @property
     def threshold(self) -> int:
-        """Return how many have to stay to the end."""
         return threshold(len(self.asked))
 
     @cached_property
     def digest(self) -> str:
-        """What only the same cohort of the same sum has."""
         facts = [*astuple(self.scene), list(self.asked), list(self.numbers), [key.hex() for key in self.keys]]
         return sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -195,11 +193,9 @@ class Masking:
 
     @cached_property
     def digest(self) -> str:
-        """What only the same ones have."""
         return sha256(json.dumps([self.cohort.digest, list(self.numbers)]).encode()).hexdigest()
 
     def key(self, number: int) -> bytes:
-        """Return the public key by which masks with a party are made."""
         return self.cohort.keys[self.cohort.numbers.index(number)][KEY:]
 
     def pairwise(self, number: int, private: bytes, other: int, count: int) -> np.ndarray:
@@ -209,7 +205,6 @@ class Masking:
         return mask if number < other else np.negative(mask)
 
     def own(self, number: int, seed: bytes, count: int) -> np.ndarray:
-        """Return a party's own mask, uint64 (count,)."""
         return keystream(derive(seed, "own", self.digest, number), count)
 
 
@@ -228,12 +223,10 @@ class Party:
 
     @cached_property
     def private(self) -> bytes:
-        """The private key by which its masks are made."""
         return derive(self.secret, "private")
 
     @cached_property
     def seed(self) -> bytes:
-        """The seed of its own mask."""
         return derive(self.secret, "seed")
 
     def deal(self) -> list[bytes]:

@@ -13,7 +13,7 @@ from halfmoon.cli.commands.trained import complain_unreadable, of_model, on_devi
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    about = "make a trained model's probabilities true, by labeled images that it was not trained on"
+    about = "calibrate a trained model on labeled images that it was not trained on"
     parser = command(commands, "calibrate", about, "--model RUN FOLDER ")
     of_model(parser)
     on_device(parser)

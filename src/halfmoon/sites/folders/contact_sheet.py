@@ -32,7 +32,6 @@ class ContactSheet:
         self.images: list[np.ndarray] = []
 
     def add(self, name: str, data: bytes) -> None:
-        """Take an image, where it is its turn."""
         if self.met % self.every == 0:
             self.images.append(prepared(data, name, self.how))
         self.met += 1

@@ -31,7 +31,6 @@ class Changed(UserError):
     """A label that is no longer what the writer saw; `held` is the one that stands there, "" for none."""
 
     def __init__(self, words: str, held: str) -> None:
-        """Say the sentence, and what stands there."""
         super().__init__(words)
         self.held = held
 

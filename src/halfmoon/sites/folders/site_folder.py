@@ -263,7 +263,6 @@ class _Known:
         self._plain = {unicodedata.normalize("NFC", path): path for path in self._exact}
 
     def find(self, path: str) -> str | None:
-        """Return the image's own path, None where there is none."""
         if path in self._exact:
             return path
         return self._plain.get(unicodedata.normalize("NFC", posixpath.normpath(path.strip().replace("\\", "/"))))

@@ -1,4 +1,4 @@
-"""A trained model at work: load it, label images, measure it on labeled ones, hand it to other programs."""
+"""Load a trained model, predict and measure with it, calibrate it, and export it to other programs."""
 
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference.load import Model, load_model

@@ -1,8 +1,7 @@
-"""Probabilities that mean something: the temperature by which logits are divided, fitted on labeled images.
+"""Calibrate a trained model: fit the temperature by which its logits are divided on labeled images.
 
 Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes, which leaves
-every label as it is and changes how sure the model is of it. The images have to be new to the model: on those that it
-was trained on it is too often right.
+every predicted class as it is. The images have to be new to the model: on its training images it is too often right.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from halfmoon.storage.serialization import with_seal
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model's probabilities are worth at one temperature."""
+    """How well a model is calibrated at one temperature."""
 
     temperature: float
     calibration_error: float
@@ -33,8 +32,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """What came of a calibration; both fits are measured on the images that it was made on."""
+class CalibrationResult:
+    """A calibration; both fits are measured on the images that it was fitted on."""
 
     model: Path
     images: int
@@ -44,14 +43,14 @@ class Calibrated:
 
 
 def fit(logits: np.ndarray, labels: np.ndarray, at: float) -> Fit:
-    """Return what logits (N, classes), divided by the temperature `at`, are worth on labels int64 (N,)."""
+    """Return how well logits (N, classes), divided by the temperature `at`, fit labels int64 (N,)."""
     z, y = torch.from_numpy(logits / at), torch.from_numpy(labels)
-    confidence, guess = z.softmax(1).max(1)
-    error, _ = calibration((guess == y).numpy(), confidence.numpy())
+    confidence, predicted = z.softmax(1).max(1)
+    error, _ = calibration((predicted == y).numpy(), confidence.numpy())
     return Fit(at, error, float(F.cross_entropy(z, y)))
 
 
-def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> Calibrated:
+def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
     """Fit the temperature of the model of a run (or in a file) on a folder of labeled images, and write it there.
 
     The tensors stay as they are; the file is there whole, old or new. Raise `UserError` where there is no such model,
@@ -59,16 +58,16 @@ def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None
     """
     place, model = model_file(path), load_model(path, device, network)
     labels, logits, unreadable = labeled_logits(model, folder)
-    found = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
-    store(place, model, found)
-    before, after = (fit(logits, labels, at) for at in (model.card.temperature, found))
-    return Calibrated(place, len(labels), before, after, unreadable)
+    value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
+    write_temperature(place, model, value)
+    before, after = (fit(logits, labels, at) for at in (model.card.temperature, value))
+    return CalibrationResult(place, len(labels), before, after, unreadable)
 
 
-def store(place: Path, model: Model, found: float) -> None:
+def write_temperature(place: Path, model: Model, value: float) -> None:
     """Put a temperature into the card of the model file that `model` was read from."""
     try:
-        atomic_io.replace(place, with_seal(place.read_bytes(), replace(model.card, temperature=found).render()))
+        atomic_io.replace(place, with_seal(place.read_bytes(), replace(model.card, temperature=value).render()))
         if place.name in integrity.sums(place.parent):  # a run's folder knows the checksum of its model
             integrity.note(place.parent, {place.name: integrity.digest_of(place) or ""})
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A model for other programs: an ONNX file and a torch.export program, each compared with the model before it is kept.
+"""Export a model as an ONNX file or a torch.export program, compared with the model before it is written.
 
 Both take uint8 images (N, H, W, C) of the size that the model takes, any N, and give probabilities float32 (N,
 classes): shrinking, padding, normalization, the temperature and the softmax are inside. The model's card travels along
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
-from halfmoon.sites.inference.image_folder import batches, find
+from halfmoon.sites.inference.image_folder import batches, image_paths
 from halfmoon.sites.inference.load import MOST, Model
 from halfmoon.storage import atomic_io
 
@@ -38,8 +38,8 @@ _RANDOM = 32  # images of noise to compare on
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A file that was written."""
+class ExportResult:
+    """A written file."""
 
     path: Path
     images: int  # on which it was compared with the model
@@ -55,10 +55,10 @@ class Classifier(nn.Module):
         self.network, self.shrink = model.network, model.card.shrink
         self.height, self.width = model.card.image[1:]
         self.temperature = model.card.temperature
-        held = {"params": model.params, "stats": model.stats}
-        self.paths = {path.replace("/", "-"): path for path in tree.flatten(held)}
+        tensors = {"params": model.params, "stats": model.stats}
+        self.paths = {path.replace("/", "-"): path for path in tree.flatten(tensors)}
         for name, path in self.paths.items():
-            self.register_buffer(name, tree.flatten(held)[path].detach().cpu().contiguous())
+            self.register_buffer(name, tree.flatten(tensors)[path].detach().cpu().contiguous())
         std = torch.tensor(model.card.std, dtype=torch.float64)
         mean = torch.tensor(model.card.mean, dtype=torch.float64)
         self.register_buffer("scale", (1 / (255 * std)).float().view(-1, 1, 1))
@@ -66,14 +66,14 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the probabilities."""
-        held = dict(self.named_buffers())
-        model = tree.unflatten({path: held[name] for name, path in self.paths.items()})
+        tensors = dict(self.named_buffers())
+        model = tree.unflatten({path: tensors[name] for name, path in self.paths.items()})
         pixels = self._pooled(images) if self.shrink > 1 else images
         x = pixels.permute(0, 3, 1, 2).to(torch.float32)
         down, right = self.height - x.shape[2], self.width - x.shape[3]
         if down or right:  # as `halfmoon.data.pad_to`: an odd row goes below, an odd column to the right
             x = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
-        x = x * held["scale"] + held["shift"]
+        x = x * tensors["scale"] + tensors["shift"]
         logits = self.network.predict(model["params"], model.get("stats", {}), x)
         return (logits / self.temperature if self.temperature != 1 else logits).softmax(-1)
 
@@ -95,13 +95,13 @@ def real_images(model: Model, folder: Path | None = None) -> np.ndarray | None:
     if folder is None:
         digits = model.card.options.get("data") == "digits"
         return load("digits").test.images[:MOST] if digits else None
-    for batch in batches(model, folder, find(folder)):
+    for batch in batches(model, folder, image_paths(folder)):
         if batch.rows:
             return batch.images
     raise UserError(f"{folder}: none of its images can be read; give a folder of images.")
 
 
-def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> Exported:
+def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> ExportResult:
     """Write an ONNX file with the input "images" and the output "probabilities", and the card as metadata.
 
     It is read back and compared with the model on random images and on `real` ones, uint8 (N, *shape). Raise
@@ -130,10 +130,10 @@ def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> Exp
     program.model.metadata_props.update(model.card.render())
     data = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    return _kept(path, data, model, lambda images: np.asarray(session.run(None, {"images": images})[0]), real)
+    return _write_checked(path, data, model, lambda images: np.asarray(session.run(None, {"images": images})[0]), real)
 
 
-def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> Exported:
+def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> ExportResult:
     """Write a program of torch.export (.pt2), with the card as the extra file "halfmoon.json".
 
     It is read back, compared and refused as `export_onnx` does.
@@ -146,20 +146,20 @@ def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> Ex
         torch.export.save(program, data, extra_files=extra)
         data.seek(0)
         again = torch.export.load(data).module()
-    return _kept(path, data.getvalue(), model, lambda images: again(torch.from_numpy(images)).numpy(), real)
+    return _write_checked(path, data.getvalue(), model, lambda images: again(torch.from_numpy(images)).numpy(), real)
 
 
-def _kept(
+def _write_checked(
     path: Path,
     data: bytes,
     model: Model,
     run: Callable[[np.ndarray], np.ndarray],
     real: np.ndarray | None,
-) -> Exported:
+) -> ExportResult:
     """Compare what was read back from `data` with the model, and write it."""
     noise = _noise(model, _RANDOM).numpy()
-    looks: Sequence[np.ndarray] = (noise[:1], noise[1:], *(() if real is None else (real,)))
-    difference = float(np.max([_difference(model, run, images) for images in looks]))  # NaN stays NaN
+    samples: Sequence[np.ndarray] = (noise[:1], noise[1:], *(() if real is None else (real,)))
+    difference = float(np.max([_difference(model, run, images) for images in samples]))  # NaN stays NaN
     if not difference <= TOLERANCE:
         raise UserError(
             f"{path} is not written: a probability differs from the model's by {difference:.2g}, more than "
@@ -169,7 +169,7 @@ def _kept(
         atomic_io.replace(path, data)
     except OSError as error:
         raise UserError(f"{path}: it cannot be written ({atomic_io.reason(error)}); choose another file.") from error
-    return Exported(path, sum(map(len, looks)), difference)
+    return ExportResult(path, sum(map(len, samples)), difference)
 
 
 def _difference(model: Model, run: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> float:

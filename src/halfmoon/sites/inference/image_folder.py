@@ -1,4 +1,4 @@
-"""Folders of images of any size and mode: which there are, what they are called, and their pixels a batch at a time."""
+"""List and label the images of a folder, of any size and mode, and read them a batch at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UnreadableImage(NamedTuple):
     reason: str
 
 
-class Read(NamedTuple):
+class ImageBatch(NamedTuple):
     """One batch of a folder."""
 
     rows: list[int]  # the places of the images in the list of paths
@@ -38,26 +38,26 @@ class Read(NamedTuple):
     unreadable: list[UnreadableImage]
 
 
-def find(folder: Path) -> list[str]:
+def image_paths(folder: Path) -> list[str]:
     """Return the paths of all images in a folder and below it, relative to it with forward slashes, sorted.
 
     What is hidden (a leading dot) is left out. Raise `UserError` where there is no such folder or no image in it.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give a folder of images.")
-    found = []
+    paths = []
     for place, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         near = Path(place).relative_to(folder)
-        found += [
+        paths += [
             (near / name).as_posix() for name in files if name.lower().endswith(SUFFIXES) and not name.startswith(".")
         ]
-    if not found:
+    if not paths:
         raise UserError(f"{folder}: there is no image in it or below it ({', '.join(SUFFIXES)}).")
-    return sorted(found)
+    return sorted(paths)
 
 
-def find_labeled(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
+def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Return the paths of the labeled images of a folder, relative to it and sorted, and their labels, int64 (N,).
 
     Where there is a labels.csv it says the labels (`halfmoon.sites.folders.read`), and images that it does not
@@ -71,7 +71,7 @@ def find_labeled(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.nd
         if not pairs:
             raise UserError(f"{folder / LABELS} names no image; write a line with path and label for each labeled one.")
     else:
-        pairs = [(path, path.split("/")[0]) for path in find(folder) if "/" in path]
+        pairs = [(path, path.split("/")[0]) for path in image_paths(folder) if "/" in path]
         if not pairs:
             raise UserError(
                 f"{folder} has neither a {LABELS} nor class folders; sort the images into a folder for each class, "
@@ -89,7 +89,7 @@ def find_labeled(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.nd
     return [path for path, _ in pairs], np.array([numbers[_plain(name)] for _, name in pairs], np.int64)
 
 
-def batches(model: Model, folder: Path, paths: Sequence[str]) -> Iterator[Read]:
+def batches(model: Model, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
     """Yield the images at `paths`, of any size and mode, as the model takes them; no more than a batch is in memory.
 
     Those that cannot be read are named with the reason, and do not stop the others.
@@ -105,11 +105,11 @@ def batches(model: Model, folder: Path, paths: Sequence[str]) -> Iterator[Read]:
 
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
         for first in range(0, len(paths), model.batch):
-            found = list(readers.map(pixels, paths[first : first + model.batch]))
-            rows = [first + k for k, one in enumerate(found) if isinstance(one, np.ndarray)]
-            good = [one for one in found if isinstance(one, np.ndarray)]
-            images = np.stack(good) if good else np.empty((0, *model.shape), np.uint8)
-            yield Read(rows, images, [one for one in found if isinstance(one, UnreadableImage)])
+            results = list(readers.map(pixels, paths[first : first + model.batch]))
+            rows = [first + k for k, result in enumerate(results) if isinstance(result, np.ndarray)]
+            readable = [result for result in results if isinstance(result, np.ndarray)]
+            images = np.stack(readable) if readable else np.empty((0, *model.shape), np.uint8)
+            yield ImageBatch(rows, images, [result for result in results if isinstance(result, UnreadableImage)])
 
 
 def _plain(name: str) -> str:

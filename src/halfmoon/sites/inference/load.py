@@ -1,4 +1,4 @@
-"""A trained model: read from a run with every check, and asked for probabilities."""
+"""Load a trained model from a run, with every check, and compute its probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
 from halfmoon.storage.serialization import check_seal
 
 MOST, PIXELS = 256, 2**19
-"""Images, and their pixels, that are looked at together at most: they bound the memory."""
+"""Images, and their pixels, of a batch at most: they bound the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,22 +36,19 @@ class Model:
 
     @property
     def network(self) -> Network:
-        """The network as a pure function."""
         return self.card.network
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of the probabilities."""
         return self.card.classes
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The (height, width, channels) of the images it takes."""
         return self.card.shape
 
     @property
     def batch(self) -> int:
-        """How many images are looked at together."""
+        """The images of a batch."""
         return max(1, min(MOST, PIXELS // (self.shape[0] * self.shape[1])))
 
     def prepare(self, images: np.ndarray) -> np.ndarray:
@@ -78,19 +75,19 @@ class Model:
 
     @torch.no_grad()
     def logits(self, images: np.ndarray) -> np.ndarray:
-        """Return what the network says, float64 (N, classes), of uint8 images (N, *shape), a few at a time.
+        """Return logits, float64 (N, classes), of uint8 images (N, *shape), a few at a time.
 
         Raise `UserError` for images of another type or shape.
         """
         _check_images(images, self.shape)
-        found = np.empty((len(images), len(self.classes)))
+        logits = np.empty((len(images), len(self.classes)))
         normalize = Normalize(self.card.mean, self.card.std)
         for first in range(0, len(images), self.batch):
             rows = slice(first, first + self.batch)
             pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images[rows]).transpose(0, 3, 1, 2)))
-            logits = self.network.predict(self.params, self.stats, normalize(pixels.to(self.device)))
-            found[rows] = logits.double().cpu().numpy()
-        return found
+            batch = self.network.predict(self.params, self.stats, normalize(pixels.to(self.device)))
+            logits[rows] = batch.double().cpu().numpy()
+        return logits
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
@@ -104,7 +101,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     _check_seal(place)
     try:
         with safe_open(place, "pt") as file:
-            said = file.metadata() or {}
+            metadata = file.metadata() or {}
             flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except OSError as error:
         raise UserError(
@@ -115,12 +112,12 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
             f"{place} is no undamaged safetensors file ({error}); give the folder of a finished run."
         ) from error
     with plugins.only([network] if network else []):
-        card = Card.parse(said, place)
+        card = Card.parse(metadata, place)
     with torch.device("meta"):  # shapes alone: nothing is drawn
-        wanted = card.network.init(torch.Generator())
-    _check_tensors(flat, tree.flatten(wanted), place)
-    held = tree.unflatten(flat)
-    params, stats = tree.to(held["params"], device), tree.to(held.get("stats", {}), device)
+        expected = card.network.init(torch.Generator())
+    _check_tensors(flat, tree.flatten(expected), place)
+    parts = tree.unflatten(flat)
+    params, stats = tree.to(parts["params"], device), tree.to(parts.get("stats", {}), device)
     return Model(card, tree.channels_last(params), stats, torch.device(device))
 
 
@@ -163,17 +160,17 @@ def _check_images(images: np.ndarray, shape: tuple[int, int, int]) -> None:
         )
 
 
-def _check_tensors(flat: Tree, wanted: Tree, place: Path) -> None:
+def _check_tensors(flat: Tree, expected: Tree, place: Path) -> None:
     """Raise `UserError` where the tensors are not those of the network."""
-    for name in sorted(flat.keys() ^ wanted.keys()):
-        what = "lacks" if name in wanted else "has, beyond its network,"
+    for name in sorted(flat.keys() ^ expected.keys()):
+        what = "lacks" if name in expected else "has, beyond its network,"
         raise UserError(f"{place} {what} the tensor {name!r}; take an undamaged copy of the file.")
-    for name, leaf in wanted.items():
-        have = flat[name]
-        if have.shape != leaf.shape or have.dtype != leaf.dtype:
+    for name, leaf in expected.items():
+        tensor = flat[name]
+        if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
             raise UserError(
-                f"{place}: the tensor {name!r} is {have.dtype} {tuple(have.shape)}, but its network has {leaf.dtype} "
-                f"{tuple(leaf.shape)}; take an undamaged copy of the file."
+                f"{place}: the tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, but its network has "
+                f"{leaf.dtype} {tuple(leaf.shape)}; take an undamaged copy of the file."
             )
-        if not have.isfinite().all():
+        if not tensor.isfinite().all():
             raise UserError(f"{place}: the tensor {name!r} holds values that are not finite; train the model again.")

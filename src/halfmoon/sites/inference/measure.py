@@ -1,4 +1,4 @@
-"""How good a model is on labeled images: accuracy, the scores of each class, and whether its probabilities are true."""
+"""Measure a model on labeled images: accuracy, the scores of each class, and calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import harmless_row
-from halfmoon.sites.inference.image_folder import UnreadableImage, batches, find_labeled
+from halfmoon.sites.inference.image_folder import UnreadableImage, batches, labeled_paths
 from halfmoon.sites.inference.load import Model
 from halfmoon.sites.inference.predict import check_share
 from halfmoon.storage import atomic_io
@@ -27,21 +27,21 @@ Scores = dict[str, Any]
 def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
     """Return `scores` and "auc" of a model on a folder of labeled images, and the images that could not be read.
 
-    Raise `UserError` as `halfmoon.sites.inference.image_folder.find_labeled` does, and where no image can be read.
+    Raise `UserError` as `halfmoon.sites.inference.image_folder.labeled_paths` does, and where no image can be read.
     """
     check_share(sure)
     truth, logits, unreadable = labeled_logits(model, folder)
     values = model.scaled(logits)
-    found = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
-    return {**found, "auc": auc(truth, values)}, unreadable
+    metrics = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
+    return {**metrics, "auc": auc(truth, values)}, unreadable
 
 
 def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
     """Return labels int64 (N,) and logits (N, classes) of a folder of labeled images, and those that are unreadable.
 
-    Raise `UserError` as `halfmoon.sites.inference.image_folder.find_labeled` does, and where no image can be read.
+    Raise `UserError` as `halfmoon.sites.inference.image_folder.labeled_paths` does, and where no image can be read.
     """
-    paths, labels = find_labeled(folder, model.classes)
+    paths, labels = labeled_paths(folder, model.classes)
     truth, logits = [], []
     unreadable: list[UnreadableImage] = []
     for batch in batches(model, folder, paths):
@@ -55,32 +55,32 @@ def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, 
 
 
 def scores(
-    truth: np.ndarray, guess: np.ndarray, confidence: np.ndarray, classes: Sequence[str], sure: float = 0.9
+    truth: np.ndarray, predicted: np.ndarray, confidence: np.ndarray, classes: Sequence[str], sure: float = 0.9
 ) -> Scores:
-    """Return what a model is worth, from true and predicted classes, int64 (N,), and their probabilities, (N,).
+    """Return the scores of a model from true and predicted classes, int64 (N,), and their probabilities, (N,).
 
     "accuracy"; "balanced_accuracy", the mean recall of the classes that occur; "per_class" with precision, recall, F1
     and support (images), where a score without a denominator is 0; "confusion" (rows: true class, columns: predicted
     class); "calibration_error" and "reliability" of `calibration`; and "sure": the share of images with a probability
     of at least `sure`, and the accuracy among them (None where there are none). Shares are in 0..1; N is 1 or more.
     """
-    right = truth == guess
-    confusion = confusion_matrix(truth, guess, len(classes))
-    hits, support, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    precision, recall = _ratio(hits, guessed), _ratio(hits, support)
-    f1 = _ratio(2 * hits, support + guessed)
-    error, table = calibration(right, confidence)
+    correct = truth == predicted
+    confusion = confusion_matrix(truth, predicted, len(classes))
+    hits, support, predictions = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    precision, recall = _ratio(hits, predictions), _ratio(hits, support)
+    f1 = _ratio(2 * hits, support + predictions)
+    error, table = calibration(correct, confidence)
     above = confidence >= sure
     return {
         "images": len(truth),
-        "accuracy": int(right.sum()) / len(truth),
+        "accuracy": int(correct.sum()) / len(truth),
         "balanced_accuracy": float(recall[support > 0].mean()),
         "calibration_error": error,
         "sure": {
             "at_least": sure,
             "images": int(above.sum()),
             "share": int(above.sum()) / len(truth),
-            "accuracy": int(right[above].sum()) / int(above.sum()) if above.any() else None,
+            "accuracy": int(correct[above].sum()) / int(above.sum()) if above.any() else None,
         },
         "per_class": [
             {"class": name, "precision": p, "recall": r, "f1": f, "support": n}
@@ -107,18 +107,17 @@ def auc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
     return float(np.mean([roc_auc_score(truth == k, probabilities[:, k]) for k in both])) if len(both) else None
 
 
-def confusion_matrix(truth: np.ndarray, guess: np.ndarray, classes: int) -> np.ndarray:
+def confusion_matrix(truth: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
     """Return how often class i was predicted as class j, int64 (classes, classes), from two int64 arrays (N,)."""
-    return np.bincount(truth * classes + guess, minlength=classes * classes).reshape(classes, classes)
+    return np.bincount(truth * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole, float64, and 0 where the whole is 0."""
     return part / np.maximum(whole, 1)
 
 
-def calibration(right: np.ndarray, confidence: np.ndarray, bins: int = BINS) -> tuple[float, list[dict[str, Any]]]:
-    """Return the expected calibration error and its reliability table, of predictions (N,) that are `right` or not.
+def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = BINS) -> tuple[float, list[dict[str, Any]]]:
+    """Return the expected calibration error and its reliability table, of predictions (N,) that are `correct` or not.
 
     ECE = sum over bins m of |B_m| / N * |acc(B_m) - conf(B_m)| (Guo et al., On Calibration of Modern Neural Networks,
     ICML 2017, Equation 3), where B_m are the images whose probability of the predicted class is in ((m-1)/M, m/M], for
@@ -128,9 +127,9 @@ def calibration(right: np.ndarray, confidence: np.ndarray, bins: int = BINS) -> 
     edges = np.arange(bins + 1) / bins
     place = np.searchsorted(edges[1:-1], confidence, side="left")
     counts = np.bincount(place, minlength=bins)
-    hits = np.bincount(place, weights=right, minlength=bins)
+    hits = np.bincount(place, weights=correct, minlength=bins)
     sums = np.bincount(place, weights=confidence, minlength=bins)
-    error = float(np.abs(hits - sums).sum() / len(right))
+    error = float(np.abs(hits - sums).sum() / len(correct))
     table = [
         {
             "above": float(edges[m]),
@@ -144,22 +143,22 @@ def calibration(right: np.ndarray, confidence: np.ndarray, bins: int = BINS) -> 
     return error, table
 
 
-def write(found: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
+def write(metrics: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
     """Write evaluation.json, classes.csv, confusion.csv and reliability.csv into a folder, which is made if missing.
 
     The confusion matrix has a row for each true class, named in its first column. Raise `UserError` where the folder
     cannot be written.
     """
     confusion = [
-        ["true \\ predicted", *found["classes"]],
-        *([n, *row] for n, row in zip(found["classes"], found["confusion"], strict=True)),
+        ["true \\ predicted", *metrics["classes"]],
+        *([n, *row] for n, row in zip(metrics["classes"], metrics["confusion"], strict=True)),
     ]
-    whole = {**found, "unreadable": [each._asdict() for each in unreadable]}
+    whole = {**metrics, "unreadable": [each._asdict() for each in unreadable]}
     files = {
         "evaluation.json": json.dumps(whole, indent=1) + "\n",
-        "classes.csv": _csv(_rows(found["per_class"])),
+        "classes.csv": _csv(_rows(metrics["per_class"])),
         "confusion.csv": _csv(confusion),
-        "reliability.csv": _csv(_rows(found["reliability"])),
+        "reliability.csv": _csv(_rows(metrics["reliability"])),
     }
     try:
         out.mkdir(parents=True, exist_ok=True)

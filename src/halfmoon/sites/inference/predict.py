@@ -1,4 +1,4 @@
-"""Label the images of a folder: a table with what the model says of each, and how sure it is."""
+"""Predict the classes of a folder's images, as a table with probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import harmless_row
 from halfmoon.data.readers.whole_files import replacing
-from halfmoon.sites.inference.image_folder import UnreadableImage, batches, find
+from halfmoon.sites.inference.image_folder import UnreadableImage, batches, image_paths
 from halfmoon.sites.inference.load import Model
 from halfmoon.storage import atomic_io
 
@@ -21,17 +21,17 @@ COLUMNS = ("path", "label", "probability", "sure", "runner_up", "runner_up_proba
 
 
 @dataclass(frozen=True)
-class Labeled:
-    """What came out of labeling a folder."""
+class PredictionResult:
+    """The table of a folder, and its counts."""
 
     out: Path
-    images: int  # that were labeled
+    images: int  # in the table
     unsure: int  # of these
     labels: dict[str, int]  # images of each class of the model
     unreadable: list[UnreadableImage]
 
 
-def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> Labeled:
+def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> PredictionResult:
     """Write a CSV file with one row for each readable image in `folder` and below it, and return what it holds.
 
     The columns are `COLUMNS`: path (relative to the folder), most probable class with its probability, "yes" where
@@ -40,7 +40,7 @@ def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> Labeled
     is no image, `sure` is not in 0..1, or the file cannot be written.
     """
     check_share(sure)
-    paths = find(folder)
+    paths = image_paths(folder)
     counts: Counter[str] = Counter()
     unsure, unreadable = 0, []
     try:
@@ -52,17 +52,17 @@ def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> Labeled
             for batch in batches(model, folder, paths):
                 for row, values in zip(batch.rows, model.probabilities(batch.images), strict=True):
                     label, others = _best(model, values)
-                    sured = values.max() >= sure
-                    cells = [paths[row], label, f"{values.max():.6f}", "yes" if sured else "no", *others]
+                    confident = values.max() >= sure
+                    cells = [paths[row], label, f"{values.max():.6f}", "yes" if confident else "no", *others]
                     table.writerow(harmless_row(cells))
                     counts[label] += 1
-                    unsure += not sured
+                    unsure += not confident
                 unreadable += batch.unreadable
             text.detach()
     except OSError as error:
         raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
     labels = {name: counts[name] for name in model.classes}
-    return Labeled(out, sum(counts.values()), unsure, labels, unreadable)
+    return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable)
 
 
 def check_share(sure: float) -> None:
@@ -74,5 +74,5 @@ def check_share(sure: float) -> None:
 def _best(model: Model, values: np.ndarray) -> tuple[str, list[str]]:
     """Return the most probable class, and the next with its probability."""
     order = np.argsort(-values, kind="stable")
-    nexts = [word for k in order[1:2] for word in (model.classes[k], f"{values[k]:.6f}")]
-    return model.classes[order[0]], nexts or ["", ""]
+    second = [word for k in order[1:2] for word in (model.classes[k], f"{values[k]:.6f}")]
+    return model.classes[order[0]], second or ["", ""]

@@ -65,7 +65,6 @@ class Record:
     schema: int = SCHEMA
 
     def file(self) -> File:
-        """Return the record as a file."""
         return File(atomic_io.render(asdict(self)))
 
     @property
