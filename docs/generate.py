@@ -1,8 +1,9 @@
 """Write into the pages what the code knows: `python docs/generate.py` renews README.md and docs/*.md.
 
-A page holds a block between `<!-- generated: NAME -->` and `<!-- /generated -->`, which is written anew as a whole, or
-between `<!-- defaults: METHOD -->` and `<!-- /defaults -->`: a table written by hand, of whose rows (name, default,
-values, meaning) only the default and the values are renewed. A test demands that nothing is left to renew.
+A page holds a block between `<!-- generated: NAME -->` and `<!-- /generated -->`, which is written anew as a whole. A page of a
+method has one between `<!-- method: FILE -->` and `<!-- /method -->`. Between `<!-- defaults: METHOD -->` and
+`<!-- /defaults -->` stands a table written by hand: of its rows (name, default, values, meaning) only the default and
+the values are renewed. A test demands that nothing is left to renew.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from halfmoon.models.normalize import Normalize
 from halfmoon.sweep import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMMANDS = ("run", "compare", "methods", "data", "resume", "recipes", "sweep", "report", "leaderboard")
 FEDERATED = ("serve", "site join")
 """Commands that take no options of a run."""
@@ -57,9 +58,9 @@ CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20
 """The federation in which methods are measured: clients, those of a round, rounds, and a client's images."""
 MANY = 64
 """Numbers of a tensor from which on two that are alike are one and the same: smaller ones begin alike, as zeros."""
-_NOWHERE = "nothing: all rows lie in one place"
 
 _GENERATED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+_METHOD = re.compile(r"(<!-- method: (\w+) -->\n).*?(<!-- /method -->)", re.DOTALL)
 _DEFAULTS = re.compile(r"(<!-- defaults: ([\w-]+) -->\n)(.*?)(<!-- /defaults -->)", re.DOTALL)
 _FLAG = re.compile(r"^  (?:-\w, )?(--[a-z][\w-]*)", re.MULTILINE)
 
@@ -84,7 +85,8 @@ def options() -> str:
             flag = f"--{name.replace('_', '-')}"
             kind = settings.kinds()[name]
             no = f", `--no-{flag[2:]}`" if kind in (bool, bool | None) else ""
-            where = ", ".join(command for command in COMMANDS if flag in takers[command])
+            where = " ".join(command for command in COMMANDS if flag in takers[command])
+            where = "" if where == "run compare" else where
             cells = [f"`{flag}`{no}", expected(kind), _default(defaults[name]), where, settings.helps()[name]]
             rows.append(cells)
         parts.append(
@@ -94,22 +96,66 @@ def options() -> str:
 
 
 def methods() -> str:
-    """Return a table of the catalog, and one of its centralized methods."""
+    """Return a table of the catalog, and one of its centralized methods, each name linked to its page."""
     tables = {False: "", True: ""}
     for pooled in tables:
         entries = [each for each in map(registry.entry, registry.names()) if each.pooled == pooled]
-        rows = [[f"`{each.name}`", each.title, each.labels, each.about, each.paper] for each in entries]
-        tables[pooled] = table(["name", "method", "labels needed", "in a sentence", "paper"], rows)
+        rows = [[f"[`{each.name}`](methods/{page_of(each.name)}.md)", each.labels, each.about] for each in entries]
+        tables[pooled] = table(["name", "labels needed", "in a sentence"], rows)
     return f"{tables[False]}\nCentralized, with all images in one place, to compare with:\n\n{tables[True]}"
 
 
-def method_options() -> str:
-    """Return the options of every method, with their defaults."""
-    rows = []
+def page_of(name: str) -> str:
+    """Return the page of a method: its file's name, or its objective's file for FedAvg around one."""
+    method = registry.entry(name).method
+    parts = [one for one in vars(method).values() if isinstance(one, Objective)]
+    module = type(method).__module__
+    if parts and module == "halfmoon.methods.fedavg" and not registry.entry(name).all_labels:
+        module = type(parts[0]).__module__
+    stem = module.rpartition(".")[2]
+    return "fedavg" if stem == "supervised" else stem
+
+
+def families() -> dict[str, list[str]]:
+    """Return the names of methods by page."""
+    found: dict[str, list[str]] = {}
     for name in registry.names():
-        own = ", ".join(f"`{key} = {_shown(option.default)}`" for key, option in registry.options(name).items())
-        rows.append([f"`{name}`", own])
-    return table(["method", "options and defaults"], rows)
+        found.setdefault(page_of(name), []).append(name)
+    return found
+
+
+def method_page(page: str) -> str:
+    """Return what the code knows of the methods of a page: rows, traffic, options and departures from the paper."""
+    names = families()[page]
+    entries = [registry.entry(name) for name in names]
+    first = entries[0].method
+    rows = [[f"`{each.name}`", each.title, each.labels, each.about] for each in entries]
+    papers = "; ".join(dict.fromkeys(paper for each in entries for paper in each.paper.split("; ")))
+    parts = [f"Paper: {papers}.\n\n{table(['name', 'method', 'labels needed', 'in a sentence'], rows)}"]
+    federated = [each.name for each in entries if not each.pooled]
+    if federated:
+        shared = page not in ("fedavg", type(first).__module__.rpartition(".")[2])
+        moves = "As in [FedAvg](fedavg.md)." if shared else _moves(type(first))
+        traffic = [[f"`{name}`", *map(_units, measured(name))] for name in federated]
+        header = ["name", "down", "up", "a client keeps", "the server keeps"]
+        parts.append(f"## Traffic and memory\n\n{moves}\n\n{table(header, traffic)}")
+    if page != "feddure":
+        parts.append(f"## Options and defaults\n\n{_family_options(names)}")
+    readings = [_readings(part) for part in _parts(names[0]) if part.__module__.endswith(f".{page}")]
+    if readings:
+        parts.append("## Departures from the paper\n\n" + "\n\n".join(readings) + "\n")
+    return "\n".join(parts)
+
+
+def _family_options(names: list[str]) -> str:
+    """Return the options of related methods: the first one's defaults, then how the others differ."""
+    options = {name: {key: option.default for key, option in registry.options(name).items()} for name in names}
+    base = options[names[0]]
+    lines = [", ".join(f"`{key} = {_shown(value)}`" for key, value in base.items())]
+    for name in names[1:]:
+        own = {key: value for key, value in options[name].items() if key not in base or base[key] != value}
+        lines += [f"`{name}`: " + ", ".join(f"`{key} = {_shown(value)}`" for key, value in own.items())] if own else []
+    return "\n\n".join(lines) + "\n"
 
 
 class Measured(NamedTuple):
@@ -119,36 +165,6 @@ class Measured(NamedTuple):
     up: float
     client: float
     server: float
-
-
-def costs() -> str:
-    """Return a table of what every method sends and keeps, in words and as measured, and where it departs from what.
-
-    The catalog's table on the same page has its title, its paper and the labels that it needs.
-    """
-    rows, first = [], {}
-    for name in registry.names():
-        each = registry.entry(name)
-        before = first.setdefault(type(each.method), name)
-        moves = f"as `{before}`" if before != name else _moves(type(each.method))
-        moves, cells = (_NOWHERE, ["-"] * 4) if each.pooled else (moves, [_units(value) for value in measured(name)])
-        links = ", ".join(f"[{part.__name__}](#departures-of-{part.__name__.lower()})" for part in _parts(name))
-        rows.append([f"`{name}`", moves, *cells, links])
-    header = ["name", "what travels and what stays", "down", "up", "a client keeps", "the server keeps", "departures"]
-    return table(header, rows)
-
-
-def departures() -> str:
-    """Return what the files of methods and objectives say of where they depart from papers and authors' code."""
-    users: dict[type, list[str]] = {}
-    for name in registry.names():
-        for part in _parts(name):
-            users.setdefault(part, []).append(f"`{name}`")
-    sections = []
-    for part, names in sorted(users.items(), key=lambda item: issubclass(item[0], Objective)):
-        of = "FedAvg's and FedProx's rows" if part.__name__ == "FedAvg" else ", ".join(names)
-        sections.append(f"### Departures of {part.__name__}\n\n{of}\n\n{_readings(part)}\n")
-    return "\n".join(sections)
 
 
 def _parts(name: str) -> list[type]:
@@ -176,7 +192,7 @@ def _moves(method: type) -> str:
     parts = re.split(r"(?:^|\n|\s{2,})(server|down|memory|up):\s+", found[number])[1:]
     if parts[::2] != ["server", "down", "memory", "up"]:
         raise ValueError(f"the docstring of {method.__module__} has to say server, down, memory and up, in this order")
-    return " ".join(f"**{key}:** {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True))
+    return "\n".join(f"- **{key}**: {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True))
 
 
 def _readings(part: type) -> str:
@@ -313,7 +329,7 @@ def leaves() -> str:
         told = set().union(*(samples for each in heard for _, samples in each.values()))
         sent = "; ".join(f"{client_update}: {_named(names)}" for client_update, names in parts.items())
         rows.setdefault((sent, _named(told)), []).append(f"`{entry.name}`")
-    header = ["methods", "sent for each work", "reported"]
+    header = ["methods", "sent for each update", "reported"]
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
@@ -353,7 +369,7 @@ def federation() -> str:
     for kind in (Table, Rules):
         hints, lines = get_type_hints(kind), about(kind)
         for each in fields(kind):
-            default = "has to be said" if each.default is MISSING else _default(each.default)
+            default = "required" if each.default is MISSING else _default(each.default)
             rows.append([f"`{each.name}`", expected(hints[each.name]), default, lines[each.name]])
     return table(["option", "value", "default", "meaning"], rows)
 
@@ -399,7 +415,7 @@ def passes() -> str:
         }
         once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
         rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
-    header = ["method", "forward", "backward", "once a visit", "both at 10 + 10", "both at 10 + 90"]
+    header = ["method", "forward", "backward", "once a round", "both at 10 + 10", "both at 10 + 90"]
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
@@ -421,9 +437,6 @@ def recipes() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "methods": methods,
-    "costs": costs,
-    "departures": departures,
-    "method-options": method_options,
     "passes": passes,
     "leaves": leaves,
     "learned": learned,
@@ -443,6 +456,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def renew(text: str) -> str:
     """Return a page with its blocks as the code has them; raise ValueError where a table's rows are not its options."""
     text = _GENERATED.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}{found[3]}", text)
+    text = _METHOD.sub(lambda found: f"{found[1]}{method_page(found[2])}{found[3]}", text)
     return _DEFAULTS.sub(lambda found: f"{found[1]}{_with_defaults(found[2], found[3])}{found[4]}", text)
 
 
@@ -480,8 +494,13 @@ def _default(value: Any) -> str:
 
 
 def main() -> int:
-    """Renew every page and say which ones changed."""
-    for page in PAGES:
+    """Renew every page, begin those of new methods, and print which ones changed."""
+    for name, rows in families().items():
+        page = ROOT / "docs" / "methods" / f"{name}.md"
+        if not page.exists():
+            title = registry.entry(rows[0]).title
+            page.write_text(f"# {title}\n\n<!-- method: {name} -->\n<!-- /method -->\n", encoding="utf-8")
+    for page in sorted({*PAGES, *(ROOT / "docs" / "methods").glob("*.md")}):
         before = page.read_text(encoding="utf-8")
         after = renew(before)
         if after != before:

@@ -28,8 +28,8 @@ LINES, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "cs
 PAGES = (
     HERE / "evidence.md",
     HERE / "evidence_older.md",
-    HERE.parent / "docs" / "choosing.md",
-    HERE.parent / "README.md",
+    HERE / "which_method.md",
+    HERE.parent / "docs" / "index.md",
 )
 """Where tables stand, between `<!-- table: NAME -->` and `<!-- /table -->`."""
 
@@ -178,7 +178,7 @@ PICTURED = (("digits, IID labels", "last"), ("digits, IID labels, kept optimizer
 
 FIRST = (("digits, IID labels", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
          ("pneumonia_mnist, 80 labels", "held"), ("pneumonia_mnist, 80 labels", "held_balanced"))  # fmt: skip
-"""The tables that README tells in short, without the columns `LATER`."""
+"""The tables that the front page of the docs summarizes, without the columns `LATER`."""
 LATER = ("labels lie", "in one place")
 
 LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images",

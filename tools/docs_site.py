@@ -1,6 +1,6 @@
 """What mkdocs does not know: pages outside docs/, links to them, and the pages of the API (mkdocs.yml names this file).
 
-README.md becomes the first page; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a file of the
+A link to README.md leads to the first page, docs/index.md; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a file of the
 repository that is no page (a test, a script) becomes its name. The API has a page a package.
 """
 
@@ -90,7 +90,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages outside docs/ and those of the API."""
     for name, place in places().items():
-        if not name.startswith("docs/"):
+        if not name.startswith("docs/") and name != "README.md":
             files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
     for package in packages():
         files.append(File.generated(config, f"api/{package}.md", content=reference(package)))

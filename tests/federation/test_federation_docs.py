@@ -1,4 +1,4 @@
-"""The page about federations is true: its rehearsal runs over real processes, its sentences are those of the code."""
+"""The pages about federations are true: its rehearsal runs over real processes, its sentences are those of the code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from halfmoon.cli import main as cli
 from halfmoon.federation.server.plan import Rules, load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "federation.md").read_text(encoding="utf-8")
+PAGES = ("federation", "federation_machines", "federation_data", "federation_faults")
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
 SHARED = ROOT.parent / "shared" / "data"
 SENTENCES = ("federation", "cli/commands")
 """Packages whose sentences people read while a federation runs."""
@@ -41,7 +42,7 @@ PATIENCE = 600.0
 def chapter(title: str, level: str = "##") -> str:
     """Return what stands between a heading and the next one that is not below it."""
     text = re.split(rf"^{level} {re.escape(title)}$", PAGE, flags=re.MULTILINE)[1]
-    return re.split(rf"^#{{2,{len(level)}}} ", text, flags=re.MULTILINE)[0]
+    return re.split(rf"^#{{{min(2, len(level))},{len(level)}}} ", text, flags=re.MULTILINE)[0]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -287,7 +288,7 @@ def generator() -> ModuleType:
 
 def test_every_part_that_leaves_a_site_is_explained():
     """Each name in the generated column "sent" has a row in the table below it."""
-    text = chapter("What leaves a site")
+    text = chapter("What leaves a site", "#")
     table, below = text.split("<!-- /generated -->")
     columns = [line.split(" | ") for line in (*table.splitlines(), "end", *below.splitlines())]
     end = columns.index(["end"])
@@ -299,7 +300,7 @@ def test_every_part_that_leaves_a_site_is_explained():
 
 @pytest.mark.parametrize("command", ["serve", "site join"])
 def test_every_flag_of_a_command_is_on_the_page_of_commands(command: str):
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cli_federation.md").read_text(encoding="utf-8")
     own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
     flags = generator().flags(command)
     assert len(flags) > 8
