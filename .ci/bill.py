@@ -1,4 +1,4 @@
-"""Judge a bill of materials, and write it as docs/dependencies.md; a part of .ci/release.
+"""Judge a bill of materials, and write it as requirements/dependencies.md; a part of .ci/release.
 
     python .ci/bill.py SBOM REPORT [--write]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "dependencies.md"
+PAGE = ROOT / "requirements" / "dependencies.md"
 
 ACCEPTED = re.compile(
     r"\b(MIT|MIT-0|MIT-CMU|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation|Python-2\.0|CNRI-Python|HPND|zlib|Zlib"
@@ -100,7 +100,7 @@ def page(rows: list[tuple[str, str, str]], bill: dict[str, Any]) -> str:
 
 <!-- written by `.ci/release --write`; do not edit -->
 All {len(rows)} packages of a fresh environment with every extra for run time, and the licenses that they state.
-`sbom.json` of a release (CycloneDX {bill["specVersion"]}) has the same; [release.md](release.md) says how it is made.
+`sbom.json` of a release (CycloneDX {bill["specVersion"]}) has the same; [a release](../CONTRIBUTING.md#a-release) makes it.
 
 | package | version | license |
 | --- | --- | --- |

@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -56,6 +57,8 @@ FEDERATED = ("serve", "site join")
 """Commands that take no options of a run."""
 CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20
 """The federation in which methods are measured: clients, those of a round, rounds, and a client's images."""
+WIDEST = 150
+"""Characters of a cell that lists methods."""
 MANY = 64
 """Numbers of a tensor from which on two that are alike are one and the same: smaller ones begin alike, as zeros."""
 
@@ -89,9 +92,8 @@ def options() -> str:
             where = "" if where == "run compare" else where
             cells = [f"`{flag}`{no}", expected(kind), _default(defaults[name]), where, settings.helps()[name]]
             rows.append(cells)
-        parts.append(
-            f"**{title[0].upper()}{title[1:]}**\n\n{table(['flag', 'value', 'default', 'commands', 'meaning'], rows)}"
-        )
+        header = ["flag", "value", "default", "commands", "meaning"]
+        parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(header, rows)}")
     return "\n".join(parts)
 
 
@@ -129,14 +131,17 @@ def method_page(page: str) -> str:
     names = families()[page]
     entries = [registry.entry(name) for name in names]
     first = entries[0].method
-    rows = [[f"`{each.name}`", each.title, each.labels, each.about] for each in entries]
+    rows = [[f"`{each.name}`", each.labels, each.about] for each in entries]
     papers = "; ".join(dict.fromkeys(paper for each in entries for paper in each.paper.split("; ")))
-    parts = [f"Paper: {papers}.\n\n{table(['name', 'method', 'labels needed', 'in a sentence'], rows)}"]
+    parts = [f"Paper: {papers}.\n\n{table(['name', 'labels needed', 'in a sentence'], rows)}"]
     federated = [each.name for each in entries if not each.pooled]
     if federated:
         shared = page not in ("fedavg", type(first).__module__.rpartition(".")[2])
         moves = "As in [FedAvg](fedavg.md)." if shared else _moves(type(first))
-        traffic = [[f"`{name}`", *map(_units, measured(name))] for name in federated]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name in federated:
+            alike.setdefault(tuple(map(_units, measured(name))), []).append(f"`{name}`")
+        traffic = [[", ".join(same), *cells] for cells, same in alike.items()]
         header = ["name", "down", "up", "a client keeps", "the server keeps"]
         parts.append(f"## Traffic and memory\n\n{moves}\n\n{table(header, traffic)}")
     if page != "feddure":
@@ -233,8 +238,8 @@ def measured(name: str) -> Measured:
     """Play a method with labels in the first place that it can use, and weigh what it sends."""
     runtime, model = _played(name, registry.entry(name).places[0])
     cost, rounds = runtime.cost, _rounds(name)
-    each_visit = cost.bytes_down / (rounds * COHORT), cost.bytes_up / (rounds * COHORT)
-    return Measured(*(count / tree.nbytes(model) for count in (*each_visit, cost.stored_client, cost.stored_server)))
+    each_round = cost.bytes_down / (rounds * COHORT), cost.bytes_up / (rounds * COHORT)
+    return Measured(*(count / tree.nbytes(model) for count in (*each_round, cost.stored_client, cost.stored_server)))
 
 
 class Overheard(Simulation):
@@ -313,7 +318,7 @@ def _rounds(name: str) -> int:
 
 
 def leaves() -> str:
-    """Return what the sites of each federated method send: the parts of each work's upload, and what it reports.
+    """Return what the sites of each federated method send: the parts of each upload, and what it reports.
 
     Overheard with labels at the clients and at the server, where the method can use them there.
     """
@@ -329,8 +334,8 @@ def leaves() -> str:
         told = set().union(*(samples for each in heard for _, samples in each.values()))
         sent = "; ".join(f"{client_update}: {_named(names)}" for client_update, names in parts.items())
         rows.setdefault((sent, _named(told)), []).append(f"`{entry.name}`")
-    header = ["methods", "sent for each update", "reported"]
-    return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
+    header = ["methods", "sent for each client update", "reported"]
+    return table(header, grouped(rows))
 
 
 def learned() -> str:
@@ -348,7 +353,7 @@ def learned() -> str:
         "the server, with `secure_aggregation`",
         "other sites, of each site",
     ]
-    return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
+    return table(header, grouped(rows))
 
 
 def sums() -> str:
@@ -356,7 +361,7 @@ def sums() -> str:
     rows: dict[str, list[str]] = {}
     for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
         rows.setdefault(f"no: {entry.singles}" if entry.singles else "yes", []).append(f"`{entry.name}`")
-    return table(["methods", "a sum is enough"], [[", ".join(names), why] for why, names in rows.items()])
+    return table(["methods", "a sum is enough"], grouped(rows))
 
 
 def _named(words: set[str]) -> str:
@@ -391,13 +396,13 @@ def _units(value: float) -> str:
     if not value:
         return "0"
     value = float(f"{value:.1e}")
-    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}&nbsp;P"
+    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f} P"
 
 
 def passes() -> str:
     """Return what a step of each method on B labeled and b unlabeled images sends through the classifier.
 
-    And what is looked at once a visit, of L and U rows, before its steps or instead of any.
+    And what is read once a round, of L and U rows, before its steps or instead of any.
     """
     shared = Task(SmallCNN(), Adam(), Normalize((0.5,) * 3, (0.5,) * 3))
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -416,7 +421,7 @@ def passes() -> str:
         once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
         rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
     header = ["method", "forward", "backward", "once a round", "both at 10 + 10", "both at 10 + 90"]
-    return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])
+    return table(header, grouped(rows))
 
 
 def _terms(labeled: int, unlabeled: int, letters: str) -> str:
@@ -430,7 +435,7 @@ def recipes() -> str:
     for name in recipe.names():
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
-        rows.append([f"`{name}`", found.title, found.about, found.kind, str(count), str(len(found.seeds))])
+        rows.append([f"`{name}`", found.title, shorten(found.about, WIDEST, placeholder=" ..."), found.kind, str(count), str(len(found.seeds))])
     return table(["recipe", "of", "what is played", "kind", "cells", "seeds"], rows)
 
 
@@ -444,6 +449,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "federation": federation,
     "recipes": recipes,
 }
+
+
+def grouped(rows: dict[Any, list[str]]) -> list[list[str]]:
+    """Return a row for each key, which are cells, after the names that have it; long lists of names take several."""
+    found = []
+    for cells, names in rows.items():
+        line: list[str] = []
+        for name in [*names, ""]:
+            if line and (not name or len(", ".join([*line, name])) > WIDEST):
+                found.append([", ".join(line), *([cells] if isinstance(cells, str) else cells)])
+                line = []
+            line.append(name)
+    return found
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

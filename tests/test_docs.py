@@ -28,7 +28,7 @@ from halfmoon.runs import runner
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -93,7 +93,7 @@ def test_a_stale_table_is_seen() -> None:
         with pytest.raises(ValueError, match=why):
             defaults(method, row)
     table = "<!-- generated: methods -->\n| nothing |\n<!-- /generated -->"
-    assert all(f"| `{name}` |" in generate.renew(table) for name in registry.names())
+    assert all(f"[`{name}`](methods/" in generate.renew(table) for name in registry.names())
 
 
 def test_passes_are_written_as_sums() -> None:
@@ -104,10 +104,10 @@ def test_passes_are_written_as_sums() -> None:
 
 def test_models_are_counted_with_two_digits() -> None:
     shown = {0: "0", 0.00294: "0.0029 P", 0.129: "0.13 P", 0.9997: "1.0 P", 2.04: "2.0 P", 9.97: "10 P", 12.3: "12 P"}
-    assert [generate._units(value).replace("&nbsp;", " ") for value in shown] == list(shown.values())
+    assert [generate._units(value) for value in shown] == list(shown.values())
 
 
-def test_a_visit_of_fedavg_is_one_model_each_way() -> None:
+def test_a_round_of_fedavg_is_one_model_each_way() -> None:
     """Both ways the model travels, up with a weight of 8 bytes; clients keep nothing, the server keeps the model.
 
     FedLoKe's clients keep a second model; FedProx's objective alone differs, so it sends what FedAvg sends.
@@ -127,7 +127,7 @@ def test_what_travels_is_taken_from_the_docstring(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("sys.modules", {**sys.modules, Method.__module__: SimpleNamespace(__doc__=words)})
 
     told("A method.\n\nserver: a\nb.  down: up to\n2.  memory: none.\nup: c.\n\nDepartures: many < all.\n\n- d")
-    assert generate._moves(Method) == "**server:** a b. **down:** up to 2. **memory:** none. **up:** c."
+    assert generate._moves(Method) == "- **server**: a b.\n- **down**: up to 2.\n- **memory**: none.\n- **up**: c."
     assert generate._readings(Method) == "Departures: many &lt; all.\n\n- d"
     told("A method.\n\nserver: a.  up: b.  down: c.  memory: d.")
     with pytest.raises(ValueError, match="in this order"):
@@ -142,9 +142,17 @@ def test_every_method_says_where_it_departs() -> None:
     """In a paragraph after "server:" in its file's docstring, for custom begun with "Departures:"."""
     for name in registry.names():
         assert len(generate._readings(type(registry.entry(name).method))) > 60, name
-    page = read("docs/methods.md")
-    for heading in ("FedLoKe", "SemiFL", "FedAvg", "MixMatch"):
-        assert f"### Departures of {heading}\n" in page
+    for page in ("fedloke", "semifl", "fedavg", "mixmatch"):
+        assert "## Departures from the paper\n" in read(f"docs/methods/{page}.md")
+
+
+def test_every_method_has_a_page_with_its_options() -> None:
+    for page, names in generate.families().items():
+        text = read(f"docs/methods/{page}.md")
+        assert f"<!-- method: {page} -->" in text
+        for name in names:
+            assert f"`{name}`" in text
+            assert all(re.search(rf"`{key}( = |`)", text) for key in registry.options(name))
 
 
 @pytest.mark.parametrize("command", generate.COMMANDS)
@@ -152,11 +160,12 @@ def test_every_flag_of_a_command_is_on_the_page(command: str) -> None:
     """In the command's own section, in the list of common flags, or in a row of the table that names the command."""
     page = read("docs/cli.md")
     own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
+    page = read("docs/options.md")
     shown = generate.flags(command)
     assert len(shown) > 2
     for flag in shown:
         rows = [line.split(" | ") for line in page.splitlines() if line.startswith(f"| `{flag}`")]
-        listed = any(command in row[3].split(", ") for row in rows if len(row) == 5)
+        listed = any(command in (row[3] or "run compare").split() for row in rows if len(row) == 5)
         assert listed or re.search(rf"`{flag}\b", own), f"{flag} of halfmoon {command}"
 
 
@@ -169,15 +178,16 @@ def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
     """Every file, and every key of a row, of a real run stands on a page."""
     outcome = halfmoon.run(halfmoon.Config(rounds=1, baselines=("fedavg",), threads=1, run_dir=tmp_path / "run"))
     page = read("docs/runs.md")
+    rows = read("docs/metrics.md")
     for path in outcome.folder.iterdir():
         name = re.sub(r"checkpoint-\d{6}\.json", ".json", re.sub(r"\d{6}\.s", "NNNNNN.s", path.name))
         assert f"`{name}" in page, path.name
     (row,) = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
-    described = {"round": page, "cohort": page, "test": page, "prior": page}
-    described |= {"train": read("docs/methods.md"), "pseudo": read("docs/methods.md"), "cost": read("docs/budgets.md")}
+    described = dict.fromkeys(("round", "cohort", "test", "prior", "train", "pseudo"), rows)
+    described |= {"cost": read("docs/budgets.md")}
     assert row.keys() == described.keys()
     for part, text in described.items():
-        assert f"| `{part}` |" in page
+        assert f"| `{part}` |" in rows
         for key in row[part] if isinstance(row[part], dict) and part != "test" else []:
             assert f"`{key.removesuffix('_spread')}`" in text, key
 
@@ -367,3 +377,92 @@ def test_readme_names_the_pin_and_the_least_python() -> None:
 def test_the_newest_change_is_this_version() -> None:
     versions = re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)
     assert versions[0] == tomllib.loads(read("pyproject.toml"))["project"]["version"]
+
+
+# Length and language
+
+README_CHARACTERS, DOCS_BYTES, PAGE_LINES = 5_000, 250_000, 12 * 40
+"""The most of the README, of all pages in docs/, and of a page: 12 screens of 1280x800, 40 lines each."""
+CELL, WORDS = 160, 40
+"""Characters of a table's cell, and words of a sentence."""
+GENERATED = re.compile(r"<!-- (generated|method|table): .*?<!-- /\w+ -->", re.DOTALL)
+WRITTEN = {"docs/results.md", "docs/dependencies.md", "CHANGELOG.md"}
+"""Pages that programs write, and the log of past versions."""
+BANNED = {
+    r"\b(a|the|its|his|each|every|of|one|no) works?\b(?! (with|on|under|by|for))": "client update",
+    r"\bvisits?\b": "round",
+    r"\b(a|the|its) (look|judge|aside|ready)\b": "view, pseudo-label, cache",
+    r"\bprobabilities true\b": "calibrate",
+    r"\bmay come in\b": "certificates and keys",
+    r"\bnothing that is told from\b": "not distinguishable from",
+    r"\bby more than anybody\b|\bthan anybody thinks\b": "a number",
+    r"\btau\b(?!-b)": "threshold",
+    r"halfmoon\[": "pip install -c constraints.txt '.[extra]'",
+}
+"""Patterns that no page uses, with what to write instead."""
+
+
+def prose(page: Path) -> str:
+    """Return a page's text without code, tables, links' targets, generated blocks and comments."""
+    text = GENERATED.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+    text = re.sub(r"^(    .*|```.*|<!--.*-->)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def said(page: Path) -> list[str]:
+    """Return the sentences of a page's paragraphs, list items and headings."""
+    kept = [line for line in prose(page).splitlines() if not line.startswith("|")]
+    blocks_ = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.)\s)", "\n".join(kept))
+    sentences_ = []
+    for block in blocks_:
+        sentences_ += re.split(r"(?<=[.:?!;])\**[)\"]*\s+", re.sub(r"\s+", " ", block).strip())
+    return sentences_
+
+
+def cells(page: Path) -> list[str]:
+    """Return the cells of a page's tables, links without their targets."""
+    lines = [line for line in FENCE.sub("", page.read_text(encoding="utf-8")).splitlines() if line.startswith("|")]
+    return [re.sub(r"\]\([^)]*\)", "]", cell.strip()) for line in lines for cell in re.split(r"(?<!\\)\|", line)]
+
+
+def screens(page: Path) -> float:
+    """Return about how many screens of 1280x800 a page fills."""
+    total = 0.0
+    code = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        code = not code if line.startswith("```") else code
+        if line.startswith("|"):
+            widest = max(len(cell) for cell in re.sub(r"\]\([^)]*\)", "]", line).split("|"))
+            total += 1.6 * max(1.0, widest / 45)
+        elif line.startswith("!["):
+            total += 14
+        else:
+            total += 0.85 if code else max(0.6, len(line) / 100)
+    return total / 40
+
+
+STRICT = [page for page in PAGES if name_of(page) not in WRITTEN]
+
+
+def test_the_readme_and_the_docs_are_short() -> None:
+    assert len(read("README.md")) <= README_CHARACTERS
+    assert sum(page.stat().st_size for page in (ROOT / "docs").rglob("*.md")) <= DOCS_BYTES
+
+
+@pytest.mark.parametrize("page", STRICT, ids=name_of)
+def test_a_page_is_easy_to_read(page: Path) -> None:
+    """Its cells and sentences are short, it fills at most 12 screens, and its words are the field's."""
+    assert [cell for cell in cells(page) if len(cell) > CELL] == []
+    assert [sentence for sentence in said(page) if len(sentence.split()) > WORDS] == []
+    assert screens(page) <= 12
+    text = prose(page)
+    assert [(found[0], instead) for word, instead in BANNED.items() if (found := re.search(word, text))] == []
+
+
+def test_long_and_banned_language_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# T\n\n" + "word " * 41 + ".\n\n| a | " + "b" * 161 + " |\n| --- | --- |\n\nIn a visit tau counts.\n")
+    assert [len(each.split()) for each in said(page)] == [2, 42, 5]
+    assert max(map(len, cells(page))) == 161
+    assert sum(bool(re.search(word, prose(page))) for word in BANNED) == 2

@@ -18,8 +18,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "halfmoon"
-OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
-"""Pages of the repository's root and their addresses on the site."""
+OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
+           "requirements/dependencies.md": "dependencies.md"}  # fmt: skip
+"""Pages outside docs/ and results/, and their addresses on the site."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
@@ -30,7 +31,7 @@ def places() -> dict[str, str]:
     for path in sorted((ROOT / "docs").rglob("*")):
         if path.suffix in (".md", ".png"):
             found[path.relative_to(ROOT).as_posix()] = path.relative_to(ROOT / "docs").as_posix()
-    for path in sorted((ROOT / "results").glob("*")):  # what lies in results/sweeps is part of docs/results.md
+    for path in sorted((ROOT / "results").glob("*")):  # what lies in results/sweeps is part of results/published.md
         if path.suffix in (".md", ".png", ".csv", ".json", ".toml"):
             name = path.relative_to(ROOT).as_posix()
             found[name] = re.sub(r"README\.md$", "index.md", name)

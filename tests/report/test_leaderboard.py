@@ -117,4 +117,4 @@ def test_no_results_are_a_sentence(tmp_path: Path) -> None:
 
 
 def test_the_committed_page_is_what_the_committed_results_say() -> None:
-    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == board(ROOT / "results")
+    assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == board(ROOT / "results")

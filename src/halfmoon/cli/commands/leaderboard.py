@@ -9,7 +9,7 @@ from typing import Any
 from halfmoon.cli.commands.base import command, complain, print_json
 from halfmoon.core.errors import UserError
 
-RESULTS, PAGE = Path("results"), Path("docs/results.md")
+RESULTS, PAGE = Path("results"), Path("results/published.md")
 
 
 def add(commands: Any) -> None:
