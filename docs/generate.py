@@ -69,15 +69,15 @@ _FLAG = re.compile(r"^  (?:-\w, )?(--[a-z][\w-]*)", re.MULTILINE)
 
 
 def flags(command: str) -> list[str]:
-    """Return the flags that `halfmoon COMMAND --help` shows, in its order; COMMAND may be two words."""
+    """Return the flags that `halfmoon COMMAND --help-all` shows, in its order; COMMAND may be two words."""
     shown = io.StringIO()
     with redirect_stdout(shown):
-        cli.main([*command.split(), "--help"])
+        cli.main([*command.split(), "--help-all"])
     return _FLAG.findall(shown.getvalue())
 
 
 def options() -> str:
-    """Return a table of all options for each section of `halfmoon run --help`."""
+    """Return a table of all options for each section of `halfmoon run --help-all`."""
     takers = {command: set(flags(command)) for command in COMMANDS}
     defaults = {each.name: each.default for each in fields(settings.Config)}
     parts = []

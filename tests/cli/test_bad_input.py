@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from halfmoon.data import Split, load
 from halfmoon.data.partition.split import Origin, hash_labels
 from halfmoon.methods import registry
 
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 TINY = "--clients 4 --cohort 2 --rounds 1 --steps 1 --width 4 --threads 1"
 
 
@@ -33,7 +35,6 @@ SENTENCES = {
     "run --method fedure": "unknown method 'fedure': did you mean 'feddure'?",
     "run --data digts": "no data set or folder is called 'digts'; did you mean 'digits'?",
     "run --clients 0": "clients is 0: it must be at least 1.",
-    "run --clients 1": "cohort is 5, but clients is 1: it must be at most 1.",
     "run --clients 1438": "1438 clients cannot share 1437 images; ask for fewer clients.",
     "run --clients 4 --cohort 5": "cohort is 5, but clients is 4: it must be at most 4.",
     "run --labeled-batch 1": (
@@ -63,6 +64,10 @@ SENTENCES = {
     "run --shrink 3": "digits: 3 does not divide images of 8x8; choose a factor that divides both.",
     "run --shrink 4": "The small network takes images of at least 4x4 pixels, not 2x2.",
     "run --width 0": "width is 0: it must be at least 1.",
+    "run --width 1000000000": (
+        f"width is 1000000000: network small would take 216,000,000,176,000,000,040 bytes for its parameters "
+        f"alone, but this machine's memory has {MEMORY:,}; choose a smaller width."
+    ),
     "run --width -16": "width is -16: it must be at least 1.",
     "run --lr nan": "lr is nan: it must be a number above 0.",
     "run --option fedavg.threshold=0.9": "method fedavg has no option 'threshold': "
@@ -199,6 +204,17 @@ def test_a_folder_of_another_configuration(capsys: pytest.CaptureFixture[str]) -
 
 
 # What is odd but legal
+
+
+@pytest.mark.parametrize("words", ["--clients 2", "--clients 1 --protocol few-labels", "--split s.parquet"])
+def test_the_default_cohort_is_never_larger_than_the_clients(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "--clients", "2", "--labels-per-class", "5", "--save", "s.parquet"]) == 0
+    capsys.readouterr()
+    short = "--rounds 1 --steps 1 --network small --width 4 --threads 1 --method fedavg"
+    labels = "" if "split" in words else "--labels-per-class 5"
+    assert cli.main(f"run {short} {words} {labels} --json".split()) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["rounds"] == 1
 
 
 def test_one_client_is_a_federation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -419,12 +419,12 @@ def test_a_run_of_a_federation_is_a_run(
     found = []
     for run in (there.run, there.simulated):
         table = tmp_path / f"{run.name}.csv"
-        assert cli.main(["predict", "--model", str(run), str(tests), "--out", str(table)]) == 0
+        assert cli.main(["predict", str(run), str(tests), "--out", str(table)]) == 0
         found.append(table.read_text().replace(CLASSES[0][:-1], ""))
     assert found[0] == found[1]
     assert halfmoon.load_model(there.run).classes == CLASSES
     capsys.readouterr()
-    assert cli.main(["evaluate", "--model", str(there.run), str(tests), "--json"]) == 0
+    assert cli.main(["evaluate", str(there.run), str(tests), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == rows(there.run)[-1]["test"]["accuracy"]
     mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
     known = {"measured", "most_used", "defenses"}  # by a simulation alone: it has the truth of unlabeled images
@@ -447,7 +447,7 @@ def test_a_run_without_a_test_is_a_run(
     assert cli.main(["report", str(run), str(other), "--out", str(page)]) == 0
     assert "FedAvg" in page.read_text()
     assert cli.main(["report", str(run), "--out", str(tmp_path / "alone.html")]) == 0
-    assert cli.main(["predict", "--model", str(run), str(town.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
+    assert cli.main(["predict", str(run), str(town.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
 
 
 def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,7 +248,7 @@ def test_without_flower_one_sentence_says_what_to_install(
 
     monkeypatch.setattr(metadata, "version", version)
     assert cli.main(["serve", str(tmp_path / "f.toml")]) == 2
-    assert "pip install 'halfmoon[flower]'" in capsys.readouterr().err
+    assert "'.[flower]'" in capsys.readouterr().err
 
 
 def test_halfmoon_does_not_need_flower():

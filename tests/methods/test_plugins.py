@@ -156,7 +156,7 @@ def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
     Path("images").mkdir()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save("images/a.png")
     (run,) = Path("c").glob("*Mine-seed0")
-    predict = ["predict", "--model", str(run), "images", "--out", "p.csv"]
+    predict = ["predict", str(run), "images", "--out", "p.csv"]
     assert cli.main(predict) == 2
     assert cli.main([*predict, "--network", f"{own}:make"]) == 0
     assert Path("p.csv").read_text().count("a.png") == 1

@@ -13,7 +13,7 @@ from torch_models import module_of, twin
 
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
-from halfmoon.models import NETWORKS, ResNet9, SmallCNN, WideResNet, forward, track
+from halfmoon.models import NETWORKS, ResNet9, SmallCNN, WideResNet, forward, registry, track
 
 CASES = [  # 40 channels are 20 groups of 2, 80 are 20 groups of 4, 64 are 32 groups of 2
     (ResNet9(3, 10, 4), 16),
@@ -277,3 +277,12 @@ def test_one_image_of_one_pixel_is_its_own_mean():
     torch.testing.assert_close(logits[0], params["head"]["bias"])
     assert all(leaf.isfinite().all() for leaf in tree.leaves(moments))
     assert float(moments["conv3"]["var"].abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("width", [48, 60, 240])
+def test_the_number_of_parameters_is_known_without_building(name: str, width: int) -> None:
+    kind = NETWORKS[name]
+    network = kind(channels=3, classes=7, norm="none" if kind.own_norm else "batch", width=width)
+    with torch.device("meta"):
+        assert registry.parameters(network) == tree.size(network.init(torch.Generator())["params"])

@@ -151,8 +151,8 @@ def test_a_run_with_a_frozen_backbone_predicts_and_is_exported(first: Path, tmp_
     for number, image in enumerate(images):
         Image.fromarray(image[..., 0], "L").save(tmp_path / "pictures" / f"{number}.png")
     table = tmp_path / "found.csv"
-    assert main(["predict", "--model", str(folder), str(tmp_path / "pictures"), "--out", str(table)]) == 0
-    assert main(["export", "--model", str(folder), "--onnx", str(onnx)]) == 0
+    assert main(["predict", str(folder), str(tmp_path / "pictures"), "--out", str(table)]) == 0
+    assert main(["export", str(folder), "--onnx", str(onnx)]) == 0
     session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
     (said,) = session.run(["probabilities"], {"images": images})
     model = load_model(folder)

@@ -114,7 +114,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
 
 def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Path, capsys) -> None:
     """The card has the temperature, and so have predict, evaluate, ONNX and torch.export; the tensors stay."""
-    run, other = ["--model", str(home / "run")], str(home / "test")
+    run, other = [str(home / "run")], str(home / "test")
     before = told(["evaluate", *run, other], capsys)
     plain = load_model(home / "run")
     found = told(["calibrate", *run, str(home / "validation")], capsys)

@@ -86,7 +86,7 @@ def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(
 ) -> None:
     """The images go through PNG, and in one run through shrinking (8 to 4) and padding (4 to 9) as in training."""
     summary = json.loads((home / name / "summary.json").read_text())
-    assert cli.main(["evaluate", "--model", str(home / name), str(home / "test"), "--json"]) == 0
+    assert cli.main(["evaluate", str(home / name), str(home / "test"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["accuracy"] == summary["accuracy"]["last"]
     assert found["confusion"] == summary["confusion"]
@@ -166,7 +166,7 @@ def test_every_damage_is_a_sentence(
     with pytest.raises(UserError, match=words) as raised:
         load_model(path)
     assert str(path) in str(raised.value)
-    assert cli.main(["predict", "--model", str(path), str(home / "test"), "--out", str(tmp_path / "p.csv")]) == 2
+    assert cli.main(["predict", str(path), str(home / "test"), "--out", str(tmp_path / "p.csv")]) == 2
     one_sentence(capsys.readouterr().err)
     assert not (tmp_path / "p.csv").exists()
 
@@ -207,7 +207,7 @@ def test_every_image_of_any_size_and_depth_gets_a_row(
     (folder / "note.txt").write_text("no image")
     monkeypatch.setattr(deployed, "MOST", 2)
     out = tmp_path / "sub" / "p.csv"
-    words = ["predict", "--model", str(home / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
+    words = ["predict", str(home / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
     assert cli.main([*words, "--json"]) == 1
     printed, errors = capsys.readouterr()
     with out.open(newline="") as file:
@@ -235,7 +235,7 @@ def test_a_name_that_is_no_text_is_written_as_it_is(home: Path, tmp_path: Path) 
     folder = tmp_path / "new"
     write_images(folder, TEST.images[:1], ["x.png"])
     os.rename(bytes(folder / "x.png"), bytes(folder) + b"/\xff.png")
-    assert cli.main(["predict", "--model", str(home / "run"), str(folder), "--out", str(tmp_path / "p.csv")]) == 0
+    assert cli.main(["predict", str(home / "run"), str(folder), "--out", str(tmp_path / "p.csv")]) == 0
     assert (tmp_path / "p.csv").read_bytes().splitlines()[1].startswith(b"\xff.png,")
 
 
@@ -297,7 +297,7 @@ def test_a_table_of_labels_says_the_same_as_folders(
     write_images(tmp_path / "sorted", TEST.images[:20], [f"{TEST.labels[k]}/{names[k]}" for k in range(20)])
     found = []
     for name in ("site", "sorted"):
-        words = ["evaluate", "--model", str(home / "run"), str(tmp_path / name), "--json", "--out", str(tmp_path / "o")]
+        words = ["evaluate", str(home / "run"), str(tmp_path / name), "--json", "--out", str(tmp_path / "o")]
         assert cli.main(words) == 0
         found.append(json.loads(capsys.readouterr().out))
     for name in ("images", "accuracy", "confusion", "sure", "per_class"):
@@ -336,12 +336,12 @@ def test_a_labeled_image_that_is_broken_is_left_out_and_named(
 ) -> None:
     write_images(tmp_path, TEST.images[:2], ["0/a.png", "0/b.png"])
     (tmp_path / "0" / "b.png").write_bytes(b"nothing")
-    assert cli.main(["evaluate", "--model", str(home / "run"), str(tmp_path)]) == 1
+    assert cli.main(["evaluate", str(home / "run"), str(tmp_path)]) == 1
     printed, errors = capsys.readouterr()
     assert "images: 1\n" in printed
     assert "0/b.png: not a readable image" in errors
     (tmp_path / "0" / "a.png").write_bytes(b"nothing")
-    assert cli.main(["evaluate", "--model", str(home / "run"), str(tmp_path)]) == 2
+    assert cli.main(["evaluate", str(home / "run"), str(tmp_path)]) == 2
     assert "none of 2 labeled images can be read" in capsys.readouterr().err
 
 
@@ -428,19 +428,19 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("predict --model run", "required: FOLDER"),
+        ("predict run", "required: FOLDER"),
         ("predict test", "required: --model"),
-        ("predict --model run test --sure 1.5", "--sure is 1.5: it must be a probability"),
-        ("predict --model run test --sure nan", "--sure is nan: it must be a probability"),
-        ("predict --model run test --sure much", "--sure"),
-        ("predict --model run test --device gpu", "--device is 'gpu'"),
-        ("predict --model run test --out run/summary.json/p.csv", "cannot be written"),
-        ("predict --model run gone", "no such folder"),
-        ("evaluate --model run run/model.safetensors", "no such folder"),
-        ("evaluate --model run test --out run/summary.json", "cannot be written"),
-        ("export --model run", "give --onnx FILE, --torch FILE or both"),
-        ("export --model run --torch gone/m.pt2", "cannot be written"),
-        ("export --model run --torch m.pt2 --images clients", "no such folder"),
+        ("predict run test --sure 1.5", "--sure is 1.5: it must be a probability"),
+        ("predict run test --sure nan", "--sure is nan: it must be a probability"),
+        ("predict run test --sure much", "--sure"),
+        ("predict run test --device gpu", "--device is 'gpu'"),
+        ("predict run test --out run/summary.json/p.csv", "cannot be written"),
+        ("predict run gone", "no such folder"),
+        ("evaluate run run/model.safetensors", "no such folder"),
+        ("evaluate run test --out run/summary.json", "cannot be written"),
+        ("export run", "give --onnx FILE, --torch FILE or both"),
+        ("export run --torch gone/m.pt2", "cannot be written"),
+        ("export run --torch m.pt2 --images clients", "no such folder"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from halfmoon.cli import main as cli
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.sweep import grid, recipe
@@ -212,7 +212,7 @@ def test_no_ray_and_no_cluster_are_sentences(
     words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(words) == 2
-    assert capsys.readouterr().err == "halfmoon: Ray is not installed; install halfmoon[ray] to use it.\n"
+    assert capsys.readouterr().err == f"halfmoon: Ray is not installed; {install('ray')} to use it.\n"
 
     def init(**given: Any) -> None:
         raise ConnectionError(f"Could not find {given['address']}.\n  Check it")

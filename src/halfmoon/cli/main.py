@@ -38,7 +38,20 @@ from halfmoon.cli.commands import (
     tune,
     watch,
 )
-from halfmoon.cli.commands.base import Parser, command, complain, leftover, option, print_json, said, tracked
+from halfmoon.cli.commands.base import (
+    COMMON,
+    TRAINED,
+    Parser,
+    command,
+    complain,
+    leftover,
+    model_first,
+    option,
+    print_json,
+    said,
+    tracked,
+    trackers,
+)
 from halfmoon.cli.ends import catch_end, out_of_memory
 from halfmoon.cli.outcome import print_outcome
 from halfmoon.config import preset
@@ -70,7 +83,30 @@ MODULES: dict[str, ModuleType] = {
 }  # fmt: skip
 """The commands that are modules of their own, by name."""
 
-SPLIT_OPTIONS = ("data_dir", "cache", "data_share", "validation_share", "validation_part", *settings.SCENARIO, "split")
+OTHER_NAMES = {
+    "train": "run",
+    "fit": "run",
+    "simulate": "run",
+    "search": "tune",
+    "list": "methods",
+    "datasets": "data",
+    "test": "evaluate",
+    "eval": "evaluate",
+    "infer": "predict",
+    "plot": "report",
+    "dashboard": "watch",
+    "server": "serve",
+    "client": "site join",
+    "join": "site join",
+    "label": "site label",
+    "terms": "site terms",
+}
+"""The commands by names that other programs give them."""
+
+SPLIT_OPTIONS = (
+    *("data_dir", "cache", *settings.IMAGES, "shrink", "image_size", "data_share"),
+    *("validation_share", "validation_part", *settings.SCENARIO, "split"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,8 +148,13 @@ def _main(words: list[str]) -> int:
         **{name: module.run for name, module in MODULES.items()},
     }
     if words and not words[0].startswith("-") and words[0] not in commands:
-        raise UserError(f"unknown command {words[0]!r}: {nearest(words[0], commands)}")
-    parser, known = _parser()
+        near = OTHER_NAMES.get(words[0])
+        hint = f"did you mean {near!r}?" if near else nearest(words[0], commands)
+        raise UserError(f"unknown command {words[0]!r}: {hint}")
+    if words and words[0] in TRAINED and any(word.split("=")[0] == "--model" for word in words):
+        raise model_first(words[0])
+    parser, known = _parser("--help-all" in words)
+    words = ["--help" if word == "--help-all" else word for word in words]
     if not words:
         parser.print_help()
         return 0
@@ -129,8 +170,8 @@ def _main(words: list[str]) -> int:
 # The parser
 
 
-def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of the commands."""
+def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of the commands; with `full` their help shows every option."""
     parser = Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -139,18 +180,19 @@ def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     own_sites.add(run)
     tracked(run)
     _shown(run)
-    _options(run, [name for name in settings.kinds() if name != "seeds_together"])
+    _options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
 
     compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     tracked(compare)
     _shown(compare)
-    _options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")])
+    _options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
     searching = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ")
     tune.add_flags(searching)
-    _options(searching, [name for name in settings.kinds() if name not in ("baselines", "seed", "seeds_together")])
+    left_out = ("baselines", "seed", "seeds_together")
+    _options(searching, [name for name in settings.kinds() if name not in left_out], full)
 
     methods = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
     methods.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
@@ -176,14 +218,16 @@ def _shown(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
 
 
-def _options(parser: argparse.ArgumentParser, names: Sequence[str], own: bool = True) -> None:
-    """Add a flag for each option of the configuration; what is not given stays out of the result."""
+def _options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, own: bool = True) -> None:
+    """Add a flag for each of these options of a run; without `full` the help shows those that people use."""
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for title, section in settings.SECTIONS.items():
         group = parser.add_argument_group(title)
         for name in settings.names_of(section):
             if name in names:
-                option(group, name)
+                option(group, name, hidden=not full and name not in COMMON)
+    if not full:
+        parser.epilog = f"These are the options most people use; all {len(names)}: {parser.prog} --help-all."
     if own:
         group = parser.add_argument_group("options of a method (see halfmoon methods)")
         about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
@@ -303,14 +347,13 @@ def _play(
     from halfmoon.cli.console import watcher
     from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callbacks
-    from halfmoon.runs.trackers import tracker
 
     watch = watcher(Console(stderr=True), given.json)
     catch_end()
-    trackers = [tracker(given.tracker)] if given.tracker is not None else []
+    tracking = trackers(given)
     try:
         with watch:
-            outcome = play(Callbacks(watch, *trackers, warn=watch.say))
+            outcome = play(Callbacks(watch, *tracking, warn=watch.say))
     except KeyboardInterrupt:
         if given.debug:
             raise
@@ -401,10 +444,11 @@ def _of_split(config: Config, path: Path) -> Config:
 
 def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
     """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
-    from halfmoon.data import summary
+    from halfmoon.data import fit, shrink, summary
     from halfmoon.runs.factory import images, split_of
 
-    source = images(config)
+    source = shrink(images(config), config.shrink)
+    source = source if config.image_size is None else fit(source, config.image_size)
     split = split_of(config, source)
     facts = summary(split, source.train.labels, source.classes)
     if given.png:

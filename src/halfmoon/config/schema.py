@@ -39,7 +39,7 @@ from halfmoon.config.sections import (
     Scalar,
     ViewOptions,
 )
-from halfmoon.config.validation import check
+from halfmoon.config.validation import check, check_cohort
 from halfmoon.core import hubs, plugins, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.storage import toml
@@ -124,6 +124,8 @@ class Config(
         values = {name: _typed(name, name, getattr(self, name)) for name in kinds()}
         if all(values[name] is None for name in AMOUNTS):
             values["labels_per_class"] = LABELS
+        if values["split"] is None and values["cohort"] == Config.cohort:  # the default
+            values["cohort"] = min(values["cohort"], max(1, values["clients"]))
         values["options"] = joined({}, self.options, "options")
         if values["protocol"] != "none":
             raise UserError(
@@ -151,6 +153,9 @@ def _typed(said: str, name: str, value: Any) -> Any:
     value = typed(said, kinds()[name], value)
     known, kind = _PARTS.get(name, ((), "network"))
     if known and value not in known and not plugins.foreign(value, kind):
+        if plugins.is_module(value):
+            part = "make" if kind == "network" else "rule"
+            raise UserError(f"{said} is {value!r}, a module: name its function too, such as {value}:{part}.")
         raise UserError(f"{said} is {value!r}: {nearest(value, [*known, *plugins.announced(kind)])}")
     return value
 
@@ -261,12 +266,29 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
         _check_split(given)
     if given.get("method") == RECOMMENDED:
         given["method"] = recommended(given.get("labels_at", "clients"))
+    requested = given.get("cohort")
     paper = paper_run(given, AMOUNTS, SCENARIO) if given.get("preset") == "paper" else {}
     given = {**paper, **given}
     under = protocol_run(given, AMOUNTS, SCENARIO)
     given["protocol"] = "none"  # its values stand in its place
     given["options"] = joined(under.get("options", {}), given.get("options", {}), "options")
-    return Config(**{**under, **given})
+    given = {**under, **given}
+    clients = _clients(given)
+    if requested is None:
+        given["cohort"] = min(given.get("cohort", Config.cohort), max(1, clients))
+    elif given.get("split") is None:
+        check_cohort(requested, clients)
+    return Config(**given)
+
+
+def _clients(given: Mapping[str, Any]) -> int:
+    """Return how many clients a run has: those of its saved split where it has one."""
+    split = given.get("split")
+    if split is None or not split.is_file():
+        return given.get("clients", Config.clients)
+    from halfmoon.data import Split  # not needed where nothing is saved
+
+    return Split.load(split).clients
 
 
 def recommended(place: str) -> str:

@@ -80,7 +80,7 @@ class PartitionOptions(SplitOptions):
 class RoundOptions:
     """How many rounds are played, by how many clients."""
 
-    cohort: Annotated[int, "clients that train in a round", at_least(1)] = 5
+    cohort: Annotated[int, "clients that train in a round; all where there are fewer", at_least(1)] = 5
     rounds: Annotated[int, "rounds to play", at_least(1)] = 40
     seed: Annotated[int, "seed of the first model, the cohorts, batches and views", at_least(0)] = 0
     client_dropout: Annotated[

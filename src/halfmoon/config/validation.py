@@ -40,8 +40,8 @@ def _check_together(c: Any) -> None:
         raise UserError(f"{said[0]} and {said[1]} exclude each other: give one of them.")
     if c.labeled_clients is not None and c.labels_at != "some":
         raise UserError(f"labeled_clients is {c.labeled_clients}, but labels_at is {c.labels_at!r}: set it to 'some'.")
-    if c.split is None and c.cohort > c.clients:
-        raise UserError(f"cohort is {c.cohort}, but clients is {c.clients}: it must be at most {c.clients}.")
+    if c.split is None:
+        check_cohort(c.cohort, c.clients)
     for name, size in (("labeled_batch", c.labeled_batch), ("unlabeled_batch", c.unlabeled_batch)):
         if size == 1 and c.norm == "batch" and (name == "labeled_batch" or c.statistics == "separate"):
             raise UserError(f"{name} is 1: a batch of one image has no variance to normalize by: use at least 2.")
@@ -65,6 +65,12 @@ def _check_together(c: Any) -> None:
     twice = [name for name in methods if methods.count(name) > 1]
     if twice:
         raise UserError(f"method {twice[0]} is named twice in method and baselines: name it once.")
+
+
+def check_cohort(cohort: int, clients: int) -> None:
+    """Raise UserError for a cohort of more clients than there are."""
+    if cohort > clients:
+        raise UserError(f"cohort is {cohort}, but clients is {clients}: it must be at most {clients}.")
 
 
 def _check_network(c: Any) -> None:

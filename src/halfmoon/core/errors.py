@@ -15,6 +15,11 @@ def one_line(words: object) -> str:
     return " ".join(str(words).split())
 
 
+def install(extra: str) -> str:
+    """Return the command that installs an extra of halfmoon, which is on no package index yet."""
+    return f"pip install -c constraints.txt '.[{extra}]' in a clone of halfmoon"
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the choice closest to `word`, or the list of choices."""
     known = sorted(choices)

@@ -15,10 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.errors import UserError, install, one_line
 
 PACKAGES = {
-    "transformers": "pip install 'halfmoon[transformers]'",
+    "transformers": install("transformers"),
     "torchvision": "pip install torchvision",
     "timm": "pip install timm",
 }

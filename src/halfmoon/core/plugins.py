@@ -67,6 +67,12 @@ def foreign(name: str, kind: Kind) -> bool:
     return (kind, name) in _REGISTERED or bool(SPEC.fullmatch(name)) or name in announced(kind)
 
 
+def is_module(name: str) -> bool:
+    """Return whether a module of this name lies in the current folder."""
+    path = Path(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
 def load(name: str, kind: Kind) -> Any:
     """Return the part of this name; raise `UserError` where there is none, or its module may not be imported."""
     if (kind, name) in _REGISTERED:

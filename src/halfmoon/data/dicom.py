@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.errors import UserError, install, one_line
 from halfmoon.data.preparation import eight_bits
 
 SUFFIXES = (".dcm", ".dicom")
@@ -63,7 +63,7 @@ def _opened(data: bytes, place: str, pixels: bool) -> Any:
     try:
         pydicom = import_module("pydicom")  # an extra, needed here only
     except ImportError as error:
-        raise UserError(f"{place} is a DICOM file: pip install 'halfmoon[medical]' to read it.") from error
+        raise UserError(f"{place} is a DICOM file: {install('medical')} to read it.") from error
     try:
         return pydicom.dcmread(io.BytesIO(data), stop_before_pixels=not pixels)
     except Exception as error:  # whatever a damaged file makes it raise

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from halfmoon.core import hubs, plugins
+import torch
+
+from halfmoon.core import hubs, plugins, tree
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.models import NETWORKS, Network
 from halfmoon.models.modules import ModuleNetwork, from_factory
 from halfmoon.models.passes import Norm
+
+WIDE = 128
+"""The width up to which every network fits any machine."""
 
 
 def names() -> list[str]:
@@ -24,11 +30,37 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: st
         own: dict[str, Any] = {} if width is None else {"width": width}
         if NETWORKS[name].own_norm:
             norm = _own_norm(name, norm)
-        return NETWORKS[name](channels=channels, classes=classes, norm=norm, **own)  # type: ignore[arg-type]
+        network = NETWORKS[name](channels=channels, classes=classes, norm=norm, **own)  # type: ignore[arg-type]
+        _check_size(name, network)
+        return network
     if width is not None:
         raise UserError(f"width is {width}, but network {name} comes from outside and has its own: leave width out.")
     _own_norm(name, norm)
     return from_factory(name, channels, classes, size)
+
+
+def parameters(network: Network) -> int:
+    """Return how many parameters a network of this package has, without building it.
+
+    The number is a quadratic of the width, so three narrow networks say it for a width whose tensors have no shape.
+    """
+    step = 192
+    with torch.device("meta"):
+        narrow = [replace(network, width=step * k).init(torch.Generator())["params"] for k in (1, 2, 3)]
+    first, second, third = map(tree.size, narrow)
+    beyond = network.width - step
+    bend = (third - 2 * second + first) * beyond * (beyond - step) // (2 * step**2)
+    return first + (second - first) * beyond // step + bend
+
+
+def _check_size(name: str, network: Network) -> None:
+    """Raise `UserError` where the parameters alone are more than this machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if network.width > WIDE and (size := 4 * parameters(network)) > memory:
+        raise UserError(
+            f"width is {network.width}: network {name} would take {size:,} bytes for its parameters alone, but this "
+            f"machine's memory has {memory:,}; choose a smaller width."
+        )
 
 
 def described(network: Network) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.core import templates
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -70,7 +70,7 @@ def require_pages() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"a page needs {error.name}: pip install 'halfmoon[pages]'.") from error
+        raise UserError(f"a page needs {error.name}: {install('pages')}.") from error
 
 
 class Guard:

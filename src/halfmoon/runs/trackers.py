@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, install, nearest
 from halfmoon.engine.loop import Row
 from halfmoon.report.run_reader import Run
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
@@ -100,7 +100,7 @@ def _writer_type() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UserError("TensorBoard is not installed; install halfmoon[tensorboard] to use it.") from error
+        raise UserError(f"TensorBoard is not installed; {install('tensorboard')} to use it.") from error
     return SummaryWriter
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
@@ -37,7 +37,7 @@ ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(11, 33), 40, 48, 64, 96, 
 APART = 2.0
 """Renyi divergence that is far enough from none for the library to convert it without a bound."""
 
-MISSING = "epsilon needs the library dp-accounting, which is not installed: pip install 'halfmoon[privacy]'."
+MISSING = f"epsilon needs the library dp-accounting, which is not installed: {install('privacy')}."
 
 
 class Sampled(NamedTuple):

@@ -10,9 +10,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 
-MISSING = "this needs the library cryptography, which is not installed: pip install 'halfmoon[privacy]'."
+MISSING = f"this needs the library cryptography, which is not installed: {install('privacy')}."
 
 
 def subkey(secret: bytes, *facts: bytes | str | int) -> bytes:

@@ -8,12 +8,31 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import expected
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from halfmoon.runs.callbacks import Callback
+
+COMMON = {
+    *("method", "baselines", "protocol", "data", "resize", "channels", "clients", "setting", "dirichlet_alpha"),
+    *("labels", "labels_per_class", "labels_at", "cohort", "rounds", "seed", "steps", "network", "weights", "lr"),
+    *("device", "run_dir"),
+}
+"""The options of a run that its --help shows; --help-all shows all."""
+
+TRAINED = ("predict", "evaluate", "review", "calibrate", "export")
+"""The commands that take a model first."""
+
+OTHER_TRACKERS = {
+    "wandb": "wandb sync reads the event files of --tracker tensorboard",
+    "mlflow": "give halfmoon.run a callback that logs every row (docs/api.md)",
+}
+"""Trackers that people ask for, and the way to them."""
 
 EVERY = 5.0
 """Seconds between two lines about how far a command is."""
@@ -50,8 +69,8 @@ def command(commands: Any, name: str, about: str, usage: str = "") -> argparse.A
     return parser
 
 
-def option(group: Any, name: str) -> None:
-    """Add the flag of a run's option to a parser or a group of one; what is not given stays out of the result."""
+def option(group: Any, name: str, hidden: bool = False) -> None:
+    """Add the flag of a run's option to a parser or a group of one; without it the result has no such name."""
     kind, default = settings.kinds()[name], getattr(Config, name)
     about = settings.helps()[name].replace("%", "%%")
     if default not in (None, ()):
@@ -63,8 +82,10 @@ def option(group: Any, name: str) -> None:
     elif kind == tuple[str, ...]:
         extra = {"metavar": "NAME", "nargs": "*"}
     elif kind == tuple[float, ...] | None:
-        extra = {"metavar": ("LOW", "HIGH"), "nargs": 2, "type": float}
-    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about, **extra)
+        extra = {"metavar": "X", "nargs": "+", "type": float}
+        if name == "window":
+            extra |= {"metavar": ("LOW", "HIGH"), "nargs": 2}
+    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else about, **extra)
 
 
 def said(given: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -87,6 +108,15 @@ def tracked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tracker", metavar="NAME", help=about)
 
 
+def trackers(given: argparse.Namespace) -> list[Callback]:
+    """Return the tracker that --tracker names, if any; raise `UserError` for one that is not there."""
+    from halfmoon.runs.trackers import tracker
+
+    if given.tracker in OTHER_TRACKERS:
+        raise UserError(f"there is no tracker {given.tracker!r} here: {OTHER_TRACKERS[given.tracker]}.")
+    return [] if given.tracker is None else [tracker(given.tracker)]
+
+
 def flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[str]:
     """Return the long flags that a parser takes, and those of its action that is given, or of all where none is."""
     found = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
@@ -97,9 +127,16 @@ def flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[st
     return found
 
 
+def model_first(command: str) -> UserError:
+    """Return the sentence about `--model RUN`, as commands took it before version 0.3."""
+    return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
+
+
 def leftover(given: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]) -> UserError:
     """Return the complaint about the first argument that nobody takes; `known` are the parsers of the commands."""
     command: str | None = given.command
+    if command in TRAINED and any(word.split("=")[0] == "--model" for word in rest):
+        return model_first(command)
     flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:
         return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")

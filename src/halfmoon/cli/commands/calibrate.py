@@ -14,7 +14,7 @@ from halfmoon.cli.commands.trained import complain_unreadable, of_model, on_devi
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "calibrate a trained model on labeled images that it was not trained on"
-    parser = command(commands, "calibrate", about, "--model RUN FOLDER ")
+    parser = command(commands, "calibrate", about, "MODEL FOLDER ")
     of_model(parser)
     on_device(parser)
     about = "validation images: a folder for each class, or images with a labels.csv (path,label)"

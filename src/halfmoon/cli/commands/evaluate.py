@@ -17,7 +17,7 @@ SHOWN = 12
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "measure a trained model on labeled images"
-    parser = command(commands, "evaluate", about, "--model RUN FOLDER ")
+    parser = command(commands, "evaluate", about, "MODEL FOLDER ")
     of_model(parser)
     on_device(parser)
     about = "a folder for each class, or images with a labels.csv (path,label)"

@@ -13,7 +13,7 @@ from halfmoon.core.errors import UserError
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "export", "write a trained model for other programs", "--model RUN ")
+    parser = command(commands, "export", "write a trained model for other programs", "MODEL ")
     of_model(parser)
     parser.add_argument("--onnx", metavar="FILE", type=Path, help="an ONNX file (needs halfmoon[onnx])")
     parser.add_argument("--torch", metavar="FILE", type=Path, help="a program of torch.export (.pt2)")

@@ -1,4 +1,4 @@
-"""`halfmoon federation`: say who may come into a federation, by an authority, certificates and keys in one folder."""
+"""`halfmoon federation`: manage the certificates and keys of a federation, which lie in one folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = "FOLDER "
 
 def add(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
-    about = "say who may come into a federation: make, show and replace certificates and keys"
+    about = "manage certificates and keys of a federation: make, show and replace them"
     parser = commands.add_parser(
         "federation",
         help=about,

@@ -14,7 +14,7 @@ OUT = Path("predictions.csv")
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "predict", "label the images of a folder with a trained model", "--model RUN FOLDER ")
+    parser = command(commands, "predict", "label the images of a folder with a trained model", "MODEL FOLDER ")
     of_model(parser)
     on_device(parser)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images of any size, also in folders below it")

@@ -8,18 +8,16 @@ from typing import Any
 
 from halfmoon.cli.commands.base import command, complain
 from halfmoon.cli.commands.paged import loader, place, served, tell
-from halfmoon.cli.commands.trained import from_outside, on_device
+from halfmoon.cli.commands.trained import of_model, on_device
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "look through a model's predictions in the browser, and correct labels"
     parser = command(commands, "review", about, "MODEL FOLDER ")
-    about = "the folder of a finished run, or its model.safetensors"
-    parser.add_argument("model", metavar="MODEL", type=Path, help=about)
+    of_model(parser)
     about = "images, and perhaps a labels.csv or a folder for each class"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
-    from_outside(parser)
     on_device(parser)
     served(parser)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands import join, label, terms
-from halfmoon.cli.commands.base import Parser, command, option, print_json, progress
+from halfmoon.cli.commands.base import Parser, command, option, print_json, progress, said
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import SCENARIO, Config
 from halfmoon.core.errors import UserError, nearest
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from halfmoon.sites.folders import Survey
 
 OPTIONS = (
-    *("data_dir", "cache", "data_share", "image_size", "shrink"),
+    *("data_dir", "cache", "data_share", "image_size", "shrink", *settings.IMAGES),
     *(name for name in SCENARIO if name != "clients"),
     "split",
 )
@@ -254,14 +253,10 @@ def _config(given: argparse.Namespace) -> tuple[Config, int]:
     if not given.sites.isdecimal() or not int(given.sites):
         raise UserError(f"--sites is {given.sites!r}: it must be a whole number from 1.")
     sites = int(given.sites)
-    flags: dict[str, Any] = {name: settings.parse(name, words) for name, words in _given(given, OPTIONS).items()}
+    flags = said(given, OPTIONS)
     values = settings.load(given.config) if given.config else {}
     # Which clients train in a round is decided later.
     flags |= {"data": given.data, "cohort": 1}
     if "split" not in {**values, **flags}:
         flags["clients"] = sites
     return settings.merge(values, settings.anchored(flags, Path()), given.config or "the file"), sites
-
-
-def _given(given: argparse.Namespace, names: Sequence[str]) -> Mapping[str, str]:
-    return {name: vars(given)[name] for name in names if name in vars(given)}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, option, print_json, said, tracked
+from halfmoon.cli.commands.base import command, complain, option, print_json, said, tracked, trackers
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -117,19 +117,18 @@ def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs
 
 def _engine(given: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
     from halfmoon.runs.callbacks import NULL_CALLBACK, Callbacks
-    from halfmoon.runs.trackers import tracker
     from halfmoon.sweep import engines
 
     if given.ray_address is not None and given.engine != "ray":
         raise UserError("--ray-address goes with --engine ray.")
-    trackers = NULL_CALLBACK if given.tracker is None else tracker(given.tracker)
+    watching = next(iter(trackers(given)), NULL_CALLBACK)
     if given.engine == "ray":
         from halfmoon.sweep.ray_engine import Rays
 
-        rays = Rays(jobs, given.ray_address, trackers)
+        rays = Rays(jobs, given.ray_address, watching)
         ends.callback(rays.close)
         return rays
-    return engines.Processes(jobs, trackers) if jobs > 1 else engines.Here(Callbacks(watch, trackers, warn=watch.say))
+    return engines.Processes(jobs, watching) if jobs > 1 else engines.Here(Callbacks(watch, watching, warn=watch.say))
 
 
 def _whole(flag: str, word: str, least: int) -> int:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def of_model(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --model."""
+    """Let a command take a model."""
     about = "the folder of a finished run, or its model.safetensors"
-    parser.add_argument("--model", metavar="RUN", type=Path, required=True, help=about)
+    parser.add_argument("model", metavar="MODEL", type=Path, help=about)
     from_outside(parser)
 
 
@@ -59,7 +59,7 @@ def place(given: argparse.Namespace) -> torch.device:
 
 
 def loaded(given: argparse.Namespace) -> Model:
-    """Return the model of --model on --device; raise `UserError` where there is none."""
+    """Return the model of a command on --device; raise `UserError` where there is none."""
     from halfmoon.sites.inference import load_model
 
     return load_model(given.model, place(given), given.network)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, held, lock_of
 from halfmoon.storage import atomic_io, locks
 
@@ -46,7 +46,7 @@ def require_flower() -> None:
     try:
         metadata.version("flwr")
     except metadata.PackageNotFoundError as error:
-        raise UserError("a federation needs Flower, which is not installed: pip install 'halfmoon[flower]'.") from error
+        raise UserError(f"a federation needs Flower, which is not installed: {install('flower')}.") from error
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 
 try:
     from cryptography import x509
@@ -23,7 +23,7 @@ try:
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError as error:
     raise UserError(
-        "keys and certificates need the library cryptography, which is not installed: pip install 'halfmoon[flower]'."
+        f"keys and certificates need the library cryptography, which is not installed: {install('flower')}."
     ) from error
 
 NEAR = ("localhost", "127.0.0.1", "::1")
