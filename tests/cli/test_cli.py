@@ -25,6 +25,7 @@ from sklearn.datasets import load_digits
 import halfmoon
 from halfmoon.cli import console
 from halfmoon.cli import main as cli
+from halfmoon.cli.commands import methods
 from halfmoon.config import schema as config
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -158,6 +159,13 @@ def test_every_option_is_a_flag_of_run(capsys: pytest.CaptureFixture[str]) -> No
 MISTAKES = {
     "rum": "unknown command 'rum': did you mean 'run'?",
     "--jsn": "--jsn comes before any command: write halfmoon COMMAND --jsn, see halfmoon --help.",
+    "train --rounds 3": "unknown command 'train': did you mean 'run'?",
+    "join x": "unknown command 'join': did you mean 'site join'?",
+    "run --tracker wandb": "there is no tracker 'wandb' here: wandb sync reads the event files of --tracker",
+    "predict --model runs/x images": "predict takes the model first, without --model: write halfmoon predict RUN ...",
+    "export --model=runs/x --onnx m.onnx": "export takes the model first, without --model: write halfmoon export",
+    "run --pixel-mean 0.5 0.4 0.3 x": "argument --pixel-mean: invalid float value: 'x'.",
+    "run --window 1": "argument --window: expected 2 arguments.",
     "run extra": "unexpected argument 'extra'; see halfmoon run --help.",
     "run --silent 0.1": "option '--silent' is called --client-dropout since version 0.2: rename it.",
     "run --gamma 0.1": "option '--gamma' is called --dirichlet-alpha since version 0.2: rename it.",
@@ -257,6 +265,52 @@ def test_help_and_version_need_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "(0, 0, 0) []"
     assert "--labels-per-class X" in done.stdout
+    assert "--momentum" not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "tune"])
+def test_help_shows_what_people_use_and_how_to_see_all(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    short = " ".join(capsys.readouterr().out.split())
+    assert f"halfmoon {command} --help-all." in short
+    assert len(re.findall(r" --[a-z]", short)) < 40
+    assert cli.main([command, "--help-all"]) == 0
+    assert len(re.findall(r" --[a-z]", capsys.readouterr().out)) > 90
+
+
+def test_pixel_constants_are_one_number_a_channel(fake: Fake) -> None:
+    assert cli.main(["run", "--pixel-mean", "0.5", "0.4", "0.3", "--pixel-std", "0.2", "--window", "0", "100"]) == 0
+    assert (fake.config.pixel_mean, fake.config.pixel_std) == ((0.5, 0.4, 0.3), (0.2,))
+    assert fake.config.window == (0, 100)
+
+
+def test_a_module_without_its_function_is_named(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mymod.py").write_text("")
+    assert cli.main(["run", "--network", "mymod"]) == 2
+    assert capsys.readouterr().err == (
+        "halfmoon: --network is 'mymod', a module: name its function too, such as mymod:make.\n"
+    )
+
+
+def test_remarks_on_what_one_may_not_expect(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--method", "fixmatch"]) == 0
+    assert "fixmatch is centralized: it trains on all rows in one place; fedavg-fixmatch is its federated form." in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["run", "--method", "fedavg", "--protocol", "few-labels", "--rounds", "200"]) == 0
+    said = "protocol few-labels sets server_ema, but not beside rounds: --server-ema 0.9 keeps it."
+    assert said in capsys.readouterr().err
+    assert (
+        cli.main(["run", "--method", "fedavg", "--protocol", "few-labels", "--rounds", "200", "--server-ema", "0.9"])
+        == 0
+    )
+    assert (fake.config.server_ema, capsys.readouterr().err.count("keeps it")) == (0.9, 0)
+
+
+def test_data_takes_the_image_options_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "data --resize 12 --channels 3 --shrink 2 --image-size 9 --labels 40 --json"
+    assert cli.main(words.split()) == 0
+    assert json.loads(capsys.readouterr().out)["data"][0]["shape"] == [9, 9, 3]
 
 
 # Real runs
@@ -557,7 +611,7 @@ def test_methods_break_between_words_on_a_terminal(width: int) -> None:
     options = {
         each.name: "confidence_threshold = 0.95, another_long_option = false, the_last_one = 12" for each in entries
     }
-    console.show_methods(Console(file=file, width=width, force_terminal=True, color_system=None), entries, options)
+    methods.show_methods(Console(file=file, width=width, force_terminal=True, color_system=None), entries, options)
     words = file.getvalue().replace("\n", " ")
     for each in entries:
         for word in f"{each.name} {each.title} {each.paper} {each.labels} {options[each.name]}".split():

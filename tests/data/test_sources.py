@@ -493,10 +493,42 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-def test_class_folders_without_a_test_part_are_told_how_to_lie(tmp_path: Path) -> None:
-    (tmp_path / "ant").mkdir()
-    (tmp_path / "ant" / "0.png").write_bytes(good())
-    with pytest.raises(UserError, match=r"no test part.*train/CLASS.*test/CLASS"):
+def test_of_class_folders_alone_a_part_is_held_out(tmp_path: Path) -> None:
+    """A fifth of each class, the same at any time, and nothing is in both parts."""
+    pixels = noise(15)
+    for row, image in enumerate(pixels):
+        (tmp_path / ("ant" if row < 10 else "bee")).mkdir(exist_ok=True)
+        (tmp_path / ("ant" if row < 10 else "bee") / f"{row:02}.png").write_bytes(encode(image))
+    source, again = load(str(tmp_path)), load(str(tmp_path))
+    assert np.bincount(source.test.labels).tolist() == [2, 1]
+    assert source.test.images.tobytes() == again.test.images.tobytes()
+    both = np.concatenate([source.train.images, source.test.images])
+    assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in pixels)
+    assert "20% of the images of every class, 3 in all, are held out as the test" in source.remark
+    with pytest.raises(UserError, match="no part 'validation', only train and test"):
+        load(str(tmp_path), test="validation")
+    for path in sorted((tmp_path / "bee").iterdir())[1:]:
+        path.unlink()
+    with pytest.raises(UserError, match="bee: a class of one image has none to test on"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("names", [("Training", "Testing"), ("TRAIN", "test"), ("train", "valid")])
+def test_parts_have_other_usual_names(names: tuple[str, str], tmp_path: Path) -> None:
+    pixels = class_folders(tmp_path)
+    for old, new in zip(("train", "test"), names, strict=True):
+        (tmp_path / old).rename(tmp_path / new)
+    source = load(str(tmp_path))
+    np.testing.assert_array_equal(source.test.images, pixels)
+    assert source.remark == (f"{tmp_path} has no folder test, so the images of valid are the test" * ("valid" in names))
+
+
+def test_folders_of_other_programs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="save_to_disk of the library datasets: write its parts as parquet"):
+        load(str(tmp_path))
+    (tmp_path / "dataset_dict.json").rename(tmp_path / "labels.csv")
+    with pytest.raises(UserError, match=r"site's folder, with labels.csv: `halfmoon run --sites FOLDER FOLDER`"):
         load(str(tmp_path))
 
 
@@ -656,7 +688,7 @@ def test_without_library_or_network_the_way_out_is_said(monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"ConnectionError: no route to host.*--data-dir"):
         load("fashion_mnist")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"install halfmoon\[hub\].*--data-dir"):
+    with pytest.raises(UserError, match=r"'\.\[hub\]'.*--data-dir"):
         load("cifar10")
 
 

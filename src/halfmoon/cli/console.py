@@ -21,7 +21,6 @@ from halfmoon.config.schema import GUARDS, Config
 from halfmoon.storage.toml import shown
 
 if TYPE_CHECKING:
-    from halfmoon.api.method_entry import MethodEntry
     from halfmoon.runs.callbacks import RunInfo
 
 Row = dict[str, Any]
@@ -260,19 +259,27 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, ruled on a terminal with room for it, else plain; columns of numbers are flush right."""
+def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> None:
+    """Print a table, ruled on a terminal with room for it, else plain; columns of numbers are flush right.
+
+    With `wrap` a table of words stays ruled on a narrow terminal: all but the first column go on below themselves.
+    """
     right = [all(_number(row[k]) for row in rows) for k in range(len(header))]
     widths = [
         max(map(len, [*name.split(), *(row[k] for row in rows if right[k])]), default=1)
         for k, name in enumerate(header)
     ]
-    if not console.is_terminal or sum(widths) + 2 * len(widths) > console.width:
+    narrow = sum(widths) + 2 * len(widths) > console.width
+    if not console.is_terminal or (narrow and not wrap):
         say(console, plain(header, rows, right))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, flush, width in zip(header, right, widths, strict=True):
-        table.add_column(escape(name), justify="right" if flush else "left", min_width=width)
+        first = name == header[0]
+        if wrap:
+            table.add_column(escape(name), no_wrap=first)
+        else:
+            table.add_column(escape(name), justify="right" if flush else "left", min_width=width)
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
@@ -290,38 +297,7 @@ def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     return "\n".join(each.rstrip() for each in lines)
 
 
-def show_methods(console: Console, entries: Sequence[MethodEntry], options: Mapping[str, str]) -> None:
-    """Print a table of methods, the centralized ones in one of their own; then each one's places and `options`."""
-    pooled = [each for each in entries if each.pooled]
-    federated = [each for each in entries if not each.pooled]
-    header = ["name", "title", "labels needed", "paper"]
-    for heading, group in (("", federated), ("centralized, all rows in one place:", pooled)):
-        if group and heading:
-            say(console, f"\n{heading}" if federated else heading)
-        if group:
-            rows = [[each.name, each.title, each.labels, each.paper] for each in group]
-            _show_wrapped(console, header, rows)
-    for each in [*federated, *pooled]:
-        say(console, f"\n{each.name}: {each.about}")
-        for words in (f"labels_at: {', '.join(each.places)}", options[each.name]):
-            say(console, _wrapped(console, words))
-
-
-def _show_wrapped(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of words; on a narrow terminal all but the first column go on below themselves, word by word."""
-    widths = [max(len(each[k]) for each in (header, *rows)) for k in range(len(header))]
-    if not console.is_terminal or sum(widths) + 2 * len(widths) <= console.width:
-        show(console, header, rows)
-        return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for k, name in enumerate(header):
-        table.add_column(escape(name), no_wrap=k == 0)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
-
-
-def _wrapped(console: Console, words: str) -> str:
+def wrapped(console: Console, words: str) -> str:
     """Return words behind two blanks; a terminal gets lines that end between words."""
     if not console.is_terminal:
         return f"  {words}"
@@ -330,82 +306,9 @@ def _wrapped(console: Console, words: str) -> str:
     return wrap.fill(words)
 
 
-def show_data(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
-    split, scenario = facts["split"], facts["scenario"]
-    height, width, channels = facts["shape"]
-    say(
-        console,
-        f"{facts['name']}: {facts['train']:,} training and {facts['test']:,} test images, {height}x{width}, "
-        f"{channels} channel(s), {len(facts['classes'])} classes",
-    )
-    rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
-    show(console, ["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
-    say(console, f"\n{_split_line(scenario, split)}")
-    if len(split["stages"]) > 1:
-        parts = ", ".join(f"{count:,}" for count in split["stages"])
-        say(console, f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
-    named = {
-        "internal imbalance": split["internal"],
-        "external imbalance, labeled": split["external"]["labeled"],
-        "external imbalance, unlabeled": split["external"]["unlabeled"],
-    }
-    spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
-    show(console, ["total variation of class mixes", "mean", "min", "max"], spans)
-    say(console, "")
-    _show_clients(console, facts)
-    for name in ("png", "saved"):
-        if facts[name]:
-            say(console, f"{name}: {facts[name]}")
-
-
-def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
-    """Return in a sentence how a split was made and what it holds."""
-    counts, setting = split["counts"], scenario.get("setting", "of your own")
-    made = setting
-    if "dir" in setting or "fedloke" in setting:
-        made += f" (alpha {scenario['dirichlet_alpha']:g})"
-    elif "shards" in setting:
-        made += f" ({scenario['classes_per_client']} shards a client)"
-    seed = f", seed {scenario['seed']}" if "seed" in scenario else ""
-    labeled = f"{counts['labeled']:,} labeled"
-    holders = sum(client["labeled"] > 0 for client in split["each"])
-    if split["server"]:
-        labeled += " (at the server)"
-    elif holders < counts["clients"]:
-        labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
-    nobody = f"; {counts['nobody']:,} left to nobody" if counts["nobody"] else ""
-    return (
-        f"split: {made}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
-        f"images{nobody}"
-    )
-
-
-def _show_clients(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class; a server's first."""
-    each, server = facts["split"]["each"], facts["split"]["server"]
-    classes = facts["classes"] if len(facts["classes"]) <= SHOWN_CLASSES else []
-    named = [(str(number), client) for number, client in enumerate(each[:SHOWN_CLIENTS])]
-    if server:
-        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(facts["classes"])}
-        named.insert(0, ("server", {**server, **none}))
-    rows = []
-    for name, client in named:
-        pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
-        cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
-        rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
-    show(console, ["client", "labeled", "unlabeled", "internal", *classes], rows)
-    if len(each) > SHOWN_CLIENTS:
-        say(console, f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
-
-
 def say(console: Console, words: str) -> None:
     """Print words as they are."""
     console.print(words, markup=False, highlight=False, soft_wrap=True)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _number(words: str) -> bool:

@@ -11,7 +11,6 @@ import errno
 import os
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -23,10 +22,12 @@ from halfmoon.cli import own_sites
 from halfmoon.cli.commands import (
     calibrate,
     check_method,
+    data,
     evaluate,
     export,
     federation,
     leaderboard,
+    methods,
     predict,
     privacy,
     recipes,
@@ -39,16 +40,14 @@ from halfmoon.cli.commands import (
     watch,
 )
 from halfmoon.cli.commands.base import (
-    COMMON,
     TRAINED,
     Parser,
     command,
     complain,
+    layers,
     leftover,
     model_first,
-    option,
-    print_json,
-    said,
+    options,
     tracked,
     trackers,
 )
@@ -56,7 +55,6 @@ from halfmoon.cli.ends import catch_end, out_of_memory
 from halfmoon.cli.outcome import print_outcome
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
-from halfmoon.config.option_types import expected
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.storage import toml
@@ -77,6 +75,7 @@ OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
 MODULES: dict[str, ModuleType] = {
+    "methods": methods, "data": data,
     "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "federation": federation,
     "site": site, "serve": serve, "predict": predict, "evaluate": evaluate, "review": review, "watch": watch,
     "calibrate": calibrate, "export": export, "privacy": privacy, "check-method": check_method,
@@ -102,11 +101,6 @@ OTHER_NAMES = {
     "terms": "site terms",
 }
 """The commands by names that other programs give them."""
-
-SPLIT_OPTIONS = (
-    *("data_dir", "cache", *settings.IMAGES, "shrink", "image_size", "data_share"),
-    *("validation_share", "validation_part", *settings.SCENARIO, "split"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,9 +135,7 @@ def _main(words: list[str]) -> int:
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "run": _run,
         "compare": _compare,
-        "tune": lambda given: tune.tune(given, *_layers(given)),
-        "methods": _methods,
-        "data": _data,
+        "tune": lambda given: tune.tune(given, *layers(given)),
         "resume": _resume,
         **{name: module.run for name, module in MODULES.items()},
     }
@@ -180,28 +172,19 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     own_sites.add(run)
     tracked(run)
     _shown(run)
-    _options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
+    options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
 
     compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     tracked(compare)
     _shown(compare)
-    _options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
+    options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
     searching = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ")
     tune.add_flags(searching)
     left_out = ("baselines", "seed", "seeds_together")
-    _options(searching, [name for name in settings.kinds() if name not in left_out], full)
-
-    methods = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
-    methods.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
-
-    data = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
-    data.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
-    data.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
-    data.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
-    _options(data, ["data", *SPLIT_OPTIONS], own=False)
+    options(searching, [name for name in settings.kinds() if name not in left_out], full)
 
     resume = command(commands, "resume", "go on with a run that was stopped", "DIR ")
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
@@ -218,69 +201,42 @@ def _shown(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
 
 
-def _options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, own: bool = True) -> None:
-    """Add a flag for each of these options of a run; without `full` the help shows those that people use."""
-    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
-    for title, section in settings.SECTIONS.items():
-        group = parser.add_argument_group(title)
-        for name in settings.names_of(section):
-            if name in names:
-                option(group, name, hidden=not full and name not in COMMON)
-    if not full:
-        parser.epilog = f"These are the options most people use; all {len(names)}: {parser.prog} --help-all."
-    if own:
-        group = parser.add_argument_group("options of a method (see halfmoon methods)")
-        about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
-        group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
-
-
-def _layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
-    """Return the values of the file, those of the flags, and the file's name."""
-    flags = said(given, settings.kinds())
-    own: dict[str, Any] = {}
-    for words in getattr(given, "option", []):
-        path, sign, value = words.partition("=")
-        if not sign or not path:
-            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
-        method, dot, name = path.rpartition(".")
-        (own.setdefault(method, {}) if dot else own)[name] = _value(value)
-    if own:
-        flags["options"] = own
-    values = settings.load(given.config) if given.config else {}
-    return values, settings.anchored(flags, Path()), given.config or "the file"
-
-
-def _value(words: str) -> Any:
-    """Return a number, true or false as TOML reads it, anything else as text."""
-    try:
-        value = tomllib.loads(f"value = {words}")["value"]
-    except tomllib.TOMLDecodeError:
-        return words
-    return value if isinstance(value, bool | int | float | str) else words
-
-
 # The commands
 
 
 def _run(given: argparse.Namespace) -> int:
-    values, flags, file = _layers(given)
+    values, flags, file = layers(given)
     if given.sites:
         config, folders = own_sites.asked(given, {**values, **flags}, file)
         assert config.run_dir is not None
         from halfmoon.sweep.own_sites import rehearse
 
         root, again = config.run_dir, "the same command goes on"
-        return _play(given, root, lambda watch: rehearse(config, folders, root, watch), own_sites.show, again)
+        return _play(given, root, lambda watch: rehearse(config, folders, root, watch), own_sites.print_rows, again)
     own_sites.refuse_federation(given.config, values, flags)
     if given.config is None and not {"method", "baselines"} & flags.keys():
         flags = _main_job(flags)
     config = settings.resolve(values, _at_once(values, flags), file)
     if {**values, **flags}.get("method") == settings.RECOMMENDED:
         print(f"recommended with labels at {config.labels_at}: {config.method}", file=sys.stderr)
+    _note(config, {**values, **flags})
     folder = config.run_dir or settings.free_folder(config, config.method)
     from halfmoon.runs import runner
 
     return _play(given, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch))
+
+
+def _note(config: Config, requested: Mapping[str, Any]) -> None:
+    """Write to stderr that the method is centralized, and what a protocol no longer sets."""
+    from halfmoon.methods import registry
+
+    if registry.entry(config.method).pooled:
+        federated = f"fedavg-{config.method}"
+        hint = f"; {federated} is its federated form" if federated in registry.names() else ""
+        complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.", 0)
+    for name, (value, cause) in preset.left_out(requested).items():
+        flag = f"--{name.replace('_', '-')} {toml.shown(value)}"
+        complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.", 0)
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,7 +259,7 @@ def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]
 
 
 def _compare(given: argparse.Namespace) -> int:
-    values, flags, file = _layers(given)
+    values, flags, file = layers(given)
     seeds = []
     for word in given.seeds:
         if not word.isdecimal():
@@ -372,105 +328,6 @@ def _play(
         watch.say(f"{folder} is finished already; this is what came out.")
     show(given, folder, outcome)
     return 0
-
-
-def _methods(given: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from halfmoon.cli.console import show_methods
-    from halfmoon.methods import registry
-
-    entries = [registry.entry(name) for name in given.names or registry.names()]
-    if given.json:
-        print_json([_method(each.name) for each in entries])
-        return 0
-    options = {
-        each.name: ", ".join(
-            f"{key} = {toml.shown(value.default)}" for key, value in registry.options(each.name).items()
-        )
-        for each in entries
-    }
-    show_methods(Console(), entries, options)
-    return 0
-
-
-def _method(name: str) -> dict[str, Any]:
-    from halfmoon.methods import registry
-
-    entry = registry.entry(name)
-    options = {
-        key: {"default": option.default, "type": expected(option.type)}
-        for key, option in registry.options(name).items()
-    }
-    about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
-    about |= {"labels_at": list(entry.places), "oracle": entry.all_labels, "centralized": entry.pooled}
-    return {"name": name, **about, "options": options}
-
-
-def _data(given: argparse.Namespace) -> int:
-    values, flags, file = _layers(given)
-    names = given.names
-    if names and "data" in flags:
-        raise UserError("data sets are given twice: name them either before the flags or by --data.")
-    if len(names) > 1 and (given.png or given.save or "split" in flags):
-        one = "--png" if given.png else "--save" if given.save else "--split"
-        raise UserError(f"{one} goes with one data set, not with {len(names)}.")
-    # How many clients train in a round is nobody's business here.
-    layers = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
-    found = []
-    for layer in layers or [{**flags, "cohort": 1}]:
-        config = settings.merge(values, layer, file)
-        if config.split is not None and "data" not in {**values, **layer}:
-            config = _of_split(config, config.split)
-        found.append(_facts(config, given))
-    if given.json:
-        print_json({"data": found})
-        return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import show_data
-
-    for facts in found:
-        show_data(Console(), facts)
-    return 0
-
-
-def _of_split(config: Config, path: Path) -> Config:
-    """Return the configuration with the data set that a saved split was made for."""
-    from halfmoon.data import Split
-
-    return replace(config, data=Split.load(path).origin.source or config.data)
-
-
-def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
-    """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
-    from halfmoon.data import fit, shrink, summary
-    from halfmoon.runs.factory import images, split_of
-
-    source = shrink(images(config), config.shrink)
-    source = source if config.image_size is None else fit(source, config.image_size)
-    split = split_of(config, source)
-    facts = summary(split, source.train.labels, source.classes)
-    if given.png:
-        from halfmoon.report.bubbles import bubbles
-
-        bubbles(facts, given.png)
-    if given.save:
-        split.save(given.save)
-    numbers = range(len(source.classes))
-    return {
-        "name": source.name,
-        "train": len(source.train),
-        "test": len(source.test),
-        "shape": list(source.train.images.shape[1:]),
-        "classes": list(source.classes),
-        "train_classes": [int((source.train.labels == k).sum()) for k in numbers],
-        "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
-        "scenario": split.origin.scenario,
-        "split": facts,
-        "png": given.png and str(given.png),
-        "saved": given.save and str(given.save),
-    }
 
 
 # Words

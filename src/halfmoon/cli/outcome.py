@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from halfmoon.cli.commands.base import print_json
+from halfmoon.cli.commands.base import print_json, say, show
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import RunResult
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
     """Print the table, what was won and where all of it lies; as JSON, everything."""
-    from rich.console import Console
-
-    from halfmoon.cli.console import say, show
     from halfmoon.methods import registry
     from halfmoon.report import tables
     from halfmoon.report.gain import gain
@@ -40,9 +37,8 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
             }
         )
         return
-    console = Console()
     shown = replace(table, wide=wide)
-    show(console, shown.headings, shown.cells)
+    show(shown.headings, shown.cells)
     for sentence in (*([said] if said else ()), *notes):
-        say(console, sentence)
-    say(console, f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
+        say(sentence)
+    say(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")

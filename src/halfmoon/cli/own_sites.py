@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import print_json
+from halfmoon.cli.commands.base import print_json, say, show
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -61,26 +61,21 @@ def asked(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str)
     return replace(config, run_dir=root), folders
 
 
-def show(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> None:
+def print_rows(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> None:
     """Print the table of a rehearsal that lies in `folder`."""
     if given.json:
         print_json({"folder": str(folder), "rows": [asdict(each) for each in table]})
         return
-    from rich.console import Console
-
-    from halfmoon.cli import console as terminal
     from halfmoon.sweep.own_sites import HELD_OUT
 
-    console = Console()
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
-    terminal.show(console, ["trained on", "labels", "right"], rows)
+    show(["trained on", "labels", "right"], rows)
     tests = table[0].tests
-    terminal.say(
-        console,
+    say(
         f"tested on one of {HELD_OUT} labeled images of every class and site, {tests:,} in all: "
         f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
     )
-    terminal.say(console, f"runs: {folder}")
+    say(f"runs: {folder}")
 
 
 def _filled(said: Mapping[str, Any]) -> dict[str, Any]:

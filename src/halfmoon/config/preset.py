@@ -66,16 +66,33 @@ def overruled(given: Mapping[str, Any]) -> set[str]:
     return {each for name in given if given[name] is not None for each in OVERRULED.get(name, ())}
 
 
+def left_out(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return what the protocol of `given` values would set and another option displaces: {name: (value, that option)}.
+
+    Steps beside epochs are no loss, and a saved split has its own setting: both could not be kept.
+    """
+    values = protocol_values(given.get("protocol", "none"))
+    return {
+        name: (values[name], cause)
+        for cause in ("network", "rounds")
+        for name in OVERRULED[cause]
+        if given.get(cause) is not None and name in values and given.get(name) is None
+    }
+
+
 def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
     """Return what the protocol that `given` values name says of a run, without what they say in other words."""
-    name = given.get("protocol", "none")
-    if name in SHIPPED:
-        file = resources.files("halfmoon") / "recipes" / f"{SHIPPED[name]}.toml"
-        values = toml.loads(file.read_text("utf-8"))["protocol"]
-    else:
-        values = {"fedmatch": FEDMATCH, "few-labels": FEW_LABELS}.get(name, {})
+    values = protocol_values(given.get("protocol", "none"))
     without = _said_otherwise(given, amounts, scenario) | overruled(given)
     return {name: value for name, value in values.items() if name not in without}
+
+
+def protocol_values(name: str) -> Mapping[str, Any]:
+    """Return everything that a protocol sets."""
+    if name in SHIPPED:
+        file = resources.files("halfmoon") / "recipes" / f"{SHIPPED[name]}.toml"
+        return toml.loads(file.read_text("utf-8"))["protocol"]
+    return {"fedmatch": FEDMATCH, "few-labels": FEW_LABELS}.get(name, {})
 
 
 def paper_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:

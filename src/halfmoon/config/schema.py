@@ -20,25 +20,11 @@ from typing import Any, get_args, get_type_hints
 
 from halfmoon.api.ranges import Range
 from halfmoon.api.requirements import PLACES
+from halfmoon.config import sections
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import check_preset, paper_run, protocol_run
-from halfmoon.config.sections import (
-    SECTIONS,
-    AggregationOptions,
-    BatchOptions,
-    DataOptions,
-    EvaluationOptions,
-    MachineOptions,
-    MethodOptions,
-    NetworkOptions,
-    OptimizerOptions,
-    PartitionOptions,
-    PrivacyOptions,
-    RoundOptions,
-    Scalar,
-    ViewOptions,
-)
+from halfmoon.config.sections import SECTIONS, Scalar
 from halfmoon.config.validation import check, check_cohort
 from halfmoon.core import hubs, plugins, weight_files
 from halfmoon.core.errors import UserError, nearest
@@ -81,17 +67,17 @@ RENAMED = {
 AMOUNTS = ("labels_per_class", "label_ratio", "labels")
 
 
-def names_of(*sections: type) -> tuple[str, ...]:
-    """Return the names of the options of sections."""
-    return tuple(each.name for section in sections for each in fields(section))
+def names_of(*parts: type) -> tuple[str, ...]:
+    """Return the names of the options of sections of a configuration."""
+    return tuple(each.name for part in parts for each in fields(part))
 
 
 # What a saved split decides in place of the options.
-SCENARIO = tuple(name for name in names_of(PartitionOptions) if name != "split")
+SCENARIO = tuple(name for name in names_of(sections.PartitionOptions) if name != "split")
 # Hostile clients exist in simulations alone.
 ATTACKS = ("attack", "attackers", "weight_cap")
 # What stands between the clients' uploads and a method.
-GUARDS = names_of(AggregationOptions, PrivacyOptions)
+GUARDS = names_of(sections.AggregationOptions, sections.PrivacyOptions)
 # How images are brought to one form while they are decoded.
 IMAGES = ("resize", "channels", "crop", "window")
 # What images are normalized with in place of their own mean and standard deviation.
@@ -100,18 +86,18 @@ PIXELS = ("pixel_mean", "pixel_std")
 
 @dataclass(frozen=True)
 class Config(
-    MethodOptions,
-    DataOptions,
-    PartitionOptions,
-    RoundOptions,
-    BatchOptions,
-    NetworkOptions,
-    OptimizerOptions,
-    ViewOptions,
-    EvaluationOptions,
-    AggregationOptions,
-    PrivacyOptions,
-    MachineOptions,
+    sections.MethodOptions,
+    sections.DataOptions,
+    sections.PartitionOptions,
+    sections.RoundOptions,
+    sections.BatchOptions,
+    sections.NetworkOptions,
+    sections.OptimizerOptions,
+    sections.ViewOptions,
+    sections.EvaluationOptions,
+    sections.AggregationOptions,
+    sections.PrivacyOptions,
+    sections.MachineOptions,
 ):
     """Say everything about a run; the defaults are the main job on the embedded digits.
 
@@ -291,11 +277,15 @@ def _clients(given: Mapping[str, Any]) -> int:
     return Split.load(split).clients
 
 
-def recommended(place: str) -> str:
-    """Return the method that `method = "recommended"` is with labels at `place`."""
+def _registry() -> Any:
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    return registry.RECOMMENDED.get(place, RECOMMENDED)
+    return registry
+
+
+def recommended(place: str) -> str:
+    """Return the method that `method = "recommended"` is with labels at `place`."""
+    return _registry().RECOMMENDED.get(place, RECOMMENDED)
 
 
 def check_methods(config: Config) -> None:
@@ -311,22 +301,18 @@ def check_methods(config: Config) -> None:
 
 def check_place(method: str, place: Any) -> None:
     """Raise UserError where `method` cannot work with labels at `place`, with the methods that can."""
-    from halfmoon.methods import registry  # slow to import: it brings torch
-
-    entry = registry.entry(method)
+    entry = _registry().entry(method)
     if place not in entry.places:
         raise UserError(
             f"method {method} needs labels at {entry.labels}, but they are at {PLACES[place]}; "
-            f"choose another labels_at, or one of: {', '.join(registry.names_at(place))}."
+            f"choose another labels_at, or one of: {', '.join(_registry().names_at(place))}."
         )
 
 
 def method_options(config: Config, method: str) -> dict[str, Any]:
     """Return what `own_options` does, over the options of the preset."""
-    from halfmoon.methods import registry  # slow to import: it brings torch
-
     chosen = own_options(config, method)
-    return {**registry.entry(method).paper_options, **chosen} if config.preset == "paper" else chosen
+    return {**_registry().entry(method).paper_options, **chosen} if config.preset == "paper" else chosen
 
 
 def own_options(config: Config, method: str) -> dict[str, Any]:
@@ -334,13 +320,11 @@ def own_options(config: Config, method: str) -> dict[str, Any]:
 
     Raise UserError where the method has no such option, or a value has the wrong type.
     """
-    from halfmoon.methods import registry  # slow to import: it brings torch
-
-    known = registry.options(method)
+    known = _registry().options(method)
     given = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
     for name in given:
         if name not in known:
-            hint = registry.hint(name, known)
+            hint = _registry().hint(name, known)
             raise UserError(f"method {method} has no option {name!r}: {hint}")
     return {name: typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
 
@@ -387,11 +371,9 @@ def identity(config: Config, method: str) -> str:
     Left out is where things lie and how they are computed: folders, device, executor, compile, threads, checkpoints.
     Of the other methods of the run only the one that sets a shared budget counts.
     """
-    from halfmoon.methods import registry  # slow to import: it brings torch
-
     without = PLACE | {"method", "baselines", "reference", "preset", "protocol"} | _unsaid(config)
     facts = {name: getattr(config, name) for name in kinds() if name not in without}
-    defaults = {name: option.default for name, option in registry.options(method).items()}
+    defaults = {name: option.default for name, option in _registry().options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
     start = weights_of(config)
     facts |= {"weights": start and weight_files.named(start), "network": hubs.portable(config.network)}

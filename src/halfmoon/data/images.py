@@ -22,6 +22,7 @@ class Images:
     images: np.ndarray
     labels: np.ndarray
     spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `statistics` of the images, where known
+    remark: str = ""  # how these came to be a part of the data set, where nobody said so
 
     def __post_init__(self) -> None:
         shape, dtype = self.images.shape, self.images.dtype
@@ -41,9 +42,9 @@ class Images:
 class Source:
     """Hold a data set: `train` and `test`, class names, and what its pixels and classes are like.
 
-    `mirror` says whether a mirrored image is still of its class (False for digits); `mean` and `std` are one
-    number a channel, of the training pixels in 0..1. `validation` are training images that were set aside:
-    nobody trains on them. A training image whose label nobody knows has `UNKNOWN`; a saved split says who has it.
+    `mirror`: whether a mirrored image is still of its class (False for digits). `mean` and `std`: one number a
+    channel, of the training pixels in 0..1. `validation`: training images that nobody trains on. `remark`: how test
+    images were selected where the files do not say. A training image whose label nobody knows has `UNKNOWN`.
     Raise UserError where the parts and the classes disagree.
     """
 
@@ -55,6 +56,7 @@ class Source:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     validation: Images | None = None
+    remark: str = ""
 
     @property
     def parts(self) -> dict[str, Images]:

@@ -39,14 +39,13 @@ def load(
     """Return a data set by name (`names()`), by path of a folder, or by its Hugging Face name `owner/name`.
 
     A known name is read from `data_dir` or `data_dir`/name where `data_dir` is given, otherwise from the hub.
-    A folder holds train*.parquet and test*.parquet, or train/CLASS/*.png and test/CLASS/*.png, or the official
-    files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), or Tiny ImageNet.
+    A folder holds train*.parquet and test*.parquet; train/CLASS/*.png and test/CLASS/*.png; CLASS/*.png alone; or the
+    official files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), or Tiny ImageNet.
     `test` names the part that evaluates (`validation` where a set has it). `cache` is a folder that keeps decoded
-    images; without it nothing is written. `mirror` says whether a mirrored image is still of its class; None means
-    False for digits and svhn and True for the rest. `how` brings images to one size and one mode while they are
-    decoded. Mean and std of a known name are the published ones where its images stay as they are, of every other set
-    those of its training pixels. Raise UserError where the name is unknown or a file cannot be read; the message names
-    file and row.
+    images. `mirror` says whether a mirrored image is still of its class; None: False for digits and svhn, True for the
+    rest. `how` brings images to one size and mode while they are decoded. Mean and std of a known name are the
+    published ones where its images stay as they are, else those of the training pixels. Raise UserError where the name
+    is unknown or a file cannot be read; the message names file and row.
     """
     if name == "digits":
         if test != "test":
@@ -73,10 +72,10 @@ def load(
     title = name if known else Path(name).name if folder else name
     mirrored = mirrors if mirror is None else mirror
     if known and not how.converts:
-        return Source(title, train, held, classes, mirrored, known.mean, known.std)
+        return Source(title, train, held, classes, mirrored, known.mean, known.std, remark=held.remark)
     train, held = (replace(each, images=how.applied(each.images)) for each in (train, held))
     mean, std = train.spread or statistics(train.images)
-    return Source(title, train, held, classes, mirrored, mean, std)
+    return Source(title, train, held, classes, mirrored, mean, std, remark=held.remark)
 
 
 def _prepared(source: Source, how: Preparation) -> Source:
@@ -128,22 +127,35 @@ def _read(
         return binary.read(folder, official)
     if official == "tiny_imagenet":
         return tinyimagenet.read(folder, test, cache, how)
-    if (folder / "train").is_dir():
+    if class_folders.part_of(folder, "train") is not None:
         return class_folders.read_folders(folder, test, cache, rgb, how)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or known is None])
     if known:
         raise UserError(
             f"{folder}: {name} is not here; expected {known.files}, or train*.parquet and {known.held}*.parquet."
         )
-    if any(class_folders.images_in(each) for each in folder.iterdir() if each.is_dir()):
-        raise UserError(
-            f"{folder}: its class folders have no test part beside them; move most images of each class to "
-            f"{folder / 'train'}/CLASS and the rest, from other patients or objects, to {folder / test}/CLASS."
-        )
+    _refuse_others(folder)
+    if class_folders.in_parts(folder):
+        _only_test(folder, "a folder of class folders alone", test)
+        return class_folders.read_folders(folder, test, cache, rgb, how)
     raise UserError(
         f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
         f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR or Tiny ImageNet (docs/data.md names them)."
     )
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise UserError for a folder that another program or another command reads, with the way to it."""
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        raise UserError(
+            f"{folder} was written by save_to_disk of the library datasets: write its parts as parquet instead, "
+            "load_from_disk(FOLDER)['train'].to_parquet('train.parquet') and the same for 'test'."
+        )
+    if (folder / "labels.csv").is_file():
+        raise UserError(
+            f"{folder} is a site's folder, with labels.csv: `halfmoon run --sites FOLDER FOLDER` takes two or more, "
+            "and `halfmoon site check FOLDER` says what is in one."
+        )
 
 
 def _read_parquet(

@@ -27,6 +27,8 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     device = factory.device(config)
     if config.compile:
         compiled.check(device)
+    if shared.source.remark:
+        watch.say(f"{shared.source.remark}.")
     if emulated(config.precision, device):
         watch.say(
             "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "

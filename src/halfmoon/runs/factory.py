@@ -204,6 +204,8 @@ def images(config: DataOptions) -> Source:
         raise UserError("validation_part and validation_share both say what chooses a round; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=preparation(config))
     found = subset(load(), config.data_share)
+    if config.validation_part and found.remark:
+        raise UserError(f"validation_part needs images apart from the test, but {found.remark}.")
     if config.validation_part:
         return replace(found, validation=load(test="validation").test)
     return hold_out(found, config.validation_share)

@@ -7,7 +7,9 @@ import json
 import re
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfmoon.config import schema as settings
@@ -88,10 +90,51 @@ def option(group: Any, name: str, hidden: bool = False) -> None:
     group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else about, **extra)
 
 
+def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, own: bool = True) -> None:
+    """Add a flag for each of these options of a run; without `full` the help shows those that people use."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
+    for title, section in settings.SECTIONS.items():
+        group = parser.add_argument_group(title)
+        for name in settings.names_of(section):
+            if name in names:
+                option(group, name, hidden=not full and name not in COMMON)
+    if not full:
+        parser.epilog = f"These are the options most people use; all {len(names)}: {parser.prog} --help-all."
+    if own:
+        group = parser.add_argument_group("options of a method (see halfmoon methods)")
+        about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
+        group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
+
+
 def said(given: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return those of a run's options that were given, in their types; raise UserError where a value is none."""
     found = {name: vars(given)[name] for name in names if name in vars(given)}
     return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in found.items()}
+
+
+def layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
+    """Return the values of the file, those of the flags, and the file's name."""
+    flags = said(given, settings.kinds())
+    own: dict[str, Any] = {}
+    for words in getattr(given, "option", []):
+        path, sign, value = words.partition("=")
+        if not sign or not path:
+            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
+        method, dot, name = path.rpartition(".")
+        (own.setdefault(method, {}) if dot else own)[name] = _value(value)
+    if own:
+        flags["options"] = own
+    values = settings.load(given.config) if given.config else {}
+    return values, settings.anchored(flags, Path()), given.config or "the file"
+
+
+def _value(words: str) -> Any:
+    """Return a number, true or false as TOML reads it, anything else as text."""
+    try:
+        value = tomllib.loads(f"value = {words}")["value"]
+    except tomllib.TOMLDecodeError:
+        return words
+    return value if isinstance(value, bool | int | float | str) else words
 
 
 def _metavar(kind: Any) -> str:
@@ -154,6 +197,24 @@ def leftover(given: argparse.Namespace, rest: Sequence[str], known: Mapping[str,
     if name in settings.RENAMED:
         return settings.unknown_option(name, None)
     return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], given))}")
+
+
+def say(words: str) -> None:
+    """Print words as they are."""
+    from rich.console import Console
+
+    from halfmoon.cli import console
+
+    console.say(Console(emoji=False), words)  # rich makes a picture of ":CD:", which fingerprints have
+
+
+def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    from rich.console import Console
+
+    from halfmoon.cli import console
+
+    console.show(Console(emoji=False), header, rows)
 
 
 def print_json(value: Any) -> None:

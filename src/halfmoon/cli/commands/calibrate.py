@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json
+from halfmoon.cli.commands.base import command, print_json, say, show
 from halfmoon.cli.commands.trained import complain_unreadable, of_model, on_device, place
 
 
@@ -30,15 +30,11 @@ def run(given: argparse.Namespace) -> int:
         facts = {"model": str(found.model), "images": found.images, "before": asdict(found.before)}
         print_json({**facts, "after": asdict(found.after), "unreadable": [each._asdict() for each in found.unreadable]})
     else:
-        from rich.console import Console
-
-        from halfmoon.cli.console import say, show
-
         rows = [
             [name, f"{each.temperature:.3f}", f"{100 * each.calibration_error:.2f}", f"{each.loss:.4f}"]
             for name, each in (("before", found.before), ("after", found.after))
         ]
-        show(Console(), ["", "temperature", "calibration error %", "cross-entropy"], rows)
+        show(["", "temperature", "calibration error %", "cross-entropy"], rows)
         words = f"measured on the {found.images:,} images that it was fitted on; measure others with halfmoon evaluate"
-        say(Console(), f"{words}\nwritten: {found.model}")
+        say(f"{words}\nwritten: {found.model}")
     return complain_unreadable(found.unreadable)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json
+from halfmoon.cli.commands.base import command, print_json, say, show
 from halfmoon.cli.commands.trained import complain_unreadable, loaded, of_model, on_device, sure
 
 SHOWN = 12
@@ -49,21 +49,16 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _show(found: dict[str, Any], files: Sequence[str]) -> None:
-    from rich.console import Console
-
-    from halfmoon.cli.console import say, show
-
-    console = Console()
     rows = [
         [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
         for each in found["per_class"]
     ]
-    show(console, ["class", "precision %", "recall %", "F1 %", "images"], rows)
+    show(["class", "precision %", "recall %", "F1 %", "images"], rows)
     if len(found["classes"]) <= SHOWN:
-        say(console, "\nconfusion (rows: true class, columns: predicted class)")
+        say("\nconfusion (rows: true class, columns: predicted class)")
         matrix = zip(found["classes"], found["confusion"], strict=True)
-        show(console, ["", *found["classes"]], [[name, *map(str, row)] for name, row in matrix])
-    say(console, "\nreliability (images by the probability of their label)")
+        show(["", *found["classes"]], [[name, *map(str, row)] for name, row in matrix])
+    say("\nreliability (images by the probability of their label)")
     rows = [
         [
             f"{each['above']:.3f} to {each['to']:.3f}",
@@ -73,7 +68,7 @@ def _show(found: dict[str, Any], files: Sequence[str]) -> None:
         for each in found["reliability"]
         if each["images"]
     ]
-    show(console, ["probability", "images", "mean probability %", "accuracy %"], rows)
+    show(["probability", "images", "mean probability %", "accuracy %"], rows)
     certain = found["sure"]
     lines = [
         "",
@@ -87,7 +82,7 @@ def _show(found: dict[str, Any], files: Sequence[str]) -> None:
         f"accuracy among them: {_percent(certain['accuracy'])} %",
         *(f"written: {file}" for file in files),
     ]
-    say(console, "\n".join(lines))
+    say("\n".join(lines))
 
 
 def _percent(share: float | None) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json
+from halfmoon.cli.commands.base import command, print_json, say
 from halfmoon.cli.commands.trained import of_model
 from halfmoon.core.errors import UserError
 
@@ -39,11 +39,7 @@ def run(given: argparse.Namespace) -> int:
         }
         print_json(facts)
         return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import say
-
     for name, each in found.items():
         words = f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
-        say(Console(), f"{name}: {each.path} ({words})")
+        say(f"{name}: {each.path} ({words})")
     return 0

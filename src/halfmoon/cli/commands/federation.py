@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import Parser, command, print_json
+from halfmoon.cli.commands.base import Parser, command, print_json, say, show
 from halfmoon.cli.commands.serve import whole
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfmoon.sites.keys.make import Done
 
 FOLDER = "FOLDER "
@@ -134,9 +132,7 @@ def _tell(given: argparse.Namespace, words: str, done: Done) -> None:
     if given.json:
         print_json({**done.facts, "advice": list(done.advice)})
     else:
-        from halfmoon.cli.console import say
-
-        say(_console(), "\n".join([words, *done.advice]))
+        say("\n".join([words, *done.advice]))
     try:
         _warn(Access.open(given.folder).warnings())
     except UserError as error:  # something else is wrong with the folder; what was asked for is done
@@ -150,12 +146,9 @@ def _show(given: argparse.Namespace) -> None:
     if given.json:
         print_json(found)
     else:
-        from halfmoon.cli.console import say, show
-
-        console = _console()
         hosts = ", ".join(found["hosts"]) or "this machine alone"
-        say(console, f"{found['folder']}: sites call {hosts}, port {found['listen']}")
-        show(console, ["what", "runs out", "fingerprint (SHA-256)"], _rows(found))
+        say(f"{found['folder']}: sites call {hosts}, port {found['listen']}")
+        show(["what", "runs out", "fingerprint (SHA-256)"], _rows(found))
     _warn(found["warnings"])
 
 
@@ -171,13 +164,6 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     for key in found["refused"]:
         rows.append([f"key of {key['name']}", f"{key['why'].upper()} on {key['since'][:10]}", key["fingerprint"]])
     return rows
-
-
-def _console() -> Console:
-    """Return a console that leaves fingerprints alone: elsewhere rich makes a picture of ":CD:"."""
-    from rich.console import Console
-
-    return Console(emoji=False)
 
 
 def _warn(warnings: list[str]) -> None:

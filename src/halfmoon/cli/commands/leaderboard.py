@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, complain, print_json
+from halfmoon.cli.commands.base import command, complain, print_json, say
 from halfmoon.core.errors import UserError
 
 RESULTS, PAGE = Path("results"), Path("results/published.md")
@@ -45,9 +45,5 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print_json({"page": str(given.out), "added": [str(path) for path in added]})
     else:
-        from rich.console import Console
-
-        from halfmoon.cli.console import say
-
-        say(Console(), "\n".join([*(f"added: {path}" for path in added), f"page: {given.out}"]))
+        say("\n".join([*(f"added: {path}" for path in added), f"page: {given.out}"]))
     return 0

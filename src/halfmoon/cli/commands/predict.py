@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json
+from halfmoon.cli.commands.base import command, print_json, say, show
 from halfmoon.cli.commands.trained import complain_unreadable, loaded, of_model, on_device, sure
 
 OUT = Path("predictions.csv")
@@ -32,10 +32,6 @@ def run(given: argparse.Namespace) -> int:
         facts = {"out": str(found.out), "images": found.images, "sure": given.sure, "unsure": found.unsure}
         print_json({**facts, "labels": found.labels, "unreadable": [each._asdict() for each in found.unreadable]})
     else:
-        from rich.console import Console
-
-        from halfmoon.cli.console import say, show
-
-        show(Console(), ["label", "images"], [[name, f"{count:,}"] for name, count in found.labels.items()])
-        say(Console(), f"unsure, below {given.sure:g}: {found.unsure:,} of {found.images:,} images\ntable: {found.out}")
+        show(["label", "images"], [[name, f"{count:,}"] for name, count in found.labels.items()])
+        say(f"unsure, below {given.sure:g}: {found.unsure:,} of {found.images:,} images\ntable: {found.out}")
     return complain_unreadable(found.unreadable)

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json
+from halfmoon.cli.commands.base import command, print_json, say
 from halfmoon.config.option_types import parse
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -53,12 +53,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print_json(facts)
         return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import say
-
     say(
-        Console(),
         f"{rounds} rounds with {cohort} of {clients} clients and dp_noise {noise:g}: epsilon {cost:.4g} at delta "
         f"{delta:g}, for each client's data as a whole",
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, option, print_json, said
+from halfmoon.cli.commands.base import command, option, print_json, said, say, show
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,11 +121,6 @@ def _cost(found: Recipe, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _list(facts: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-
-    from halfmoon.cli.console import say, show
-
-    console = Console()
     rows = [
         [
             *(each["name"], each["title"], f"{each['cells']:,}", str(len(each["seeds"]))),
@@ -134,49 +129,42 @@ def _list(facts: Sequence[dict[str, Any]]) -> None:
         ]
         for each in facts
     ]
-    show(console, ["name", "title", "cells", "seeds", "scales", "what it is"], rows)
-    say(console, "in detail: halfmoon recipes NAME; to play one: halfmoon sweep NAME")
+    show(["name", "title", "cells", "seeds", "scales", "what it is"], rows)
+    say("in detail: halfmoon recipes NAME; to play one: halfmoon sweep NAME")
 
 
 def _detail(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from halfmoon.cli.console import say
-
-    console = Console()
-    say(console, f"{facts['name']}: {facts['title']}\n  {facts['about']}")
+    say(f"{facts['name']}: {facts['title']}\n  {facts['about']}")
     if facts["reading"]:
-        say(console, f"  reading: {facts['reading']}")
+        say(f"  reading: {facts['reading']}")
     seeds = ", ".join(map(str, facts["seeds"]))
-    say(console, f"  {facts['cells']:,} cells, each with seeds {seeds}; cells that are alike share a run\n")
+    say(f"  {facts['cells']:,} cells, each with seeds {seeds}; cells that are alike share a run\n")
     for axis in facts["axes"]:
         names = [f"{value['name']}{' (with --only)' if value['extra'] else ''}" for value in axis["values"]]
-        say(console, f"  {axis['name']}: {', '.join(names)}")
+        say(f"  {axis['name']}: {', '.join(names)}")
     for name, at in facts["panels"].items():
         words = "; ".join(f"{axis} {', '.join(names)}" for axis, names in at.items())
-        say(console, f"  panel {name}: {words}")
+        say(f"  panel {name}: {words}")
     options = [f"{name} = {_shown(value)}" for name, value in facts["protocol"].items()]
-    say(console, f"\n  protocol: {', '.join(options) or 'the defaults'}")
+    say(f"\n  protocol: {', '.join(options) or 'the defaults'}")
     for scale in facts["scales"]:
-        say(console, f"  scale {scale['name']}: {scale['about']}")
+        say(f"  scale {scale['name']}: {scale['about']}")
     if "cost" in facts:
-        _show_cost(console, facts["cost"])
+        _show_cost(facts["cost"])
     else:
-        say(console, f"\nwhat it costs here: halfmoon recipes {facts['name']} --time")
+        say(f"\nwhat it costs here: halfmoon recipes {facts['name']} --time")
 
 
-def _show_cost(console: Any, cost: dict[str, Any]) -> None:
-    from halfmoon.cli.console import say, show
-
+def _show_cost(cost: dict[str, Any]) -> None:
     if cost["scale"]:
-        say(console, f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
-    say(console, f"\ncost on {cost['machine']}: a round of one cell of each row was timed, and multiplied")
+        say(f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
+    say(f"\ncost on {cost['machine']}: a round of one cell of each row was timed, and multiplied")
     rows = [
         [name, each["cell"], f"{each['seconds_per_round']:.2f}", f"{each['runs']:,}", duration(each["seconds"])]
         for name, each in cost["rows"].items()
     ]
     rows.append(["all", "", "", f"{cost['runs']:,}", duration(cost["seconds"])])
-    show(console, [cost["of"], "timed", "s a round", "runs", "all runs"], rows)
+    show([cost["of"], "timed", "s a round", "runs", "all runs"], rows)
 
 
 def _shown(value: Any) -> str:

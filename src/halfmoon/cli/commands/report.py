@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json
+from halfmoon.cli.commands.base import command, print_json, say
 
 PAGE = Path("report.html")
 
@@ -29,9 +29,5 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print_json({"page": page, "csv": sheet, "latex": latex, "missing": missing})
         return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import say
-
-    say(Console(), "\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))
+    say("\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands import join, label, terms
-from halfmoon.cli.commands.base import Parser, command, option, print_json, progress, said
+from halfmoon.cli.commands.base import Parser, command, option, print_json, progress, said, say, show
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import SCENARIO, Config
 from halfmoon.core.errors import UserError, nearest
@@ -121,49 +121,43 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _show(found: Survey) -> None:
-    from rich.console import Console
-
     from halfmoon.api.requirements import PLACES
-    from halfmoon.cli.console import say, show
 
-    console = Console()
     share = f" ({found.labeled / found.readable:.1%})" if found.readable else ""
     say(
-        console,
         f"{found.folder}: {found.images:,} images, {found.readable:,} readable, {found.labeled:,} labeled{share}, "
         f"{len(found.mix)} classes",
     )
     if found.labeled:
         rows = [[name, f"{count:,}", f"{count / found.labeled:.1%}"] for name, count in found.mix.items()]
-        show(console, ["class", "labeled", "share"], rows)
+        show(["class", "labeled", "share"], rows)
     if found.sizes:
         rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in found.sizes.items()]
         more = sum(list(found.sizes.values())[SHOWN_SIZES:])
         rest = [[f"{len(rows) - SHOWN_SIZES} others", "", f"{more:,}"]] if more else []
-        say(console, "")
-        show(console, ["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
+        say("")
+        show(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
     for each in found.findings:
-        _show_finding(console, each)
+        _show_finding(each)
     if not found.can_take_part:
         faults = [each.kind for each in found.findings if each.blocks]
         why = f"mend this first: {'; '.join(faults)}" if faults else "no image can be read"
-        say(console, f"\nThis folder cannot take part: {why}.")
+        say(f"\nThis folder cannot take part: {why}.")
         return
-    say(console, "\nThis folder can take part, where a federation has its labels at")
+    say("\nThis folder can take part, where a federation has its labels at")
     for place, methods in found.methods.items():
-        say(console, f"  {PLACES[place]}: {', '.join(methods)}")
+        say(f"  {PLACES[place]}: {', '.join(methods)}")
 
 
-def _show_finding(console: Any, finding: Any) -> None:
-    from halfmoon.cli.console import say
+def _show_finding(finding: Any) -> None:
     from halfmoon.sites.folders.site_folder import SHOWN
 
     lines = finding.lines()
     more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
     count = f" ({len(lines):,})"
-    say(console, f"\n{finding.kind}{count}: {finding.remedy}")
+    say(f"\n{finding.kind}{count}: {finding.remedy}")
     for line in [*lines[:SHOWN], *more]:
-        say(console, f"  {line}")
+        say(f"  {line}")
 
 
 # Prepare
@@ -182,22 +176,17 @@ def _prepare(given: argparse.Namespace) -> int:
         facts = {"folder": str(given.folder), "home": str(done.home), "shape": [count, height, width, channels]}
         print_json(facts | {"written": done.fresh, "decoded": done.decoded, "left_out": left_out})
         return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import say
     from halfmoon.sites.folders.site_folder import SHOWN
 
     labeled = int((done.site.labels >= 0).sum())
     what = f"{done.decoded:,} decoded now" if done.fresh else "nothing had changed"
     lines = [f"{path}: {reason}" for path, reason in done.left_out.items()]
-    console = Console()
     say(
-        console,
         f"{done.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
         more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
-        say(console, "\n  ".join([f"left out ({len(lines):,}):", *lines[:SHOWN], *more]))
+        say("\n  ".join([f"left out ({len(lines):,}):", *lines[:SHOWN], *more]))
     return 0
 
 
@@ -234,13 +223,9 @@ def _export(given: argparse.Namespace) -> int:
     if given.json:
         print_json({"folder": str(given.out), "federation": str(file), "written": written, "sites": sites})
         return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import say
-
     if not written:
-        say(Console(), f"{given.out} has these very sites already; nothing was written.")
-    say(Console(), f"the same split in the simulator: halfmoon run --config {file}")
+        say(f"{given.out} has these very sites already; nothing was written.")
+    say(f"the same split in the simulator: halfmoon run --config {file}")
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from halfmoon.cli.commands.base import print_json
+from halfmoon.cli.commands.base import print_json, say, show
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +24,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print_json({"hash": offered.hash, "said": offered.said, "terms": json.loads(terms.text)})
         return 0
-    from rich.console import Console
-
-    from halfmoon.cli.console import say, show
-
-    console = Console()
-    say(console, f"{offered.said}\n")
-    show(console, ["option", "value", "meaning"], offered.rows)
-    say(console, f"\nhash: {offered.hash}")
+    say(f"{offered.said}\n")
+    show(["option", "value", "meaning"], offered.rows)
+    say(f"\nhash: {offered.hash}")
     return 0

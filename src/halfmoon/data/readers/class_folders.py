@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,17 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.images import Images
+from halfmoon.data.partition.primitives import stream
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import stack
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
+PARTS = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
+"""The parts of a data set by the names, in lower case, that their folders have."""
+
+HELD_OUT = 0.2
+"""The share of every class that is the test where no folder is."""
 
 
 def read_folders(
@@ -22,12 +29,60 @@ def read_folders(
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Return train and test images and the class names, sorted, of a folder of class folders.
 
-    With `rgb` gray images are made RGB. Raise UserError where a part or a class is missing or empty, where train
-    and test differ in classes, or where an image cannot be read.
+    A folder without a test part has its validation part as the test. Of class folders alone, `HELD_OUT` of the images
+    of every class are held out, always the same ones. The test images' remark tells either. With `rgb` gray images are
+    made RGB. Raise UserError where a part or a class is missing or empty, where train and test differ in classes, or
+    where an image cannot be read.
     """
-    train, held = in_classes(folder / "train"), in_classes(folder / test)
-    same_classes(folder, train, held, test)
-    return read_classes(train, cache, rgb, how), read_classes(held, cache, rgb, how), tuple(train)
+    remark = ""
+    if (place := part_of(folder, "train")) is not None:
+        inside = part_of(folder, test)
+        if inside is None and test == "test" and (inside := part_of(folder, "validation")) is not None:
+            remark = f"{folder} has no folder test, so the images of {inside.name} are the test"
+        train, held = in_classes(place), in_classes(inside or folder / test)
+        same_classes(folder, train, held, test)
+    else:
+        train, held = _held_out(in_classes(folder))
+        count = sum(map(len, held.values()))
+        remark = (
+            f"{folder} has no folder test, so {HELD_OUT:.0%} of the images of every class, {count:,} in all, are held "
+            "out as the test; where images share a patient or an object, make folders train and test yourself"
+        )
+    tests = replace(read_classes(held, cache, rgb, how), remark=remark)
+    return read_classes(train, cache, rgb, how), tests, tuple(train)
+
+
+def part_of(folder: Path, part: str) -> Path | None:
+    """Return the folder of a part, which may have another usual name (`Training`, `valid`); None where there is none.
+
+    A folder of the very name wins."""
+    if (folder / part).is_dir():
+        return folder / part
+    names = next((names for names in PARTS if part in names), (part,))
+    known = {each.name.lower(): each for each in sorted(folder.iterdir()) if each.is_dir()}
+    return next((known[name] for name in names if name in known), None)
+
+
+def in_parts(folder: Path) -> bool:
+    """Return whether a folder has a training part, or else class folders of images."""
+    if part_of(folder, "train") is not None:
+        return True
+    classes = [each for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")]
+    return len(classes) > 1 and all(images_in(each) or images_in(each / "images") for each in classes)
+
+
+def _held_out(classes: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    """Return the files of every class in two parts: those to train on, and the share that is held out."""
+    train: dict[str, list[Path]] = {}
+    held: dict[str, list[Path]] = {}
+    for name, paths in classes.items():
+        if len(paths) < 2:
+            raise UserError(f"{paths[0].parent}: a class of one image has none to test on; add another, or remove it.")
+        count = max(1, round(HELD_OUT * len(paths)))
+        rows = set(stream(0, "held out", name).permutation(len(paths))[:count].tolist())
+        train[name] = [path for row, path in enumerate(paths) if row not in rows]
+        held[name] = [path for row, path in enumerate(paths) if row in rows]
+    return train, held
 
 
 def in_classes(part: Path) -> dict[str, list[Path]]:

@@ -1,0 +1,168 @@
+"""`halfmoon data [NAME ...]`: the images of data sets, and who holds them under a split."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from halfmoon.cli.commands.base import command, layers, options, print_json, say, show
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+
+SPLIT_OPTIONS = (
+    *("data_dir", "cache", *settings.IMAGES, "shrink", "image_size", "data_share"),
+    *("validation_share", "validation_part", *settings.SCENARIO, "split"),
+)
+SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
+    options(parser, ["data", *SPLIT_OPTIONS], own=False)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Show data sets and splits, and write the files that are asked for."""
+    values, flags, file = layers(given)
+    names = given.names
+    if names and "data" in flags:
+        raise UserError("data sets are given twice: name them either before the flags or by --data.")
+    if len(names) > 1 and (given.png or given.save or "split" in flags):
+        one = "--png" if given.png else "--save" if given.save else "--split"
+        raise UserError(f"{one} goes with one data set, not with {len(names)}.")
+    # How many clients train in a round is nobody's business here.
+    named = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
+    found = []
+    for layer in named or [{**flags, "cohort": 1}]:
+        config = settings.merge(values, layer, file)
+        if config.split is not None and "data" not in {**values, **layer}:
+            config = _of_split(config, config.split)
+        found.append(_facts(config, given))
+    if given.json:
+        print_json({"data": found})
+        return 0
+
+    for facts in found:
+        show_data(facts)
+    return 0
+
+
+def _of_split(config: Config, path: Path) -> Config:
+    """Return the configuration with the data set that a saved split was made for."""
+    from halfmoon.data import Split
+
+    return replace(config, data=Split.load(path).origin.source or config.data)
+
+
+def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
+    from halfmoon.data import fit, shrink, summary
+    from halfmoon.runs.factory import images, split_of
+
+    source = shrink(images(config), config.shrink)
+    source = source if config.image_size is None else fit(source, config.image_size)
+    split = split_of(config, source)
+    facts = summary(split, source.train.labels, source.classes)
+    if given.png:
+        from halfmoon.report.bubbles import bubbles
+
+        bubbles(facts, given.png)
+    if given.save:
+        split.save(given.save)
+    numbers = range(len(source.classes))
+    return {
+        "name": source.name,
+        "train": len(source.train),
+        "test": len(source.test),
+        "shape": list(source.train.images.shape[1:]),
+        "classes": list(source.classes),
+        "train_classes": [int((source.train.labels == k).sum()) for k in numbers],
+        "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
+        "remark": source.remark,
+        "scenario": split.origin.scenario,
+        "split": facts,
+        "png": given.png and str(given.png),
+        "saved": given.save and str(given.save),
+    }
+
+
+def show_data(facts: Mapping[str, Any]) -> None:
+    """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
+    split, scenario = facts["split"], facts["scenario"]
+    height, width, channels = facts["shape"]
+    say(
+        f"{facts['name']}: {facts['train']:,} training and {facts['test']:,} test images, {height}x{width}, "
+        f"{channels} channel(s), {len(facts['classes'])} classes",
+    )
+    if facts["remark"]:
+        say(f"{facts['remark']}.")
+    rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
+    show(["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
+    say(f"\n{_split_line(scenario, split)}")
+    if len(split["stages"]) > 1:
+        parts = ", ".join(f"{count:,}" for count in split["stages"])
+        say(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
+    named = {
+        "internal imbalance": split["internal"],
+        "external imbalance, labeled": split["external"]["labeled"],
+        "external imbalance, unlabeled": split["external"]["unlabeled"],
+    }
+    spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
+    show(["total variation of class mixes", "mean", "min", "max"], spans)
+    say("")
+    _show_clients(facts)
+    for name in ("png", "saved"):
+        if facts[name]:
+            say(f"{name}: {facts[name]}")
+
+
+def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
+    """Return in a sentence how a split was made and what it holds."""
+    counts, setting = split["counts"], scenario.get("setting", "of your own")
+    made = setting
+    if "dir" in setting or "fedloke" in setting:
+        made += f" (alpha {scenario['dirichlet_alpha']:g})"
+    elif "shards" in setting:
+        made += f" ({scenario['classes_per_client']} shards a client)"
+    seed = f", seed {scenario['seed']}" if "seed" in scenario else ""
+    labeled = f"{counts['labeled']:,} labeled"
+    holders = sum(client["labeled"] > 0 for client in split["each"])
+    if split["server"]:
+        labeled += " (at the server)"
+    elif holders < counts["clients"]:
+        labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
+    nobody = f"; {counts['nobody']:,} left to nobody" if counts["nobody"] else ""
+    return (
+        f"split: {made}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
+        f"images{nobody}"
+    )
+
+
+def _show_clients(facts: Mapping[str, Any]) -> None:
+    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class; a server's first."""
+    each, server = facts["split"]["each"], facts["split"]["server"]
+    classes = facts["classes"] if len(facts["classes"]) <= SHOWN_CLASSES else []
+    named = [(str(number), client) for number, client in enumerate(each[:SHOWN_CLIENTS])]
+    if server:
+        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(facts["classes"])}
+        named.insert(0, ("server", {**server, **none}))
+    rows = []
+    for name, client in named:
+        pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
+        cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
+        rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
+    show(["client", "labeled", "unlabeled", "internal", *classes], rows)
+    if len(each) > SHOWN_CLIENTS:
+        say(f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
