@@ -142,14 +142,12 @@ class Lines(Quiet):
     """Print a plain line about every tenth of the rounds."""
 
     def begin(self, run: RunInfo) -> None:
-        """A method begins."""
         super().begin(run)
         if run.first:
             self.say(f"{run.title}: going on after round {run.first} of {run.rounds}.")
         self.tell_guards(run)
 
     def round(self, run: RunInfo, row: Row) -> None:
-        """A round is over."""
         super().round(run, row)
         now = self.of(run)
         if now.done * STEPS // now.rounds > (now.done - 1) * STEPS // now.rounds:
@@ -173,7 +171,6 @@ class Rows(Quiet):
         self.live.stop()
 
     def begin(self, run: RunInfo) -> None:
-        """A method begins."""
         super().begin(run)
         self.tell_guards(run)
 
@@ -225,7 +222,6 @@ def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], i
 
 
 def watcher(console: Console, json: bool = False) -> Watcher:
-    """Return live rows for a terminal, plain lines for anything else, and silence there for `--json`."""
     if console.is_terminal and not console.is_dumb_terminal:
         return Rows(console)
     return Quiet(console) if json else Lines(console)
@@ -307,7 +303,6 @@ def wrapped(console: Console, words: str) -> str:
 
 
 def say(console: Console, words: str) -> None:
-    """Print words as they are."""
     console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -8,7 +8,6 @@ from types import FrameType
 
 
 def catch_end() -> None:
-    """Let an order to end (SIGTERM, as a cluster or a service manager gives it) do what Ctrl-C does."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 

@@ -197,7 +197,6 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
 
 
 def _shown(parser: argparse.ArgumentParser) -> None:
-    """Let a command that prints a table take --wide."""
     parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
 
 
@@ -338,6 +337,5 @@ def _resuming(folder: Path) -> str:
 
 
 def _user_code(error: UserError) -> int:
-    """Return 1 where the machine failed the run, 2 where the user has to change something."""
     cause = error.__cause__
     return 1 if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2

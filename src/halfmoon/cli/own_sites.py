@@ -28,7 +28,6 @@ minutes. Found on validation images (docs/training.md#a-few-sites)."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Let the command take --sites."""
     about = "simulate a federation of these site folders: each alone, labels together, the federation, fewer labels"
     parser.add_argument("--sites", metavar="FOLDER", nargs="+", type=Path, default=[], help=about)
 
@@ -79,7 +78,6 @@ def print_rows(given: argparse.Namespace, folder: Path, table: Sequence[Played])
 
 
 def _filled(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said over the recipe, without what belongs to another method, network or number of steps."""
     without = preset.overruled(said) | ({"options"} if "method" in said else set())
     rest = {name: value for name, value in RECIPE.items() if name not in without}
     own = settings.joined(rest.get("options", {}), said.get("options", {}), "--option")
@@ -109,7 +107,6 @@ def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path
 
 
 def _form(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by which images are brought to the form that a federation has agreed on."""
     image = table.get("image", ())
     if len(image) != 3 or image[1] != image[2]:
         return {}

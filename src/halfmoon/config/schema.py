@@ -24,7 +24,7 @@ from halfmoon.config import sections
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import check_preset, paper_run, protocol_run
-from halfmoon.config.sections import SECTIONS, Scalar
+from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check, check_cohort
 from halfmoon.core import hubs, plugins, weight_files
 from halfmoon.core.errors import UserError, nearest
@@ -118,7 +118,7 @@ class Config(
                 "protocol fills in what is not said, which Config cannot know: use Config.of(protocol=...)."
             )
         if values["method"] == RECOMMENDED:
-            values["method"] = recommended(values["labels_at"])
+            values["method"] = _registry().RECOMMENDED.get(values["labels_at"], RECOMMENDED)
         for name, value in anchored(values, Path()).items():
             object.__setattr__(self, name, value)
         for name, allowed in ranges().items():
@@ -127,10 +127,6 @@ class Config(
 
     @classmethod
     def of(cls, **options: Any) -> Config:
-        """Return the configuration that a file with these options gives: under them lie `preset` and `protocol`.
-
-        Raise UserError for the first mistake, in names and options of methods too.
-        """
         return resolve(options, {}, "Config.of")
 
 
@@ -251,7 +247,7 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
     if given.get("split") is not None:
         _check_split(given)
     if given.get("method") == RECOMMENDED:
-        given["method"] = recommended(given.get("labels_at", "clients"))
+        given["method"] = _registry().RECOMMENDED.get(given.get("labels_at", "clients"), RECOMMENDED)
     requested = given.get("cohort")
     paper = paper_run(given, AMOUNTS, SCENARIO) if given.get("preset") == "paper" else {}
     given = {**paper, **given}
@@ -281,11 +277,6 @@ def _registry() -> Any:
     from halfmoon.methods import registry  # slow to import: it brings torch
 
     return registry
-
-
-def recommended(place: str) -> str:
-    """Return the method that `method = "recommended"` is with labels at `place`."""
-    return _registry().RECOMMENDED.get(place, RECOMMENDED)
 
 
 def check_methods(config: Config) -> None:
@@ -340,7 +331,7 @@ def text(config: Config) -> str:
         lines.append(f"# weights from {weight_files.title(start)} sha256 {weight_files.named(start)}")
     for name in kinds():
         value = getattr(config, name)
-        if value is not None and name not in _unsaid(config):
+        if value is not None and name not in _unsaved(config):
             lines.append(f"{name} = {toml.value(value)}")
     tables = {f"options.{toml.key(method)}": table for method, table in _tables(config).items()}
     for header, table in {"options": _bare(config), **tables}.items():
@@ -371,7 +362,7 @@ def identity(config: Config, method: str) -> str:
     Left out is where things lie and how they are computed: folders, device, executor, compile, threads, checkpoints.
     Of the other methods of the run only the one that sets a shared budget counts.
     """
-    without = PLACE | {"method", "baselines", "reference", "preset", "protocol"} | _unsaid(config)
+    without = PLACE | {"method", "baselines", "reference", "preset", "protocol"} | _unsaved(config)
     facts = {name: getattr(config, name) for name in kinds() if name not in without}
     defaults = {name: option.default for name, option in _registry().options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
@@ -388,7 +379,7 @@ def guarding(config: Config) -> dict[str, Any]:
     return {name: value for name in GUARDS if (value := getattr(config, name)) != default[name]}
 
 
-def _unsaid(config: Config) -> set[str]:
+def _unsaved(config: Config) -> set[str]:
     """Return the options that a run's file leaves out: where it lies, and what a saved split decides."""
     return {"run_dir", *(SCENARIO if config.split is not None else ())}
 
@@ -404,11 +395,11 @@ def parse(name: str, words: str) -> Any:
     return parsed(f"--{_flag(name)}", kinds()[name], words)
 
 
-def _bare(config: Config) -> dict[str, Scalar]:
+def _bare(config: Config) -> dict[str, sections.Scalar]:
     return {name: value for name, value in config.options.items() if not isinstance(value, Mapping)}
 
 
-def _tables(config: Config) -> dict[str, Mapping[str, Scalar]]:
+def _tables(config: Config) -> dict[str, Mapping[str, sections.Scalar]]:
     return {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
 
 

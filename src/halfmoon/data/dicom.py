@@ -20,7 +20,6 @@ FRAMES = "cut it into files of one image each first"
 
 
 def is_dicom(data: bytes) -> bool:
-    """Return whether bytes are those of a DICOM file."""
     return data[128:132] == b"DICM"
 
 

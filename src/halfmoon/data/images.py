@@ -60,7 +60,6 @@ class Source:
 
     @property
     def parts(self) -> dict[str, Images]:
-        """Return the images by the name of their field."""
         found = {"train": self.train, "test": self.test, "validation": self.validation}
         return {name: part for name, part in found.items() if part is not None}
 

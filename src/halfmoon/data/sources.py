@@ -23,7 +23,6 @@ DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, em
 
 
 def names() -> dict[str, str]:
-    """Return every data set known by name with one line about it."""
     return {"digits": DIGITS} | {name: known.about for name, known in KNOWN.items()}
 
 
@@ -79,7 +78,6 @@ def load(
 
 
 def _prepared(source: Source, how: Preparation) -> Source:
-    """Return a source whose images, decoded long ago, are brought to a form."""
     if not how.converts:
         return source
     train, test = (replace(each, images=how.applied(each.images)) for each in (source.train, source.test))

@@ -45,16 +45,13 @@ class FineTuned(Network):
 
     @property
     def head(self) -> str | None:
-        """Return the path of the head, None where there is no such layer."""
         return self.inner.head
 
     @property
     def cuts(self) -> bool:
-        """Return False: given weights belong to the whole width."""
         return False
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return the trained part of {"params", "stats"}: as given, a fresh head as drawn from `generator`."""
         drawn = tree.flatten(self.inner.init(generator))
         given, frozen = tree.flatten(self.given), tree.flatten(self.frozen)
         shapes = torch.get_default_device().type == "meta"
@@ -66,13 +63,11 @@ class FineTuned(Network):
         return {"params": {}, "stats": {}, **tree.unflatten(start)}
 
     def whole(self, model: Tree) -> tuple[Network, Tree]:
-        """Return `inner`, and its model {"params", "stats"} with the frozen part in it."""
         like = next(tree.leaves(model["params"]))
         return self.inner.exact, tree.merged(self._held(like), model)
 
     @property
     def exact(self) -> Network:
-        """Return the network whose products are not rounded."""
         return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.exact)
 
     def _held(self, like: Tensor) -> Tree:
@@ -88,39 +83,32 @@ class FineTuned(Network):
         return tree.merged(held["params"], params), held["stats"]
 
     def unseen(self, params: Tree) -> Tree:
-        """Return zeros in the shape of the moments: what a client without images has seen."""
         moments = tree.flatten(self.inner.unseen(self._joined(params)[0]))
         frozen = tree.flatten(self.frozen["stats"])
         return tree.unflatten({path: leaf for path, leaf in moments.items() if path not in frozen})
 
     def layers(self, x: Tensor, run: Any) -> Tensor:
-        """Not used: the network inside has the layers."""
         raise NotImplementedError
 
     def products(self, shape: tuple[int, int, int]) -> int | None:
-        """Return those of the network inside."""
         return self.inner.products(shape)
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` if images of `shape` (C, H, W) do not fit."""
         self.inner.check(shape)
 
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        """Return logits (B, classes) under batch statistics, of frozen layers under their own, and the moments."""
         whole, stats = self._joined(params)
         return self.inner.train(whole, x, tree.merged(stats, settled or {}), real)
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given."""
         whole, stats = self._joined(params)
         return self.inner.embed(whole, x, tree.merged(stats, settled or {}), real)
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
         if self.patterns:
             return self.train(params, x, real=real)[0], []
         return self.inner.linearize(params, x, real)
@@ -128,7 +116,6 @@ class FineTuned(Network):
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        """Return the derivative (B, classes) of the training logits along `direction`: in the trained part alone."""
         if not self.patterns:
             return self.inner.tangent(params, x, tape, direction, real)
         # PyTorch's forward-mode of a group normalization refuses other layouts.
@@ -142,12 +129,10 @@ class FineTuned(Network):
             ) from error
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        """Return logits (B, classes) under the tracked statistics."""
         whole, held = self._joined(params)
         return self.inner.predict(whole, tree.merged(held, stats), x)
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (logits, features): what `predict` does, with the features (B, F) that the head was given."""
         whole, held = self._joined(params)
         return self.inner.represent(whole, tree.merged(held, stats), x)
 

@@ -54,16 +54,13 @@ class ModuleNetwork(Network):
 
     @property
     def head(self) -> str | None:
-        """Return the path of the linear layer whose output the logits are, None where there is no such layer."""
         return _tried(self).head
 
     @property
     def cuts(self) -> bool:
-        """Return False: nobody knows which channels of a module lead."""
         return False
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"} of a module that is made under a seed drawn from `generator`."""
         template = _template(self)
         if torch.get_default_device().type == "meta":  # somebody asks for shapes alone
             return tree.map(lambda leaf: leaf.to("meta"), template.first)
@@ -71,21 +68,17 @@ class ModuleNetwork(Network):
             return _read(_made(self))
 
     def unseen(self, params: Tree) -> Tree:
-        """Return zeros in the shape of the moments: what a client without images has seen."""
         like = next(tree.leaves(params))
         stats = _template(self).first["stats"]
         return tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=like.dtype, device=like.device), stats)
 
     def layers(self, x: Tensor, run: Any) -> Tensor:
-        """Not used: a module knows its layers itself."""
         raise NotImplementedError
 
     def products(self, shape: tuple[int, int, int]) -> int | None:
-        """Return None: what a module computes is its own."""
         return None
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` where the module cannot be carried, or does not take images of `shape` (C, H, W)."""
         if shape[0] != self.channels or shape[1:] != self.size:
             raise UserError(
                 f"network {self.factory} was made for {self.channels} channel(s) of {self.size[0]}x{self.size[1]} "
@@ -96,14 +89,12 @@ class ModuleNetwork(Network):
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        """Return logits (B, classes) under batch statistics, and the moments of each batch normalization."""
         logits, seen = self._pass(params, x, settled or {}, True, real)
         return logits, seen.moments
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        """Return (logits, features, moments), with the features (B, F) that the last linear layer was given."""
         if self.head is None:
             raise UserError(
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
@@ -113,13 +104,11 @@ class ModuleNetwork(Network):
         return logits, widened(seen.inputs[self.head]), seen.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (B, classes) under batch statistics, and an empty tape: `tangent` passes once more."""
         return self.train(params, x, real=real)[0], []
 
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        """Return the derivative (B, classes) of the training logits along `direction`, by forward-mode."""
         # PyTorch's forward-mode of a group normalization refuses other layouts.
         params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
         try:
@@ -131,11 +120,9 @@ class ModuleNetwork(Network):
             ) from error
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        """Return logits (B, classes) under the tracked statistics."""
         return self._pass(params, x, stats, train=False)[0]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (logits, features), the logits themselves where the module does not end in a linear layer."""
         logits, seen = self._pass(params, x, stats, train=False)
         return logits, widened(seen.inputs.get(self.head or "", logits))
 
@@ -270,7 +257,6 @@ def _template(network: ModuleNetwork) -> _Template:
 
 
 def blank(network: ModuleNetwork) -> nn.Module:
-    """Return the module as its factory makes it."""
     with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
         return _made(network)
 
@@ -395,7 +381,6 @@ def _check_logits(logits: Tensor, network: ModuleNetwork) -> None:
 
 
 def _norms(module: nn.Module) -> dict[str, _NormBase]:
-    """Return the batch normalizations by path, in the module's order."""
     return {
         _path(name): layer
         for name, layer in module.named_modules()

@@ -114,12 +114,10 @@ class Settled(Run):
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize with the tracked mean and variance."""
         p, s = self.params[name]["norm"], self.stats[name]
         return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input, the features; of the last such layer alone, which is the head."""
         self.inputs = {name: z}
         return super().linear(name, z)
 
@@ -131,26 +129,21 @@ class Counted(Run):
     products: int = 0
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
-        """Count one product for each weight of a channel and place."""
         weight = self.params[name]["conv"]["weight"]
         out = z.new_zeros(len(z), len(weight), *(-(-side // stride) for side in z.shape[2:]))
         self.products += out.numel() * weight[0].numel()
         return out
 
     def norm(self, name: str, z: Tensor) -> Tensor:
-        """Leave z as it is."""
         return z
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """Leave z as it is."""
         return z
 
     def layer_norm(self, name: str, z: Tensor) -> Tensor:
-        """Leave z as it is."""
         return z
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Count one product for each weight and row."""
         weight = self.params[name]["weight"]
         out = z.new_zeros(*z.shape[:-1], len(weight))
         self.products += out.numel() * weight.shape[1]
@@ -206,23 +199,19 @@ class Recorded(Batched):
     tape: list[Tensor] = field(default_factory=list)
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
-        """Keep the input."""
         self.tape.append(z)
         return super().conv(name, z, stride)
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input and its statistics."""
         out, mean, inverse = self.normalized(name, z)
         self.tape += [z, mean, inverse]
         return out
 
     def group_norm(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input."""
         self.tape.append(z)
         return super().group_norm(name, z)
 
     def relu(self, z: Tensor) -> Tensor:
-        """Keep the output."""
         self.tape.append(F.relu(z))
         return self.tape[-1]
 
@@ -233,7 +222,6 @@ class Recorded(Batched):
         return out
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input."""
         self.tape.append(z)
         return super().linear(name, z)
 

@@ -20,7 +20,6 @@ WIDE = 128
 
 
 def names() -> list[str]:
-    """Return the names of this package's networks, and of those that installed packages announce."""
     return [*NETWORKS, *plugins.announced("network")]
 
 

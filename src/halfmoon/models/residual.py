@@ -35,7 +35,6 @@ class ResidualNetwork(Network):
         return 3
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield name, inputs, outputs and stride of each block."""
         inputs = self.width
         for number in range(self.groups * self.depth):
             outputs = self.width * 2 ** (number // self.depth)

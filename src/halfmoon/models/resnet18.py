@@ -73,14 +73,11 @@ class ResNet18ImageNet(ResNet18):
 
     @property
     def kernel(self) -> int:
-        """Return the side of the stem's kernel."""
         return 7
 
     @property
     def least(self) -> int:
-        """Return the least side of an image."""
         return 32
 
     def stem(self, x: Tensor, run: Run) -> Tensor:
-        """Return what the first block is given, of images x (B, C, H, W)."""
         return run.pool(run.relu(run.norm("stem", run.conv("stem", x, 2))), 3, 2, 1)

@@ -20,7 +20,6 @@ class ResNet8(ResidualNetwork):
     depth: ClassVar[int] = 1
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` unless height and width are multiples of 4 of at least 8."""
         if min(shape[1:]) < 8 or shape[1] % 4 or shape[2] % 4:
             raise UserError(
                 f"ResNet-8 takes images whose sides are multiples of 4 and at least 8, not {shape[1]}x{shape[2]}; "

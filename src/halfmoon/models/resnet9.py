@@ -35,12 +35,9 @@ class ResNet9(Network):
         }
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"} with PyTorch's default initialization, or FedMatch's without normalization."""
         return chain(self, generator, self._blocks())
 
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return logits (B, classes) for x (B, C, H, W)."""
-
         def block(name: str, z: Tensor) -> Tensor:
             return run.relu(run.norm(name, run.conv(name, z)))
 
@@ -54,7 +51,6 @@ class ResNet9(Network):
         return run.linear("head", z)
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` unless height and width are multiples of 8 of at least 16."""
         if min(shape[1:]) < 16 or shape[1] % 8 or shape[2] % 8:
             raise UserError(
                 f"ResNet-9 takes images whose sides are multiples of 8 and at least 16, not {shape[1]}x{shape[2]}; "

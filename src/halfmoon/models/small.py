@@ -24,11 +24,9 @@ class SmallCNN(Network):
         return {"conv1": (self.channels, w), "conv2": (w, 2 * w), "conv3": (2 * w, 2 * w)}
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"} with PyTorch's default initialization, or FedMatch's without normalization."""
         return chain(self, generator, self._blocks())
 
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return logits (B, classes) for x (B, C, H, W)."""
         z = x
         for name in ("conv1", "conv2", "conv3"):
             z = run.relu(run.norm(name, run.conv(name, z)))
@@ -37,6 +35,5 @@ class SmallCNN(Network):
         return run.linear("head", z.mean((-2, -1)))
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` if the two halvings leave nothing."""
         if min(shape[1:]) < 4:
             raise UserError(f"The small network takes images of at least 4x4 pixels, not {shape[1]}x{shape[2]}.")

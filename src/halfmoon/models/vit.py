@@ -44,11 +44,9 @@ class VisionTransformer(Network):
 
     @property
     def cuts(self) -> bool:
-        """Return False: the leading part of a block has fewer than its heads."""
         return False
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats": {}}, linear layers drawn as PyTorch draws them."""
         w = self.width
         params: Tree = {"patch": linear(generator, self.channels * PATCH**2, w)}
         for name in self._blocks():
@@ -60,7 +58,6 @@ class VisionTransformer(Network):
         return {"params": params, "stats": {}}
 
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return logits (B, classes) for x (B, C, H, W); between the layers are patches (B, N, width)."""
         z = run.linear("patch", patches(x))
         z = z + positions(x.shape[-2] // PATCH, x.shape[-1] // PATCH, self.width, z)
         for name in self._blocks():
@@ -69,23 +66,19 @@ class VisionTransformer(Network):
         return run.linear("head", run.layer_norm("norm", z).mean(-2))
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (B, classes), and an empty tape: `tangent` passes once more."""
         return self.train(params, x, real=real)[0], []
 
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        """Return the derivative (B, classes) of the logits along `direction`, by forward-mode."""
         params, direction = tree.contiguous(params), tree.contiguous(direction)
         return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
 
     def products(self, shape: tuple[int, int, int]) -> int | None:
-        """Return how many products one image of `shape` (C, H, W) costs forward, those between patches too."""
         tokens = (shape[1] // PATCH) * (shape[2] // PATCH)
         return (super().products(shape) or 0) + 2 * self.depth * tokens**2 * self.width
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` for images that patches do not tile."""
         if shape[1] % PATCH or shape[2] % PATCH:
             raise UserError(
                 f"The vision transformer cuts images into patches of {PATCH}x{PATCH} pixels, which do not tile "

@@ -95,7 +95,6 @@ def fitted(network: Network, weights: Weights, classes: tuple[str, ...]) -> tupl
 
 
 def of_head(network: Network, path: str) -> bool:
-    """Return whether a parameter is the head's."""
     return network.head is not None and path.startswith(f"{network.head}/")
 
 

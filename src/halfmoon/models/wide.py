@@ -37,7 +37,6 @@ class WideResNet(Network):
             )
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield name, inputs, outputs and stride of each block."""
         inputs, each = STEM, (self.depth - 4) // 6
         for number in range(3 * each):
             group, place = divmod(number, each)
@@ -46,7 +45,6 @@ class WideResNet(Network):
             inputs = outputs
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"} as SemiFL draws them: convolutions `kaiming`, the head PyTorch's with bias 0."""
         params: Tree = {"stem": {"conv": kaiming(generator, self.channels, STEM, 3)}}
         stats: Tree = {}
 
@@ -69,7 +67,6 @@ class WideResNet(Network):
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return logits (B, classes) for x (B, C, H, W)."""
         z = run.conv("stem", x)
         for name, _, _, stride in self._blocks():
             seen = run.relu(run.norm(f"{name}a", z))
@@ -80,7 +77,6 @@ class WideResNet(Network):
         return run.linear("head", run.relu(run.norm("final", z)).mean((-2, -1)))
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` unless height and width are multiples of 4 of at least 8."""
         if min(shape[1:]) < 8 or shape[1] % 4 or shape[2] % 4:
             raise UserError(
                 f"A Wide ResNet takes images whose sides are multiples of 4 and at least 8, not {shape[1]}x{shape[2]}; "

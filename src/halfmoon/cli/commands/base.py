@@ -129,7 +129,6 @@ def layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], P
 
 
 def _value(words: str) -> Any:
-    """Return a number, true or false as TOML reads it, anything else as text."""
     try:
         value = tomllib.loads(f"value = {words}")["value"]
     except tomllib.TOMLDecodeError:
@@ -146,7 +145,6 @@ def _metavar(kind: Any) -> str:
 
 
 def tracked(parser: argparse.ArgumentParser) -> None:
-    """Let a command that plays runs take --tracker; `halfmoon.runs.trackers.tracker` knows the names."""
     about = "also write every round for a tracker: tensorboard (needs halfmoon[tensorboard])"
     parser.add_argument("--tracker", metavar="NAME", help=about)
 
@@ -171,7 +169,6 @@ def flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[st
 
 
 def model_first(command: str) -> UserError:
-    """Return the sentence about `--model RUN`, as commands took it before version 0.3."""
     return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
 
 
@@ -218,12 +215,10 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 def complain(words: str, code: int) -> int:
-    """Write a sentence to stderr and return the exit code."""
     sys.stderr.write(f"halfmoon: {words}\n")
     return code
 

@@ -56,7 +56,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _of_split(config: Config, path: Path) -> Config:
-    """Return the configuration with the data set that a saved split was made for."""
     from halfmoon.data import Split
 
     return replace(config, data=Split.load(path).origin.source or config.data)

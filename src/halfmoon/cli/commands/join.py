@@ -129,11 +129,9 @@ class Terminal:
     """A person who reads `screen` and types at `keys`."""
 
     def __init__(self, keys: TextIO, screen: TextIO) -> None:
-        """Talk to whoever is there."""
         self.keys, self.screen = keys, screen
 
     def ask(self, question: str) -> None:
-        """Show a question."""
         self.screen.write(question)
         self.screen.flush()
 

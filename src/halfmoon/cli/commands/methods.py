@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def served(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --port and --no-browser."""
     about = "the port of the page, which only this machine can open (default: a free one)"
     parser.add_argument("--port", metavar="N", help=about)
     parser.add_argument("--no-browser", action="store_true", help="print the page's address, and open no browser")
@@ -52,10 +51,8 @@ def loader(path: Path, device: str, network: str | None) -> Callable[[], Model]:
 
 
 def tell(words: str) -> None:
-    """Write a line to the terminal at once."""
     shower(False)(words)
 
 
 def note(words: str) -> None:
-    """Write a line beside the results."""
     sys.stderr.write(f"halfmoon: {words}\n")

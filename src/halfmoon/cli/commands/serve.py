@@ -92,7 +92,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _page(given: argparse.Namespace, folder: Path, show: Callable[[str], None]) -> AbstractContextManager[object]:
-    """Return what shows the federation in a browser while it goes on, where that is asked for."""
     if given.page is None:
         return nullcontext()
     from halfmoon.pages.server import beside

@@ -83,7 +83,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _forming(parser: argparse.ArgumentParser) -> None:
-    """Let an action say how images are brought to one form."""
     parser.add_argument("--size", metavar="HxW", help="height and width of all images (default: their own, if one)")
     parser.add_argument("--channels", metavar="1|3", help="1: gray, 3: RGB (default: 1 where all images are gray)")
     about = "keep the sides in proportion, and cut off what is beyond the middle"

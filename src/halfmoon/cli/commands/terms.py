@@ -10,7 +10,6 @@ from halfmoon.cli.commands.base import print_json, say, show
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the action."""
     about = "the server's file: options of a run, and a table [federation]"
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, help=about)
 

@@ -18,26 +18,22 @@ if TYPE_CHECKING:
 
 
 def of_model(parser: argparse.ArgumentParser) -> None:
-    """Let a command take a model."""
     about = "the folder of a finished run, or its model.safetensors"
     parser.add_argument("model", metavar="MODEL", type=Path, help=about)
     from_outside(parser)
 
 
 def from_outside(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --network."""
     about = "the model's network, where it comes from outside halfmoon: no file names code that you do not name"
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
 
 
 def on_device(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --device."""
     about = "where to compute (default: auto)"
     parser.add_argument("--device", metavar="auto|cpu|cuda", default="auto", help=about)
 
 
 def sure(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --sure."""
     about = "probability from which a label counts as sure (default: 0.9)"
     parser.add_argument("--sure", metavar="X", type=float, default=0.9, help=about)
 

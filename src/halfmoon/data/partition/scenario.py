@@ -363,7 +363,6 @@ def _marked(scenario: Scenario, size: int, classes: int) -> int:
 
 
 def _labeled_clients(scenario: Scenario) -> np.ndarray:
-    """Return the clients that hold labels, sorted."""
     if scenario.labeled_clients is None:
         return np.arange(scenario.clients)
     draw = stream(scenario.seed, "split", "holders")

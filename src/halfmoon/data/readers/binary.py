@@ -44,7 +44,6 @@ PICKLES = {
 
 
 def is_here(folder: Path, name: str) -> bool:
-    """Return whether the folder holds a binary file of the set `name` (cifar10 or cifar100)."""
     layout = LAYOUTS[name]
     return any((folder / file).is_file() for file in (*layout.train, layout.test))
 

@@ -113,7 +113,6 @@ def same_classes(folder: Path, train: Mapping[str, object], held: Mapping[str, o
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Return the image files of a folder, sorted by name; none where there is no such folder."""
     return sorted(path for path in folder.iterdir() if _is_image(path)) if folder.is_dir() else []
 
 

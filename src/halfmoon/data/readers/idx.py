@@ -78,7 +78,6 @@ def read_pair(folder: Path, prefix: str) -> Images:
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether the folder looks like an idx set: it has the images or the labels of train."""
     return any(folder.glob("train-*-idx?-ubyte*"))
 
 

@@ -22,7 +22,6 @@ ANNOTATIONS = "val_annotations.txt"
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether the folder looks like Tiny ImageNet: by one of its text files, or by WordNet ids and `val`."""
     if (folder / "wnids.txt").is_file() or (folder / "val" / ANNOTATIONS).is_file():
         return True
     return (folder / "val").is_dir() and _has_classes(folder / "train") and not _has_classes(folder / "test")

@@ -44,14 +44,12 @@ class Rows:
         self._file: Any = None
 
     def __enter__(self) -> Rows:
-        """Open the file."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("wb")
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the file; it is on the disk then."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -85,5 +83,4 @@ def npy_head(shape: tuple[int, ...]) -> bytes:
 
 
 def mapped(path: Path) -> np.ndarray:
-    """Return a .npy file as an array that is read where it is looked at; what is written to it stays in memory."""
     return np.load(path, mmap_mode="c", allow_pickle=False)

@@ -48,7 +48,6 @@ class Pool:
 
     @property
     def levels(self) -> int:
-        """The number of levels."""
         return len(self.factor)
 
 
