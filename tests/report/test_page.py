@@ -24,11 +24,11 @@ from scipy.stats import kendalltau
 from halfmoon.cli.commands import report
 from halfmoon.cli.commands.base import Parser
 from halfmoon.core.errors import UserError
-from halfmoon.report import comparison, csv_table, latex, series
-from halfmoon.report.comparison import Evaluation, common_steps, equal, final, kendall, order, verdict
+from halfmoon.report import bands, frame, latex, scores, series
 from halfmoon.report.gather import common_options, gather
 from halfmoon.report.headline import headline
 from halfmoon.report.page import as_html, missing
+from halfmoon.report.scores import equal, final, kendall, order, verdict
 from halfmoon.report.study import Published, read_sweep
 from halfmoon.report.tables import Spread
 from halfmoon.report.writer import write_report
@@ -83,11 +83,11 @@ def data_of(page: str) -> dict[str, Any]:
     [
         (Spread(63.0, 3.0), Published(53.0, 4.0), True, ""),  # 2 sqrt(9 + 16) = 10: on the edge is within
         (Spread(63.01, 3.0), Published(53.0, 4.0), False, ""),
-        (Spread(50.0, None), Published(53.0, 1.5), True, comparison.ONE_SEED),  # 2 * 1.5 = 3
-        (Spread(49.9, None), Published(53.0, 1.5), False, comparison.ONE_SEED),
-        (Spread(50.0, 1.0), Published(52.0), True, comparison.NO_PUBLISHED),
-        (Spread(50.0, 0.0), Published(50.5), False, comparison.NO_PUBLISHED),  # alike seeds: a known deviation of zero
-        (Spread(50.0, None), Published(50.0), None, comparison.UNKNOWN),
+        (Spread(50.0, None), Published(53.0, 1.5), True, scores.ONE_SEED),  # 2 * 1.5 = 3
+        (Spread(49.9, None), Published(53.0, 1.5), False, scores.ONE_SEED),
+        (Spread(50.0, 1.0), Published(52.0), True, scores.NO_PUBLISHED),
+        (Spread(50.0, 0.0), Published(50.5), False, scores.NO_PUBLISHED),  # alike seeds: a known deviation of zero
+        (Spread(50.0, None), Published(50.0), None, scores.UNKNOWN),
     ],
 )
 def test_the_two_sigma_rule(measured: Spread, published: Published, within: bool | None, noted: str) -> None:
@@ -120,15 +120,15 @@ def test_kendall_is_scipys(pairs: list[tuple[int, int]]) -> None:
 def test_equal_steps_by_hand() -> None:
     """Ends at 60, 45 and 90 steps: 45 is common; the last evaluations not after it are at 40, 45 and 30."""
     runs = [
-        [Evaluation(20, 0.2), Evaluation(40, 0.4), Evaluation(60, 0.6)],
-        [Evaluation(15, 0.1), Evaluation(45, 0.5)],
-        [Evaluation(30, 0.3), Evaluation(60, 0.7), Evaluation(90, 0.9)],
+        [(20, 0.2), (40, 0.4), (60, 0.6)],
+        [(15, 0.1), (45, 0.5)],
+        [(30, 0.3), (60, 0.7), (90, 0.9)],
     ]
-    assert common_steps(runs) == 45
-    assert [comparison.at_steps(run, 45) for run in runs] == [0.4, 0.5, 0.3]
-    assert comparison.at_steps(runs[2], 29) is None
-    assert common_steps([*runs, []]) is None
-    assert common_steps([]) is None
+    assert frame.common_steps(runs) == 45
+    assert [frame.at_steps(run, 45) for run in runs] == [0.4, 0.5, 0.3]
+    assert frame.at_steps(runs[2], 29) is None
+    assert frame.common_steps([*runs, []]) is None
+    assert frame.common_steps([]) is None
 
 
 def test_equal_steps_of_runs(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_the_csv_parses_back(tmp_path: Path) -> None:
     facts["cells"][3]["runs"] = []
     facts["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
     (folder / "sweep.json").write_text(json.dumps(facts))
-    rows = list(csv.DictReader(io.StringIO(csv_table.as_csv([read_sweep(folder / "sweep.json")]))))
+    rows = list(csv.DictReader(io.StringIO(frame.as_csv([read_sweep(folder / "sweep.json")]))))
     assert len(rows) == 2 * 6 - 1
     first = rows[0]
     assert (first["study"], first["scale"], first["setting"], first["method"]) == (
@@ -350,7 +350,7 @@ def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
     done = write_run(tmp_path / "cells" / "a", 0, 7)
     facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [entry(done, "cells/a")]}]
     (tmp_path / "sweep.json").write_text(json.dumps(facts))
-    (row,) = csv.DictReader(io.StringIO(csv_table.as_csv(gather([tmp_path]))))
+    (row,) = csv.DictReader(io.StringIO(frame.as_csv(gather([tmp_path]))))
     assert (row["axis_seed"], row["seed"]) == ("iid-iid", "7")
 
 
@@ -417,7 +417,7 @@ def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
     assert not [name for name, _ in read.attributes if name.startswith("on")]
     data = data_of(page)
     assert data["studies"][0]["groups"][0]["classes"] == names
-    assert data["studies"][0]["looks"][1]["title"] == EVIL
+    assert data["studies"][0]["styles"][1]["title"] == EVIL
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_the_page_says_the_numbers(tmp_path: Path) -> None:
     assert "paper 80.00 ± 1.00" in text
     assert "\N{MINUS SIGN}2.03 within 2\N{GREEK SMALL LETTER SIGMA}" in text
     assert "Kendall's τ = 1.00 over the 3 that have both numbers." in text
-    assert f"{comparison.NO_PUBLISHED}." in text
+    assert f"{scores.NO_PUBLISHED}." in text
     assert "a processor, 2 cores, no GPU" in text
     assert "halfmoon sweep toy-table1 --scale small" in text
 
@@ -497,10 +497,10 @@ def test_old_runs_only_lose_their_parts(tmp_path: Path) -> None:
 
 
 def test_many_rounds_are_thinned() -> None:
-    kept = series.thinned(range(1, 2001), 300)
+    kept = bands.thinned(range(1, 2001), 300)
     assert (len(kept), kept[0], kept[-1]) == (300, 1, 2000)
     assert kept == sorted(set(kept))
-    assert series.thinned([3, 5], 300) == [3, 5]
+    assert bands.thinned([3, 5], 300) == [3, 5]
 
 
 def test_a_different_split_is_drawn_once(tmp_path: Path) -> None:
@@ -719,7 +719,7 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
     page = as_html([study])
     assert page.count('<th scope="col" colspan') == 2 * 2
     assert "What the configurations are" in page
-    for words in (page, csv_table.as_csv([study]), latex.as_latex([study])):
+    for words in (page, frame.as_csv([study]), latex.as_latex([study])):
         assert "/home/me" not in words
         assert "momentum 3" in words  # nothing that tells the two apart is lost
 

@@ -21,9 +21,9 @@ from halfmoon.methods import registry
 from halfmoon.report.about import described
 from halfmoon.report.bubbles import areas, bubbles, chosen
 from halfmoon.report.curves import curve, curves, spaced
-from halfmoon.report.figures import look
+from halfmoon.report.figures import style
 from halfmoon.report.run_reader import Run, find
-from halfmoon.report.styles import _HOMES, SLOTS, looks, slots
+from halfmoon.report.styles import _HOMES, SLOTS, slots, styles
 from halfmoon.report.tables import Result, comparison, spread
 
 
@@ -291,8 +291,8 @@ def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, see
     height, width, _ = pixels.shape
     assert 600 <= height <= 1200
     assert 800 <= width <= 1800
-    for style in looks([f"Method {m}" for m in range(methods)]):
-        assert holds(pixels, style.color) > 30
+    for one in styles([f"Method {m}" for m in range(methods)]):
+        assert holds(pixels, one.color) > 30
     assert (pixels[:, [0, -1]] == 255).all()  # nothing is cut off at the sides
     again = tmp_path / "again.png"
     curves(runs, again)
@@ -303,7 +303,7 @@ def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, see
 def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) -> None:
     run = run_of("fedavg", 0, accuracies) if accuracies else Run(tmp_path, "", [], None)
     curves([run], tmp_path / "curves.png")
-    (style,) = looks(["fedavg"])
+    (style,) = styles(["fedavg"])
     assert (holds(picture(tmp_path / "curves.png"), style.color) > 10) == bool(accuracies)
 
 
@@ -313,12 +313,12 @@ def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_looks_differ() -> None:
-    assert len({look(n) for n in range(120)}) == 120
+    assert len({style(n) for n in range(120)}) == 120
     # Without color, too: marker and dashes alone.
-    assert len({look(n)[1:] for n in range(SLOTS)}) == SLOTS >= 12
-    assert len({look(n).marker for n in range(12)}) == 12
+    assert len({style(n)[1:] for n in range(SLOTS)}) == SLOTS >= 12
+    assert len({style(n).marker for n in range(12)}) == 12
     for n in range(20):
-        one, other = look(n), look(n + 1)
+        one, other = style(n), style(n + 1)
         assert one.color != other.color
         assert one.dashes != other.dashes
         assert one.marker != other.marker
@@ -327,11 +327,11 @@ def test_looks_differ() -> None:
 def test_a_method_keeps_its_look_in_every_picture() -> None:
     """A method that is younger than the table has one by its letters; it gives way where that is taken."""
     methods = [name for name in registry.names() if name in _HOMES]
-    alone = {name: looks([name])[0] for name in methods}
+    alone = {name: styles([name])[0] for name in methods}
     assert len(set(alone.values())) == len(methods) > 30  # each has its own
     for some in (methods[3:9], methods[::-1], [*methods[::3], "one of my own"]):
-        assert [alone[name] for name in some if name in alone] == looks(some)[: len([n for n in some if n in alone])]
-    assert len(set(looks(registry.names()))) == len(registry.names())
+        assert [alone[name] for name in some if name in alone] == styles(some)[: len([n for n in some if n in alone])]
+    assert len(set(styles(registry.names()))) == len(registry.names())
 
 
 def test_variants_of_a_method_and_unknown_names_differ() -> None:
@@ -423,9 +423,9 @@ def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> 
     pixels = picture(path)
     half = pixels.shape[0] // 2
     assert 800 <= pixels.shape[1] <= 2000
-    assert holds(pixels[:half], look(0).color) > 50
-    assert holds(pixels[half:], look(1).color) > 50
-    assert holds(pixels[half:], look(0).color) == 0
+    assert holds(pixels[:half], style(0).color) > 50
+    assert holds(pixels[half:], style(1).color) > 50
+    assert holds(pixels[half:], style(0).color) == 0
 
 
 def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_a_side_without_any_image_is_drawn(tmp_path: Path) -> None:
     for each in split["each"]:
         each["labeled_classes"] = [0, 0]
     bubbles(split, tmp_path / "bubbles.png")
-    assert holds(picture(tmp_path / "bubbles.png"), look(0).color) == 0
+    assert holds(picture(tmp_path / "bubbles.png"), style(0).color) == 0
 
 
 def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
@@ -470,15 +470,15 @@ def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
     for each in split["each"]:
         each.update({"labeled_classes": [0, 0], "unlabeled_classes": [40, 40]})
     bubbles(split, path)
-    (labeled,) = columns_of(path, look(0).color)
-    clients = columns_of(path, look(1).color)
+    (labeled,) = columns_of(path, style(0).color)
+    clients = columns_of(path, style(1).color)
     assert len(clients) == 3
     assert labeled[1] < clients[0][0]
     gaps = np.diff([sum(span) / 2 for span in (labeled, *clients)])
     assert gaps[0] == pytest.approx(2 * gaps[1], abs=2)  # an empty column lies between
     split["each"][2]["labeled_classes"] = [4, 4]
     bubbles(split, path)
-    assert columns_of(path, look(0).color)[1:] == clients[2:]
+    assert columns_of(path, style(0).color)[1:] == clients[2:]
 
 
 def test_the_legend_of_many_methods_lies_inside_the_picture(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from halfmoon.pages import eventlog
 from halfmoon.pages.alarms import Alarm, alarms
-from halfmoon.report.series import short, thinned
+from halfmoon.report.bands import short, thinned
 from halfmoon.storage import atomic_io, toml
 
 METRICS, TIMINGS, SUMMARY, RUN, CONFIG = "metrics.jsonl", "timings.jsonl", "summary.json", "run.json", "config.toml"

@@ -12,7 +12,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
 from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
 from halfmoon.pages.server import App, application, serve
-from halfmoon.report.styles import drawn, looks
+from halfmoon.report.styles import as_json
+from halfmoon.report.styles import styles as styles_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -63,12 +64,12 @@ class Watching:
             now = time.time()
             names = variants(runs)
             kinds = list(dict.fromkeys(names))
-            styles = dict(zip(kinds, looks(kinds), strict=True))
+            styles = dict(zip(kinds, styles_of(kinds), strict=True))
             facts = []
             for number, run in enumerate(runs):
                 fact = run.facts(now) | {"id": number}
                 fact["title"] = self._titles.get(run.method, fact["title"])
-                fact["look"] = drawn(styles[names[number]])
+                fact["look"] = as_json(styles[names[number]])
                 if have.get(str(number)) != str(run.version):
                     fact |= run.drawn()
                 facts.append(fact)

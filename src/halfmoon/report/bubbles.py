@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from halfmoon.report.figures import figure, look, tidy, write
+from halfmoon.report.figures import figure, style, tidy, write
 
 SHOWN = 40
 """At most so many clients are drawn."""
@@ -56,7 +56,7 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
         counts[before:] = [summary["each"][k][f"{kind}_classes"] for k in shown]
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
-        _panel(axes, counts, largest, look(number).color)
+        _panel(axes, counts, largest, style(number).color)
         axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold")
         _mark(axes.yaxis, [str(name) for name in classes], height)
     _mark(panels[1].xaxis, [str(k) for k in shown], width / 2.2, ["server"] if server else [], before)

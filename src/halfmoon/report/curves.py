@@ -13,9 +13,9 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from halfmoon.report.about import described
-from halfmoon.report.figures import GRAY, Look, figure, tidy, write
+from halfmoon.report.figures import GRAY, Style, figure, tidy, write
 from halfmoon.report.run_reader import Run
-from halfmoon.report.styles import looks
+from halfmoon.report.styles import styles as styles_of
 
 _AT_THE_END = 8  # so many names find room beside the ends of their lines; more go into a legend
 
@@ -55,7 +55,7 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     for run in runs:
         groups.setdefault(run.title, []).append(run)
     methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
-    styles = dict(zip(groups, looks(methods), strict=True))
+    styles = dict(zip(groups, styles_of(methods), strict=True))
     panels = {what: shown for what in _PANELS if (shown := _lively(groups, what))}
     beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
     width = 6.0 if panels else 4.6
@@ -131,7 +131,7 @@ def spaced(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _draw(
-    axes: Axes, groups: dict[str, list[Run]], styles: dict[str, Look], what: tuple[str, str], label: str
+    axes: Axes, groups: dict[str, list[Run]], styles: dict[str, Style], what: tuple[str, str], label: str
 ) -> dict[str, tuple[float, float]]:
     """Draw one quantity of all methods, in percent; return where each line ends."""
     ends: dict[str, tuple[float, float]] = {}
@@ -188,7 +188,7 @@ def _at_least(low: float, high: float, span: float) -> tuple[float, float]:
     return low - missing / 2, high + missing / 2
 
 
-def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[str, Look]) -> None:
+def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[str, Style]) -> None:
     """Write every method's name at the right end of its line, apart from each other, with a hair line to its end."""
     if not ends:
         return

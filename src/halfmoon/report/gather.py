@@ -29,48 +29,20 @@ from halfmoon.report.study import (
 from halfmoon.storage import atomic_io, toml
 
 WORLD = (
-    *(
-        "data",
-        "data_share",
-        "validation_share",
-        "validation_part",
-        "image_size",
-        "shrink",
-        "pixel_mean",
-        "pixel_std",
-        "clients",
-        "setting",
-        "dirichlet_alpha",
-        "labels_per_class",
-        "label_ratio",
-    ),
-    *("labels", "labels_at", "labeled_clients", "classes_per_client", "stages", "unlabeled_share", "min_size"),
-    *("split", "split_seed"),
+    *("data", "data_share", "validation_share", "validation_part", "image_size", "shrink", "pixel_mean", "pixel_std"),
+    *("clients", "setting", "dirichlet_alpha", "labels_per_class", "label_ratio", "labels", "labels_at"),
+    *("labeled_clients", "classes_per_client", "stages", "unlabeled_share", "min_size", "split", "split_seed"),
 )
-"""Options that say on what a method is tried; runs that differ in one of them never share a column."""
+"""The options of the data and the split; runs that differ in one of them never share a column."""
 
 MOST_LINES = 2
 """Lines of a table's head at most: where more options differ, they are put together."""
 
-# What does not change a run's numbers, is said by the row, or is a seed.
-_SILENT = {
-    *(
-        "method",
-        "baselines",
-        "options",
-        "seed",
-        "run_dir",
-        "data_dir",
-        "cache",
-        "device",
-        "executor",
-        "compile",
-        "threads",
-        "workers",
-        "processes",
-    ),
-    *("memory_cap", "checkpoint_every", "evaluate_every", "reference"),
+SILENT = {
+    *("method", "baselines", "options", "seed", "run_dir", "data_dir", "cache", "device", "executor", "compile"),
+    *("threads", "workers", "processes", "memory_cap", "checkpoint_every", "evaluate_every", "reference"),
 }
+"""Options that do not change a run's numbers, are the row's, or are a seed."""
 
 
 def gather(paths: Sequence[Path]) -> list[Study]:
@@ -102,27 +74,27 @@ def gather(paths: Sequence[Path]) -> list[Study]:
 
 
 @dataclass(frozen=True)
-class _Loose:
-    """A run with the options that may tell it from others, flat."""
+class Loose:
+    """A run with its seed, its method, the method's own options, and the options that may tell it from others."""
 
     run: Run
+    seed: int
     method: str
-    own: dict[str, Any]  # options of the method
+    own: dict[str, Any]
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, run: Run) -> _Loose:
+    def of(cls, run: Run) -> Loose:
+        """Read the options of a run; raise UserError where they were changed to something else."""
         options = run.options
-        given = options.get("options", {})
-        if type(options.get("seed", 0)) is not int or not isinstance(given, Mapping):
+        own, seed = options.get("options", {}), options.get("seed", 0)
+        if type(seed) is not int or not isinstance(own, Mapping):
             raise UserError(f"{run.path / 'config.toml'} was changed: its seed or its options are none; restore it.")
-        method = str(options.get("method", run.path.name))
-        own = {key: value for key, value in given.items() if not isinstance(value, Mapping)}
-        return cls(run, method, own, {key: value for key, value in options.items() if key not in _SILENT})
-
-    @property
-    def seed(self) -> int:
-        return int(self.run.options.get("seed", 0))
+        own = {key: value for key, value in own.items() if not isinstance(value, Mapping)}
+        rest = {key: value for key, value in options.items() if key not in SILENT}
+        if isinstance(rest.get("federation"), Mapping):
+            rest["federation"] = rest["federation"].get("name")
+        return cls(run, seed, str(options.get("method", run.path.name)), own, rest)
 
 
 def from_runs(paths: Sequence[Path]) -> Study:
@@ -131,60 +103,71 @@ def from_runs(paths: Sequence[Path]) -> Study:
     An option other than those of `WORLD` makes columns where one row was played with several values of it. Raise
     UserError if a path holds no run, or two different runs would be the same seed of one cell.
     """
-    runs: dict[Path, Run] = {}
-    notes = []
-    for path in paths:
-        plan = _plan(path)
-        found = {run.path.resolve(): run for run in find(path)}
-        runs |= {job.resolve(): found[job.resolve()] for job in plan if job.resolve() in found} | found
-        lost = [job.name for job in plan if job.resolve() not in found]
-        if lost:
-            notes.append(f"Not begun: {', '.join(lost)}.")
-    each = _with_data_names([_Loose.of(run) for run in runs.values()])
-    names = _row_names(each)
-    keys = _columns(each, names)
-    placed = [{key: _shown(one.options.get(key)) for key in keys} for one in each]
+    runs, notes = _read(paths)
+    names = _row_names(runs)
+    rows = _row_values(runs, names)
+    keys = _columns(runs, names)
+    places = [{key: _text(run.options.get(key)) for key in keys} for run in runs]
     if len(keys) > MOST_LINES:
-        placed = [_merged(place) for place in placed]
-    columns = list(placed[0]) if placed else []
-    axes = [Axis("method", _row_values(each, names)), *(_axis(key, placed) for key in columns)]
+        places = [_merged(place) for place in places]
+    columns = list(places[0]) if places else []
     cells: dict[tuple[str, ...], Cell] = {}
-    for one, name, place in zip(each, names, placed, strict=True):
+    for run, name, place in zip(runs, names, places, strict=True):
         at = {"method": name} | place
         cell = cells.setdefault(tuple(at.values()), Cell(at, []))
-        twins = [other for other in cell.runs if other.seed == one.seed]
-        entry = _entry(one)
+        twins = [other for other in cell.runs if other.seed == run.seed]
+        entry = _entry(run)
         if any(other.identity != entry.identity for other in twins):
-            raise UserError(f"{name} comes twice with seed {one.seed} ({one.run.path}); report one of them.")
+            raise UserError(f"{name} comes twice with seed {run.seed} ({run.run.path}); report one of them.")
         if not twins:
             cell.runs.append(entry)
     folders = [path.name or str(path) for path in (path.resolve() for path in paths)]
     sweep = Sweep(
         format=FORMAT,
-        title=_title(each, names),
+        title=_title(runs, [row.title for row in rows]),
         kind="table",
         rows="method",
         columns=columns,
-        axes=axes,
+        axes=[Axis("method", rows), *(_axis(key, [place[key] for place in places]) for key in columns)],
         cells=list(cells.values()),
         recipe=", ".join(folders),
-        about=_about(each, keys),
-        versions=_versions(each),
+        about=_about(runs, keys),
+        versions=_versions(runs),
     )
-    return Study(sweep, {_key(one.run): one.run for one in each}, tuple(notes))
+    return Study(sweep, {_key(run.run): run.run for run in runs}, tuple(notes))
 
 
-def _with_data_names(each: Sequence[_Loose]) -> list[_Loose]:
+def _read(paths: Sequence[Path]) -> tuple[list[Loose], list[str]]:
+    """Return the runs of all folders, each once, and a note of those that a comparison has not begun."""
+    runs: dict[Path, Run] = {}
+    notes = []
+    for path in paths:
+        plan = _plan(path)
+        here = {run.path.resolve(): run for run in find(path)}
+        runs |= {job.resolve(): here[job.resolve()] for job in plan if job.resolve() in here} | here
+        missing = [job.name for job in plan if job.resolve() not in here]
+        if missing:
+            notes.append(f"Not begun: {', '.join(missing)}.")
+    return _with_data_names([Loose.of(run) for run in runs.values()]), notes
+
+
+def _with_data_names(runs: Sequence[Loose]) -> list[Loose]:
     """Return the runs with the names of their data sets in place of folders; equal names get a folder more."""
-    paths = {str(one.options["data"]) for one in each if one.options.get("data")}
+    paths = {str(run.options["data"]) for run in runs if run.options.get("data")}
     short = Counter(data_name(path) for path in paths)
     names = {path: data_name(path, 1 if short[data_name(path)] == 1 else 2) for path in paths}
     return [
-        replace(one, options=one.options | {"data": names[str(one.options["data"])]})
-        if one.options.get("data")
-        else one
-        for one in each
+        replace(run, options=run.options | {"data": names[str(run.options["data"])]})
+        if run.options.get("data")
+        else run
+        for run in runs
     ]
+
+
+def common_options(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the options that all runs have alike, without those that say where and not what."""
+    first, *others = [run.options for run in _with_data_names([Loose.of(run) for run in runs])] or [{}]
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
 def _merged(place: Mapping[str, str]) -> dict[str, str]:
@@ -193,82 +176,75 @@ def _merged(place: Mapping[str, str]) -> dict[str, str]:
     return {**({"data": place["data"]} if "data" in place else {}), CONFIGURATION: rest}
 
 
-def _axis(key: str, placed: Sequence[Mapping[str, str]]) -> Axis:
-    names = list(dict.fromkeys(place[key] for place in placed))
+def _axis(key: str, places: Sequence[str]) -> Axis:
+    names = list(dict.fromkeys(places))
     if key == CONFIGURATION:
         return Axis(key, [Value(name, f"configuration {_letter(n)}") for n, name in enumerate(names)])
-    return Axis(key, [Value(name, _value_title(key, name)) for name in names])
+    # Numbers get the name of their axis wherever they are shown.
+    bare = {name for name in names if key in ("data", "setting") or is_number(name)}
+    return Axis(key, [Value(name, name if name in bare else f"{key} {name}") for name in names])
 
 
 def _letter(number: int) -> str:
     return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
-def _title(each: Sequence[_Loose], names: Sequence[str]) -> str:
+def _title(runs: Sequence[Loose], rows: Sequence[str]) -> str:
     """Return the methods, and the data sets that they were played on."""
-    titles = list(dict.fromkeys(value.title for value in _row_values(each, names)))
-    data = list(dict.fromkeys(str(one.options["data"]) for one in each if one.options.get("data")))
-    what = _listed(titles) if len(titles) <= 3 else f"{len(titles)} methods"
-    where = _listed(data) if len(data) <= 3 else f"{len(data)} data sets"
-    return f"{what} on {where}" if data else what
+    rows = list(dict.fromkeys(rows))
+    data = list(dict.fromkeys(str(run.options["data"]) for run in runs if run.options.get("data")))
+    methods = _joined(rows) if len(rows) <= 3 else f"{len(rows)} methods"
+    return f"{methods} on {_joined(data) if len(data) <= 3 else f'{len(data)} data sets'}" if data else methods
 
 
-def _listed(words: Sequence[str]) -> str:
+def _joined(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def common_options(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the options that all runs have alike, without those that say where and not what."""
-    flat = [one.options for one in _with_data_names([_Loose.of(run) for run in runs])]
-    first, *others = flat or [{}]
-    return {key: value for key, value in first.items() if all(each.get(key) == value for each in others)}
-
-
-def _row_names(each: Sequence[_Loose]) -> list[str]:
+def _row_names(runs: Sequence[Loose]) -> list[str]:
     """Return a name for the row of every run: the method, with those of its own options that differ between runs."""
     names = []
-    for one in each:
-        same = [other for other in each if other.method == one.method]
+    for run in runs:
+        same = [other for other in runs if other.method == run.method]
         keys = sorted({key for other in same for key in other.own})
-        differing = [key for key in keys if len({_shown(other.own.get(key)) for other in same}) > 1]
-        words = ", ".join(f"{key} {_shown(one.own.get(key))}" for key in differing)
-        names.append(f"{one.method} ({words})" if words else one.method)
+        differing = [key for key in keys if len({_text(other.own.get(key)) for other in same}) > 1]
+        words = ", ".join(f"{key} {_text(run.own.get(key))}" for key in differing)
+        names.append(f"{run.method} ({words})" if words else run.method)
     return names
 
 
-def _row_values(each: Sequence[_Loose], names: Sequence[str]) -> list[Value]:
-    titles = {one.method: one.run.title for one in each if one.run.summary is not None}
+def _row_values(runs: Sequence[Loose], names: Sequence[str]) -> list[Value]:
+    titles = {run.method: run.run.title for run in runs if run.run.summary is not None}
     rows = {
-        name: titles.get(one.method, one.method) + name.removeprefix(one.method)
-        for one, name in zip(each, names, strict=True)
+        name: titles.get(run.method, run.method) + name.removeprefix(run.method)
+        for run, name in zip(runs, names, strict=True)
     }
     return [Value(name, title) for name, title in rows.items()]
 
 
-def _columns(each: Sequence[_Loose], names: Sequence[str]) -> list[str]:
+def _columns(runs: Sequence[Loose], names: Sequence[str]) -> list[str]:
     """Return the options that make columns, those of the world first."""
-    keys = list(dict.fromkeys([*WORLD, *(key for one in each for key in one.options)]))
-    found = []
-    for key in keys:
-        values = {(name, _shown(one.options.get(key))) for one, name in zip(each, names, strict=True)}
+    columns = []
+    for key in dict.fromkeys([*WORLD, *(key for run in runs for key in run.options)]):
+        values = {(name, _text(run.options.get(key))) for run, name in zip(runs, names, strict=True)}
         several = len({value for _, value in values}) > 1
         if several and (key in WORLD or len(values) > len({name for name, _ in values})):
-            found.append(key)
-    return found
+            columns.append(key)
+    return columns
 
 
-def _entry(one: _Loose) -> StudyCell:
-    summary = one.run.summary
-    entry = StudyCell(one.seed, str(one.run.head.get("identity", "")), _key(one.run))
+def _entry(loose: Loose) -> StudyCell:
+    summary = loose.run.summary
+    entry = StudyCell(loose.seed, str(loose.run.head.get("identity", "")), _key(loose.run))
     if summary is None:
         return entry
     if "accuracy" not in summary or "cost" not in summary:
-        raise UserError(f"{one.run.path / 'summary.json'} has no accuracy or no cost: it is of a split alone.")
-    tested = summary["accuracy"]  # None for a federation without test images
+        raise UserError(f"{loose.run.path / 'summary.json'} has no accuracy or no cost: it is of a split alone.")
+    accuracy = summary["accuracy"]  # None for a federation without test images
     return replace(
         entry,
         finished=True,
-        accuracy=tested and Accuracy(tested["last"], tested.get("best"), tested.get("best_round")),
+        accuracy=accuracy and Accuracy(accuracy["last"], accuracy.get("best"), accuracy.get("best_round")),
         cost=summary["cost"],
         seconds=summary.get("seconds"),
     )
@@ -278,36 +254,30 @@ def _key(run: Run) -> str:
     return str(run.path.resolve())
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return toml.value(value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _about(each: Sequence[_Loose], columns: Sequence[str]) -> str:
-    """Return what all runs were played on, in a sentence."""
-    first = each[0].options
-    known = [
-        key
-        for key in ("data", "setting", "dirichlet_alpha", "clients", "rounds")
+def _about(runs: Sequence[Loose], columns: Sequence[str]) -> str:
+    """Return the data, the split and the rounds that all runs share, in a sentence."""
+    first = runs[0].options
+    keys = ("data", "setting", "dirichlet_alpha", "clients", "rounds")
+    words = [
+        ("" if key in ("data", "setting") else f"{key} ") + _text(first[key])
+        for key in keys
         if key in first and key not in columns
     ]
-    words = [("" if key in ("data", "setting") else f"{key} ") + _shown(first[key]) for key in known]
     return ", ".join(words) + "." if words else ""
 
 
-def _value_title(key: str, name: str) -> str:
-    # Numbers get the name of their axis wherever they are shown.
-    return name if key in ("data", "setting") or is_number(name) else f"{key} {name}"
-
-
-def _versions(each: Sequence[_Loose]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
-    for one in each:
-        for name in ("halfmoon", "torch"):
-            if name in one.run.head:
-                found.setdefault(name, []).append(str(one.run.head[name]))
-    return {name: ", ".join(dict.fromkeys(versions)) for name, versions in found.items()}
+def _versions(runs: Sequence[Loose]) -> dict[str, str]:
+    heads = [run.run.head for run in runs]
+    versions = {
+        name: dict.fromkeys(str(head[name]) for head in heads if name in head) for name in ("halfmoon", "torch")
+    }
+    return {name: ", ".join(numbers) for name, numbers in versions.items() if numbers}
 
 
 def _plan(path: Path) -> list[Path]:

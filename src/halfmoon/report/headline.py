@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfmoon.report.comparison import Column, final
 from halfmoon.report.gain import FLOOR, NO_BOUND
-from halfmoon.report.study import Study
+from halfmoon.report.scores import final
+from halfmoon.report.study import Column, Study
 from halfmoon.report.tables import Spread
 
 CEILING = "(all labels)"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from halfmoon.report.comparison import Column, Deviation, Score, equal, final
-from halfmoon.report.study import CONFIGURATION, Published, Study, Value, scale_words
+from halfmoon.report.scores import Mark, Score, equal, final
+from halfmoon.report.study import CONFIGURATION, Column, Published, Study, Value, scale_words
 from halfmoon.report.tables import Spread
 
 _SPECIAL = {
@@ -161,7 +161,7 @@ def _caption(study: Study, what: str, score: Score, beside: bool) -> str:
     return " ".join(words)
 
 
-def _measured(mark: Deviation) -> str:
+def _measured(mark: Mark) -> str:
     star = "$^{\\ast}$" if mark.verdict and mark.verdict.within else ""
     return _number(mark.last) + star
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.comparison import Column, Deviation, Score, final, order
-from halfmoon.report.study import SWEEP, Study, read_sweep, scale_words
+from halfmoon.report.scores import Mark, Score, final, order
+from halfmoon.report.study import SWEEP, Column, Study, read_sweep, scale_words
 from halfmoon.report.tables import Spread
 from halfmoon.storage import atomic_io
 
@@ -97,7 +97,7 @@ def _column(study: Study, score: Score, column: Column) -> list[str]:
     return [*lines, ""]
 
 
-def _cells(mark: Deviation, full: bool) -> list[str]:
+def _cells(mark: Mark, full: bool) -> list[str]:
     published = Spread(mark.published.mean, mark.published.deviation) if mark.published else None
     judged = mark.verdict
     word = "" if judged is None or judged.within is None else "yes" if judged.within else "no"

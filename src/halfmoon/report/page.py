@@ -8,9 +8,10 @@ from typing import Any
 
 from halfmoon.core import templates
 from halfmoon.report import gather, scores, series
-from halfmoon.report.comparison import equal, final, order
 from halfmoon.report.headline import headline
-from halfmoon.report.study import Study, scale_words
+from halfmoon.report.scores import Mark, Score, equal, final, order
+from halfmoon.report.study import Column, Published, Study, scale_words
+from halfmoon.report.tables import Spread
 from halfmoon.storage.atomic_io import finite
 
 CHARTS = {
@@ -27,10 +28,10 @@ CHARTS = {
 
 def as_html(studies: Sequence[Study]) -> str:
     """Return the page: every text escaped, no address of anything outside."""
-    words = (
-        *(scores.TableNotes, scores.percent, scores.signed, scores.points, scores.count, scores.column_heads),
-        *(scores.taus_of, scores.seeds_words, scores.published_words, scores.marks_of, scores.costs_of),
-        *(scale_words, headline, missing, sentence, facts, common_options, uneven, order, final, equal),
+    functions = (
+        *(TableNotes, percent, signed, points, count, scores.column_heads, taus_of, seeds_words, published_words),
+        *(marks_of, scores.costs_of, scale_words, headline, missing, sentence, facts, common_options, uneven),
+        *(order, final, equal),
     )
     return templates.render(
         "halfmoon.report",
@@ -40,9 +41,22 @@ def as_html(studies: Sequence[Study]) -> str:
         version=metadata.version("halfmoon"),
         data=finite({"studies": [_data(study) for study in studies]}),
         CHARTS=CHARTS,
-        COSTS=scores.COSTS,
-        **{word.__name__: word for word in words},
+        COSTS=list(scores.COSTS),
+        **{function.__name__: function for function in functions},
     )
+
+
+def _data(study: Study) -> dict[str, Any]:
+    """Return the script's data of a study."""
+    charts = study.sweep.kind != "splits"
+    return {
+        "scale": scale_words(study.sweep.scale),
+        "styles": series.line_styles(study),
+        "groups": [series.group(study, column) for column in study.columns] if charts else [],
+        "splits": series.splits(study),
+        "x": series.against_x(study, final(study)),
+        "measured": study.measured,
+    }
 
 
 def missing(study: Study) -> list[str]:
@@ -50,18 +64,25 @@ def missing(study: Study) -> list[str]:
     notes = list(study.notes)
     runs = [(_name(study, cell, entry.seed), entry) for cell in study.sweep.cells for entry in cell.runs]
     notes += [f"{name} failed: {entry.failed.rstrip('.')}." for name, entry in runs if entry.failed]
-    open_ = [name for name, entry in runs if not entry.finished and not entry.failed]
-    if open_:
-        notes.append(f"Not finished, and left out: {_some(open_)}.")
-    drawn = study.sweep.kind != "splits"
+    unfinished = [name for name, entry in runs if not entry.finished and not entry.failed]
+    if unfinished:
+        notes.append(f"Not finished, and left out: {_some(unfinished)}.")
+    charts = study.sweep.kind != "splits"
     here = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
+    plain = [(name, run) for name, run in here if not run.federated]
     old = "made by an older version"
     without = {
-        f"No split.json ({old}), so no picture of clients and classes": [n for n, run in here if run.split is None],
+        f"No split.json ({old}), so no picture of clients and classes": [n for n, run in plain if run.split is None],
         f"No class distributions ({old}, or nobody has unlabeled images), so no divergences": [
-            n for n, run in here if drawn and not any(row.get("prior") for row in run.rows)
+            n for n, run in plain if charts and not any(row.get("prior") for row in run.rows)
         ],
-        f"No confusion matrix ({old})": [n for n, run in here if drawn and not (run.summary or {}).get("confusion")],
+        f"No confusion matrix ({old})": [n for n, run in plain if charts and not (run.summary or {}).get("confusion")],
+        "No picture of clients and classes, no class distributions (a federation: its sites keep their counts)": [
+            n for n, run in here if run.federated
+        ],
+        "No confusion matrix (a federation without test images at its server)": [
+            n for n, run in here if run.federated and not (run.summary or {}).get("confusion")
+        ],
     }
     for words, names in without.items():
         if names:
@@ -75,26 +96,11 @@ def _name(study: Study, cell: Any, seed: int) -> str:
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
-    if len(names) <= most:
-        return "; ".join(names)
-    return "; ".join(names[:most]) + f"; and {len(names) - most} more"
-
-
-def _data(study: Study) -> dict[str, Any]:
-    """Return what the script needs of a study."""
-    drawn = study.sweep.kind != "splits"
-    return {
-        "scale": scale_words(study.sweep.scale),
-        "looks": series.line_looks(study),
-        "groups": [series.group(study, column) for column in study.columns] if drawn else [],
-        "splits": series.splits(study),
-        "x": series.against_x(study, final(study)),
-        "measured": study.measured,
-    }
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
 def facts(study: Study) -> dict[str, str]:
-    """Return where a study comes from and by which command; "" for what is not known."""
+    """Return the source of a study and its command; "" for what is not known."""
     sweep = study.sweep
     return {
         "paper": ", ".join(words for words in (sweep.paper, sweep.item) if words),
@@ -102,6 +108,13 @@ def facts(study: Study) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in sweep.versions.items()),
         "command": sweep.command,
     }
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    words = [str(machine["cpu"])] if machine.get("cpu") else []
+    words += [f"{machine['cores']} {'core' if machine['cores'] == 1 else 'cores'}"] if machine.get("cores") else []
+    words += [str(machine["gpu"]) if machine.get("gpu") else "no GPU"] if machine else []
+    return ", ".join(words)
 
 
 def common_options(study: Study) -> dict[str, Any]:
@@ -112,12 +125,11 @@ def common_options(study: Study) -> dict[str, Any]:
 def uneven(study: Study) -> bool:
     """Return whether equal labeled steps are another matter than the runs' ends: a table that says the same is none."""
     score, even = final(study), equal(study)
-    steps = even.steps or {}
     return any(
         even.mark(row.name, column).last != score.mark(row.name, column).last
         for row in study.row_values
-        for column in study.columns
-        if steps.get(column)
+        for column, steps in (even.steps or {}).items()
+        if steps
     )
 
 
@@ -126,8 +138,67 @@ def sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
-def _machine(machine: Mapping[str, Any]) -> str:
-    words = [str(machine["cpu"])] if machine.get("cpu") else []
-    words += [f"{machine['cores']} {'core' if machine['cores'] == 1 else 'cores'}"] if machine.get("cores") else []
-    words += [str(machine["gpu"]) if machine.get("gpu") else "no GPU"] if machine else []
-    return ", ".join(words)
+class TableNotes:
+    """Footnotes of one table: the same words share a letter."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def mark(self, words: str) -> str:
+        """Return the letter that stands for a note."""
+        if words not in self.words:
+            self.words.append(words)
+        return _letters(self.words.index(words))
+
+
+def _letters(number: int) -> str:
+    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
+
+
+def percent(value: Spread | Published | None) -> str:
+    """Return mean ± deviation with two digits, without what is not known."""
+    if value is None:
+        return ""
+    return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
+
+
+def signed(value: float) -> str:
+    """Return a number with two digits and a real minus."""
+    return f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
+
+
+def points(difference: float) -> str:
+    """Return a difference in points with its sign."""
+    return f"{difference:+.2f}".replace("-", "\N{MINUS SIGN}")
+
+
+def count(value: float | None) -> str:
+    """Return a number with three digits at least, a whole one without a point."""
+    if value is None:
+        return ""
+    if value == round(value) or value >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+def taus_of(study: Study, score: Score) -> list[str]:
+    """Return Kendall's tau of each column, "" where it has none."""
+    taus = [order(study, score, column).tau for column in study.columns]
+    return ["" if tau is None else signed(tau) for tau in taus]
+
+
+def seeds_words(mark: Mark) -> str:
+    """Return how many seeds are finished where not all are."""
+    return f"{mark.seeds} of {mark.planned} seeds finished" if mark.seeds < mark.planned else ""
+
+
+def published_words(mark: Mark) -> str:
+    """Return the note of a published number."""
+    note = mark.published.note.rstrip(".") if mark.published else ""
+    return f"in the paper: {note}" if note else ""
+
+
+def marks_of(study: Study, score: Score, column: Column) -> list[tuple[str, Mark]]:
+    """Return the title and the mark of each row of a column that has runs or a published number."""
+    marks = [(value.title, score.mark(value.name, column)) for value in study.row_values]
+    return [(title, mark) for title, mark in marks if mark.planned or mark.published]

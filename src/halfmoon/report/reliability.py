@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfmoon.report.figures import GRAY, figure, look, tidy, write
+from halfmoon.report.figures import GRAY, figure, style, tidy, write
 
 _LABEL = 8.5  # points
 
@@ -23,9 +23,9 @@ def reliability(found: Mapping[str, Any], path: Path) -> None:
     above, below = made.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, dashes=(4, 2), label="as often right as it says")
     bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.5}
-    above.bar(left, [row["accuracy"] for row in rows], width, color=look(0).color, label="accuracy", **bars)
+    above.bar(left, [row["accuracy"] for row in rows], width, color=style(0).color, label="accuracy", **bars)
     means = [row["confidence"] for row in rows]
-    above.plot(means, [row["accuracy"] for row in rows], "o", color=look(1).color, markersize=3.5, label="at the mean")
+    above.plot(means, [row["accuracy"] for row in rows], "o", color=style(1).color, markersize=3.5, label="at the mean")
     above.set_ylabel("accuracy", fontsize=_LABEL)
     above.set_ylim(0, 1)
     error = f"expected calibration error {100 * found['calibration_error']:.2f} %, {found['images']:,} images"

@@ -165,6 +165,11 @@ class Run:
         found = read_json(path)
         return None if found is None else valid(_Split, found, path)
 
+    @property
+    def federated(self) -> bool:
+        """Whether the run is of a federation: its config.toml names the sites."""
+        return "federation" in self.options
+
     def seconds(self) -> dict[int, float]:
         """Return {round: seconds} of timings.jsonl; a round that was played twice counts as it was the last time."""
         return dict(numbers(self.path / "timings.jsonl", "round", "seconds"))

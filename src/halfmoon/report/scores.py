@@ -1,59 +1,181 @@
-"""What the tables of accuracy and of cost on a page say; how they look is in web/tables.html."""
+"""Measured beside published: means over seeds, the two-sigma rule, agreement of orderings, and costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import NamedTuple
 
-from halfmoon.report.comparison import Column, Deviation, Score, order
-from halfmoon.report.study import Published, Study, StudyCell
+from halfmoon.report import frame
+from halfmoon.report.study import TEST, Column, Published, Study
 from halfmoon.report.tables import Spread, spread
 
-MINUS = "\N{MINUS SIGN}"
+ONE_SEED = "one seed: judged by the published deviation alone"
+NO_PUBLISHED = "no published deviation: judged by the measured one alone"
+UNKNOWN = "neither side has a deviation: not judged"
 
 
-class TableNotes:
-    """Footnotes of one table: the same words share a letter."""
+class Verdict(NamedTuple):
+    """How a measured mean stands to the published one."""
 
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def mark(self, words: str) -> str:
-        """Return the letter that stands for a note."""
-        if words not in self.words:
-            self.words.append(words)
-        return _letters(self.words.index(words))
+    difference: float  # measured minus published, in points
+    within: bool | None  # two standard deviations; None where no deviation is known
+    note: str  # which deviations were used, "" for both
 
 
-def _letters(number: int) -> str:
-    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
+def verdict(measured: Spread, published: Published) -> Verdict:
+    """Apply the two-sigma rule, |m - p| <= 2 sqrt(s_m^2 + s_p^2), all in percent.
+
+    A deviation that is not known counts as zero beside one that is, and the note says so. Without any there is no
+    verdict.
+    """
+    difference = measured.mean - published.mean
+    deviations = measured.deviation, published.deviation
+    if deviations == (None, None):
+        return Verdict(difference, None, UNKNOWN)
+    within = abs(difference) <= 2 * math.hypot(*(deviation or 0.0 for deviation in deviations))
+    note = ONE_SEED if measured.deviation is None else NO_PUBLISHED if published.deviation is None else ""
+    return Verdict(difference, within, note)
 
 
-def percent(value: Spread | Published | None) -> str:
-    """Return mean ± deviation with two digits, without what is not known."""
-    if value is None:
-        return ""
-    return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
+def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order.
+
+    Source: Kendall (1945), The treatment of ties in ranking problems: pairs that agree minus pairs that do not, over
+    the geometric mean of the pairs that are not tied on each side.
+    """
+    score = ordered_left = ordered_right = 0
+    for n in range(len(left)):
+        for m in range(n):
+            a, b = _sign(left[n] - left[m]), _sign(right[n] - right[m])
+            score += a * b
+            ordered_left += abs(a)
+            ordered_right += abs(b)
+    return score / math.sqrt(ordered_left * ordered_right) if ordered_left and ordered_right else None
 
 
-def signed(value: float) -> str:
-    """Return a number with two digits and a real minus."""
-    return f"{value:.2f}".replace("-", MINUS)
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
 
 
-def points(difference: float) -> str:
-    """Return a difference in points with its sign."""
-    return f"{difference:+.2f}".replace("-", MINUS)
+@dataclass(frozen=True)
+class Mark:
+    """The numbers of one cell in percent; None where nothing is known."""
+
+    last: Spread | None = None
+    best: Spread | None = None
+    published: Published | None = None
+    verdict: Verdict | None = None
+    seeds: int = 0  # that are finished
+    planned: int = 0
+    note: str = ""
 
 
-def count(value: float | None) -> str:
-    """Return a number with three digits at least, a whole one without a point."""
-    if value is None:
-        return ""
-    if value == round(value) or value >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+@dataclass(frozen=True)
+class Score:
+    """A table of accuracies: marks by row and column, and for each column the labeled steps of its marks."""
+
+    marks: Mapping[tuple[str, Column], Mark]
+    steps: Mapping[Column, float | None] | None = None  # None: at the end of every run
+
+    def mark(self, row: str, column: Column) -> Mark:
+        """Return the mark of a cell; an empty one where the grid has none."""
+        return self.marks.get((row, column), Mark())
+
+
+def final(study: Study) -> Score:
+    """Return the accuracies at the end of every run, the last compared with the published ones."""
+    return Score(_marks(study))
+
+
+def equal(study: Study) -> Score:
+    """Return the accuracies at the largest number of labeled steps that all finished runs of a column reached.
+
+    There are none where the sweep compares something else.
+    """
+    if study.sweep.measure != TEST:
+        return Score({}, {})
+    steps: dict[Column, float | None] = dict.fromkeys(study.columns)
+    for number, value in zip(frame.cells(study)["column"], frame.cells(study)["equal_labeled_steps"], strict=True):
+        if value is not None:
+            steps[study.columns[number]] = value
+    return Score(_marks(study, equal=True), steps)
+
+
+def _marks(study: Study, equal: bool = False) -> dict[tuple[str, Column], Mark]:
+    marks = {}
+    for (row, number), runs in frame.cells(study).groupby(["row", "column"]):
+        column = study.columns[number]
+        done = runs[runs["finished"].eq(True)]
+        if not equal:
+            done = done[done["last_percent"].notna()]
+        last = mean_of(done["equal_steps_percent" if equal else "last_percent"])
+        cell = study.cell(row, column)
+        published = cell.published if cell else None
+        marks[row, column] = Mark(
+            last,
+            None if equal else mean_of(done["best_percent"]),
+            published,
+            verdict(last, published) if last and published else None,
+            len(done),
+            int(runs["seed"].notna().sum()),
+            "no evaluation up to there is known" if equal and len(done) and not last else "",
+        )
+    return marks
+
+
+def mean_of(values: Sequence[float | None]) -> Spread | None:
+    """Return mean and deviation over seeds, None where one is unknown: a mean over some would pass for one over all."""
+    numbers = [value for value in values if value is not None]
+    return spread(numbers) if numbers and len(numbers) == len(values) else None
+
+
+class Order(NamedTuple):
+    """The rows of a column from the best to the worst, as published and as measured, and how far they agree."""
+
+    published: list[str]
+    measured: list[str]
+    tau: float | None  # None for fewer than two rows, or where all are equal
+
+
+def order(study: Study, score: Score, column: Column) -> Order:
+    """Compare the published order of a column with the measured one, over the rows that have both."""
+    marks = {value.title: score.mark(value.name, column) for value in study.row_values}
+    both = {
+        title: (mark.published.mean, mark.last.mean) for title, mark in marks.items() if mark.published and mark.last
+    }
+    published = sorted(both, key=lambda title: -both[title][0])
+    measured = sorted(both, key=lambda title: -both[title][1])
+    return Order(published, measured, kendall([p for p, _ in both.values()], [m for _, m in both.values()]))
+
+
+COSTS = {
+    "labeled steps": "labeled_steps",
+    "forward passes, images": "forward",
+    "sent, MB": "sent",
+    "seconds": "seconds",
+}
+"""The costs of a table, and their columns in `halfmoon.report.frame.cells`."""
+
+
+def costs_of(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
+    """Return by row the rounds, and each of `COSTS` in all and a round: means over seeds, None where one is unknown."""
+    table = frame.cells(study)
+    table = table[table["column"].eq(study.columns.index(column)) & table["costs"].eq(True)]
+    rows: list[tuple[str, list[float | None]]] = []
+    for value in study.row_values:
+        runs = table[table["row"].eq(value.name)]
+        if not len(runs):
+            continue
+        numbers: list[list[float | None]] = [list(runs["rounds"])]
+        for name in COSTS.values():
+            pairs = zip(runs[name], runs["rounds"], strict=True)
+            numbers += [list(runs[name]), [cost / n if cost is not None and n else None for cost, n in pairs]]
+        means = [mean_of(values) for values in numbers]
+        rows.append((value.title, [mean and mean.mean for mean in means]))
+    return rows
 
 
 def column_heads(study: Study) -> list[list[tuple[str, int]]]:
@@ -65,58 +187,3 @@ def column_heads(study: Study) -> list[list[tuple[str, int]]]:
         ]
         for depth, name in enumerate(study.column_axes)
     ]
-
-
-def taus_of(study: Study, score: Score) -> list[str]:
-    """Return Kendall's tau of each column, "" where it has none."""
-    found = [order(study, score, column).tau for column in study.columns]
-    return ["" if tau is None else signed(tau) for tau in found]
-
-
-def seeds_words(mark: Deviation) -> str:
-    """Return how many seeds are finished where not all are."""
-    return f"{mark.seeds} of {mark.planned} seeds finished" if mark.seeds < mark.planned else ""
-
-
-def published_words(mark: Deviation) -> str:
-    """Return the note of a published number."""
-    note = mark.published.note.rstrip(".") if mark.published else ""
-    return f"in the paper: {note}" if note else ""
-
-
-def marks_of(study: Study, score: Score, column: Column) -> list[tuple[str, Deviation]]:
-    """Return the title and the mark of each row of a column that says anything."""
-    marks = [(value.title, score.mark(value.name, column)) for value in study.row_values]
-    return [(title, mark) for title, mark in marks if mark.planned or mark.published]
-
-
-COSTS = ("labeled steps", "forward passes, images", "sent, MB", "seconds")
-
-
-def costs_of(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
-    """Return by row the rounds, and each of `COSTS` in all and a round: means over seeds, None where one is unknown."""
-    rows: list[tuple[str, list[float | None]]] = []
-    for value in study.row_values:
-        cell = study.cell(value.name, column)
-        done = [entry for entry in (cell.runs if cell else []) if entry.finished and entry.cost]
-        if not done:
-            continue
-        rounds = [run.rows[-1]["round"] if (run := study.run(entry)) and run.rows else None for entry in done]
-        values = [_mean(rounds)]
-        for totals in zip(*(_spent(entry) for entry in done), strict=True):
-            each = [t / r if t is not None and r else None for t, r in zip(totals, rounds, strict=True)]
-            values += [_mean(totals), _mean(each)]
-        rows.append((value.title, values))
-    return rows
-
-
-def _spent(entry: StudyCell) -> tuple[float | None, ...]:
-    cost: Mapping[str, Any] = entry.cost or {}
-    down, up = cost.get("bytes_down"), cost.get("bytes_up")
-    sent = None if down is None or up is None else (down + up) / 1e6
-    return cost.get("labeled_steps"), cost.get("forward"), sent, entry.seconds
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return spread(known).mean if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""What a report is about: the cells of a sweep with their runs, read from sweep.json."""
+"""A study: the cells of a sweep with their runs, read from sweep.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from halfmoon.core.errors import UserError
 from halfmoon.report.run_reader import Run
 from halfmoon.storage import atomic_io, integrity
 
+Column = tuple[str, ...]
+"""A column of a table: a value name for each of `Study.column_axes`."""
+
 FORMAT = 1
 """The version of sweep.json that is read here."""
 
 SWEEP = "sweep.json"
 TEST = "test accuracy"
-"""What most sweeps compare; another share stands in its place where `Sweep.measure` says so."""
+"""The measure of most sweeps."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ CONFIGURATION = "configuration"
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that varies over a study, with its values in the order in which they are shown."""
+    """One thing that varies over a study, with its values in the order of the tables."""
 
     name: str
     values: list[Value]
@@ -50,7 +53,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper says of a cell: mean and standard deviation of test accuracy, in percent."""
+    """A published number: mean and standard deviation of test accuracy, in percent."""
 
     mean: float
     deviation: float | None = None
@@ -59,7 +62,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What a sweep compares of a run, as shares: of the final model and of the best round."""
+    """The measure of a run as shares: of the final model and of the best round."""
 
     last: float
     best: float | None = None
@@ -121,7 +124,7 @@ class Sweep:
     versions: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Study:
     """A sweep with the run folders that are there, by `StudyCell.folder`.
 
@@ -149,40 +152,43 @@ class Study:
         return [*sweep.columns, *(name for name in rest if len(self.axis(name).values) > 1)]
 
     @cached_property
-    def columns(self) -> list[tuple[str, ...]]:
-        """The columns that hold a cell, in the order of their axes: a value name for each of `column_axes`."""
+    def columns(self) -> list[Column]:
+        """The columns that hold a cell, in the order of their axes."""
         axes = self.column_axes
         ranks = [{value.name: n for n, value in enumerate(self.axis(name).values)} for name in axes]
-        held = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
-        return sorted(held, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])
+        columns = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
+        return sorted(columns, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])
+
+    def column_of(self, cell: Cell) -> int:
+        """Return the place of a cell's column in `columns`."""
+        return self.columns.index(tuple(cell.at[name] for name in self.column_axes))
 
     @property
     def measured(self) -> str:
-        """Return what the numbers are, at the beginning of a sentence."""
+        """The measure of the numbers, at the beginning of a sentence."""
         return self.sweep.measure[:1].upper() + self.sweep.measure[1:]
 
     def legend(self) -> dict[str, str]:
-        """Return what stands behind the letters of configurations, {} where there are none."""
+        """Return the options behind the letters of configurations, {} where there are none."""
         axis = next((axis for axis in self.sweep.axes if axis.name == CONFIGURATION), None)
         return {value.title: value.name for value in axis.values} if axis else {}
 
-    def column_title(self, column: tuple[str, ...]) -> str:
-        """Return how a column is shown in running text."""
+    def column_title(self, column: Column) -> str:
+        """Return the title of a column in running text."""
         return ", ".join(self.value_title(axis, name) for axis, name in zip(self.column_axes, column, strict=True))
 
     def value_title(self, axis: str, name: str) -> str:
-        """Return how a value is shown; a bare number says of what it is."""
+        """Return the title of a value; a bare number gets the name of its axis."""
         title = self.axis(axis).title(name)
         return f"{axis} {title}" if is_number(title) else title
 
-    def cell(self, row: str, column: tuple[str, ...]) -> Cell | None:
+    def cell(self, row: str, column: Column) -> Cell | None:
         """Return the cell of a row and a column, None where the grid has none."""
         return self._cells.get((row, column))
 
     @cached_property
-    def _cells(self) -> dict[tuple[str, tuple[str, ...]], Cell]:
-        axes = self.column_axes
-        return {(each.at[self.sweep.rows], tuple(each.at[name] for name in axes)): each for each in self.sweep.cells}
+    def _cells(self) -> dict[tuple[str, Column], Cell]:
+        return {(cell.at[self.sweep.rows], self.columns[self.column_of(cell)]): cell for cell in self.sweep.cells}
 
     def run(self, entry: StudyCell) -> Run | None:
         """Return the run folder of a finished entry, None where it is not there."""
@@ -190,10 +196,7 @@ class Study:
 
     def finished(self) -> Iterator[tuple[Cell, StudyCell]]:
         """Yield every finished run with its cell."""
-        for cell in self.sweep.cells:
-            for entry in cell.runs:
-                if entry.finished:
-                    yield cell, entry
+        yield from ((cell, entry) for cell in self.sweep.cells for entry in cell.runs if entry.finished)
 
 
 def read_sweep(file: Path) -> Study:
@@ -209,10 +212,10 @@ def read_sweep(file: Path) -> Study:
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        found = head.get("format") if isinstance(head, dict) else None
+        number = head.get("format") if isinstance(head, dict) else None
         raise UserError(
-            f"{file} has format {found!r}, and this version of halfmoon reads format {FORMAT}: these results were made "
-            "by another version; start the sweep again, or use that version."
+            f"{file} has format {number!r}, and this version of halfmoon reads format {FORMAT}: these results were "
+            "made by another version; start the sweep again, or use that version."
         )
     try:
         sweep = TypeAdapter(Sweep).validate_json(json.dumps(head), strict=True)
@@ -227,24 +230,23 @@ def read_sweep(file: Path) -> Study:
 def _check(sweep: Sweep, file: Path) -> None:
     """Refuse a sweep whose parts do not belong together."""
     axes = {axis.name: {value.name for value in axis.values} for axis in sweep.axes}
-    named = [sweep.rows, *sweep.columns, *([sweep.x] if sweep.x else [])]
-    lost = [name for name in named if name not in axes]
-    if lost:
-        raise UserError(f"{file} is damaged: {lost[0]!r} is no axis of it; restore it.")
+    for name in [sweep.rows, *sweep.columns, *([sweep.x] if sweep.x else [])]:
+        if name not in axes:
+            raise UserError(f"{file} is damaged: {name!r} is no axis of it; restore it.")
     if sweep.kind == "lines":
         if sweep.x is None:
             raise UserError(f"{file} is damaged: a study of lines needs an axis as x; restore it.")
         if not all(is_number(name) for name in axes[sweep.x]):
             raise UserError(f"{file} is damaged: the values of {sweep.x!r}, its x, are no numbers; restore it.")
-    seen = set()
+    places = set()
     for number, cell in enumerate(sweep.cells):
         where = f"{file} is damaged: cell {number}"
         if cell.at.keys() != axes.keys() or any(value not in axes[name] for name, value in cell.at.items()):
             raise UserError(f"{where} does not name one value of each axis; restore it.")
         place = tuple(sorted(cell.at.items()))
-        if place in seen:
+        if place in places:
             raise UserError(f"{where} is there twice; restore it.")
-        seen.add(place)
+        places.add(place)
         for entry in cell.runs:
             if entry.finished and sweep.kind != "splits" and (entry.accuracy is None or entry.cost is None):
                 raise UserError(f"{where}, seed {entry.seed}, is finished but has no accuracy or cost; restore it.")
@@ -259,7 +261,7 @@ def is_number(word: str) -> bool:
 
 
 def _with_runs(sweep: Sweep, root: Path) -> Study:
-    """Read the folders of the finished runs; one that is absent or holds another run is told and left out."""
+    """Read the folders of the finished runs, and note those that are absent or hold another run by now."""
     runs: dict[str, Run] = {}
     absent, other = 0, 0
     entries = [entry for cell in sweep.cells for entry in cell.runs if entry.finished]

@@ -1,4 +1,4 @@
-"""Colors, dashes and marks that anybody can tell apart, for pictures and pages alike; a method keeps its own."""
+"""Colors, dashes and markers that anybody can tell apart, for pictures and pages; a method keeps its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DASHES = (
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "H")
 
 SLOTS = 60
-"""Looks that differ in marker or dashes, whatever their color: people who see none can tell so many apart."""
+"""Styles that differ in marker or dashes, whatever their color: color-blind people can tell so many apart."""
 
 _HOMES = (
     *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedmatch", "fedloke", "fedrgd"),
@@ -30,49 +30,45 @@ _HOMES = (
     *("fedavg-fixmatch-global", "fixmatch-proxy-tuning", "sage", "proxyfl", "protofssl", "cbafed", "fl2"),
     *("fedavg-soft-labels",),
 )
-"""The methods whose looks are fixed, those that are compared most first: they differ in everything."""
+"""The methods whose styles are fixed, those that are compared most first: they differ in everything."""
 
 
-class Look(NamedTuple):
-    """How one line is drawn: color, dashes (offset, lengths) and marker each tell it from its neighbors."""
+class Style(NamedTuple):
+    """The style of one line: color, dashes (offset, lengths) and marker each tell it from its neighbors."""
 
     color: str
     dashes: tuple[int, tuple[float, ...]]
     marker: str
 
 
-def look(number: int) -> Look:
-    """Return the look of the line `number`; neighbors differ in all three, and 60 in marker or dashes alone."""
-    return Look(_COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
+def style(number: int) -> Style:
+    """Return the style of the line `number`; neighbors differ in all three, and 60 in marker or dashes alone."""
+    return Style(_COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
 
 
 def slots(names: Sequence[str]) -> list[int]:
-    """Return a number of a look for each name, all different; a method keeps its own in every picture.
+    """Return the number of a style for each name, all different; a method keeps its own in every picture.
 
-    A name is that of a method, or one with words behind it, as in `feddure (tau 0.9)`: the first of a method has its
-    look. Names that are no method's have one by their letters. What is taken goes to the next that nobody claims.
+    A name is that of a method, or one with words behind it, as in `feddure (threshold 0.9)`: the first of a method has
+    its style. Names that are no method's have one by their letters. A second claim goes to the next free number.
     """
-    wanted = [_home(name) for name in names]
-    claimed = set(wanted)
-    taken: set[int] = set()
-    found = []
-    for want in wanted:
-        free = (n for n in range(SLOTS + len(names)) if n not in taken and n not in claimed)
-        slot = want if want not in taken else next(free)
-        taken.add(slot)
-        found.append(slot)
-    return found
+    homes = [_home(name) for name in names]
+    numbers: list[int] = []
+    for home in homes:
+        free = (n for n in range(SLOTS + len(names)) if n not in numbers and n not in homes)
+        numbers.append(home if home not in numbers else next(free))
+    return numbers
 
 
-def looks(names: Sequence[str]) -> list[Look]:
-    """Return a look for each name, as `slots` numbers them."""
-    return [look(slot) for slot in slots(names)]
+def styles(names: Sequence[str]) -> list[Style]:
+    """Return a style for each name, as `slots` numbers them."""
+    return [style(slot) for slot in slots(names)]
 
 
-def drawn(made: Look) -> dict[str, Any]:
-    """Return a look as a script draws it: color, dashes in pixels, marker."""
-    dashes = " ".join(f"{2 * length:g}" for length in made.dashes[1])
-    return {"color": made.color, "dashes": dashes, "marker": made.marker}
+def as_json(style: Style) -> dict[str, Any]:
+    """Return a style for a script: color, dashes in pixels, marker."""
+    dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
+    return {"color": style.color, "dashes": dashes, "marker": style.marker}
 
 
 def _home(name: str) -> int:

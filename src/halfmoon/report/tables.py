@@ -1,4 +1,4 @@
-"""The table of a comparison: what every method reached, and what it spent."""
+"""The table of a comparison: accuracy and costs of every method."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import harmless
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run reached and spent: accuracies as shares, passes in images, what was sent and kept in bytes.
+    """Accuracies and costs of one run: accuracies as shares, passes in images, messages and memory in bytes.
 
-    `client` is the largest memory that a client kept between its rounds, `server` the most that the server kept; None
-    where a run is from a version that did not measure it.
+    `client` is the largest memory of a client between its rounds, `server` the server's largest; None where a run is
+    from a version that did not measure it.
     """
 
     method: str
@@ -101,7 +102,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """One method of a table; a quantity that no run measured is None."""
+    """One method of a table; a quantity that not every run measured is None."""
 
     method: str
     seeds: tuple[int, ...]
@@ -113,17 +114,16 @@ class Table:
     """A comparison, ready to be written in several ways."""
 
     lines: tuple[Line, ...]
-    wide: bool = True  # whether all that was measured is shown, or what fits 80 columns
+    wide: bool = True  # whether all columns are shown, or those that fit 80 characters
 
     @property
     def columns(self) -> list[_Column]:
         """The columns between the method and the seeds."""
-        there = [c for c in _COLUMNS if not c.optional or any(line.values[c.key] for line in self.lines)]
-        return [column for column in there if self.wide or column.narrow]
+        columns = [c for c in _COLUMNS if not c.optional or any(line.values[c.key] for line in self.lines)]
+        return [column for column in columns if self.wide or column.narrow]
 
     @property
     def headings(self) -> list[str]:
-        """The columns' headings."""
         return ["method", *(column.heading for column in self.columns), "over"]
 
     @property
@@ -160,7 +160,8 @@ class Table:
         writer.writerow(["method", "seeds", *(name for key in keys for name in (key, f"{key}_deviation"))])
         for line in self.lines:
             numbers = [number for key in keys for number in (line.values[key] or (None, None))]
-            writer.writerow([line.method, len(line.seeds), *("" if n is None else repr(n) for n in numbers)])
+            words = ["" if number is None else repr(number) for number in numbers]
+            writer.writerow([harmless(line.method), len(line.seeds), *words])
         return file.getvalue()
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -195,9 +196,9 @@ def _line(method: str, group: Sequence[Result]) -> Line:
     values: dict[str, Spread | None] = {}
     for column in _COLUMNS:
         numbers = [column.of(result) for result in group]
-        known = [number for number in numbers if number is not None]
+        present = [number for number in numbers if number is not None]
         # A mean over some of the seeds would be taken for one over all.
-        values[column.key] = spread(known) if len(known) == len(group) else None
+        values[column.key] = spread(present) if len(present) == len(group) else None
     return Line(method, tuple(result.seed for result in group), values)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.csv_table import as_csv
+from halfmoon.report.frame import as_csv
 from halfmoon.report.gather import gather
 from halfmoon.report.latex import as_latex
 from halfmoon.report.page import as_html, missing

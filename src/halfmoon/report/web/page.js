@@ -61,7 +61,7 @@ function choice(label, names, act) {
 }
 
 // Legends of one group act together: a click hides a line in all its charts.
-function legends(looks, lines) {
+function legends(styles, lines) {
   const hidden = new Set();
   const buttons = [];
   const watchers = [];
@@ -72,7 +72,7 @@ function legends(looks, lines) {
     watchers.forEach((redraw) => redraw());
   };
   const make = () => html("div", { class: "legend", role: "group", "aria-label": "Lines; press to hide or show" }, lines.map((line) => {
-    const button = html("button", { type: "button", "aria-pressed": String(!hidden.has(line)), "data-line": line }, sample(looks[line]), looks[line].title);
+    const button = html("button", { type: "button", "aria-pressed": String(!hidden.has(line)), "data-line": line }, sample(styles[line]), styles[line].title);
     button.addEventListener("click", () => press(line));
     buttons.push([button, line]);
     return button;
@@ -81,7 +81,7 @@ function legends(looks, lines) {
 }
 
 function setUpGroup(root, study, group) {
-  const legend = legends(study.looks, group.lines.map((line) => line.line));
+  const legend = legends(study.styles, group.lines.map((line) => line.line));
   const visible = () => group.lines.filter((line) => !legend.hidden.has(line.line));
   for (const host of root.querySelectorAll("[data-charts]")) {
     const names = host.dataset.names.split(" ").filter((name) => group.lines.some((line) => has(line, name) && lively(line, name)));
@@ -107,12 +107,12 @@ function setUpChart(host, name, study, group, visible) {
   if (name === "prior" || name === "confusion") return chosen(host, name, study, group, holders);
   if (name === "against") return against(host, study, group, visible);
   if (name === "per_class") {
-    const sets = () => visible().filter((line) => line.per_class).map((line) => ({ look: study.looks[line.line], ...line.per_class }));
+    const sets = () => visible().filter((line) => line.per_class).map((line) => ({ look: study.styles[line.line], ...line.per_class }));
     const draw = (width) => classChart(width, { sets: sets(), classes: group.classes, title, yLabel: "class", full: true });
     return place(host, title, study.scale, draw, group.classes.length * group.lines.length > 60);
   }
   const percent = !name.startsWith("js_");
-  const lines = () => visible().filter((line) => line.series[name]).map((line) => ({ look: study.looks[line.line], seeds: line.seeds, ...line.series[name] }));
+  const lines = () => visible().filter((line) => line.series[name]).map((line) => ({ look: study.styles[line.line], seeds: line.seeds, ...line.series[name] }));
   return place(host, title, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: "round", percent, whole: true }));
 }
 
@@ -127,7 +127,7 @@ function against(host, study, group, visible) {
   select.value = String(axes.indexOf(axis));
   select.dataset.choose = "axis";
   const at = (line) => (axis === "round" ? line.series.accuracy.x : line.against[axis]);
-  const lines = () => visible().filter((line) => line.series.accuracy && at(line)).map((line) => ({ look: study.looks[line.line], seeds: line.seeds, ...line.series.accuracy, x: at(line) }));
+  const lines = () => visible().filter((line) => line.series.accuracy && at(line)).map((line) => ({ look: study.styles[line.line], seeds: line.seeds, ...line.series.accuracy, x: at(line) }));
   const draw = (width) => lineChart(width, { lines: lines(), title: TITLES.against, xLabel: AXES[axis], percent: true, whole: axis !== "seconds" && axis !== "megabytes" });
   const caption = html("span", null, `${TITLES.against}, against `, select);
   const redraw = place(host, caption, study.scale, draw, true);
@@ -137,7 +137,7 @@ function against(host, study, group, visible) {
 // Charts that show one line's own; a choice above says whose.
 function chosen(host, name, study, group, holders) {
   let current = holders.length - 1;
-  const titles = holders.map((line) => study.looks[line.line].title);
+  const titles = holders.map((line) => study.styles[line.line].title);
   const select = choice(study.rows, titles, (n) => {
     current = n;
     label.dataset.chosen = titles[n];
@@ -174,8 +174,8 @@ function largest(entries, classes) {
 
 function setUpAlong(host, study) {
   for (const panel of study.x) {
-    const looks = Object.fromEntries(panel.lines.map((line) => [line.line, line]));
-    const legend = legends(looks, panel.lines.map((line) => line.line));
+    const styles = Object.fromEntries(panel.lines.map((line) => [line.line, line]));
+    const legend = legends(styles, panel.lines.map((line) => line.line));
     const title = `${study.measured}, %${panel.title ? `: ${panel.title}` : ""}`;
     const lines = () => panel.lines.filter((line) => !legend.hidden.has(line.line)).map((line) => ({
       look: line,

@@ -1,0 +1,180 @@
+"""Two data frames of a study: its cells and its metrics. Tables, charts, CSV and LaTeX are made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pandas as pd
+
+from halfmoon.core.spreadsheet import harmless, harmless_row
+from halfmoon.report.run_reader import Run
+from halfmoon.report.study import TEST, Cell, Study, StudyCell
+
+METRICS = {
+    "accuracy": ("test", "accuracy", 100.0),
+    "pseudo": ("pseudo", "accuracy", 100.0),
+    "above": ("pseudo", "accuracy_above", 100.0),
+    "share_above": ("pseudo", "share_above", 100.0),
+    "share_used": ("pseudo", "share_used", 100.0),
+    "js_app_u": ("prior", "js_app_u", 1.0),
+    "js_labeled": ("prior", "js_labeled", 1.0),
+    "local_js_app_u": ("clients", "local_js_app_u", 1.0),
+    "local_js_labeled": ("clients", "local_js_labeled", 1.0),
+    "global_js_app_u": ("clients", "global_js_app_u", 1.0),
+    "global_js_labeled": ("clients", "global_js_labeled", 1.0),
+    "steps": ("cost", "labeled_steps", 1.0),
+    "forward": ("cost", "forward", 1.0),
+}
+"""Metrics by round: part and name in metrics.jsonl, and the factor under which a report shows them."""
+
+COST = ("labeled_steps", "labeled_images", "unlabeled_images", "forward", "backward", "bytes_down", "bytes_up",
+        "stored_client", "stored_server")  # fmt: skip
+HEAD = ("study", "paper", "item", "scale", "scale_about")
+VALUES = (
+    *("seed", "finished", "failed", "last_percent", "best_percent", "best_round"),
+    *("published_percent", "published_deviation", "published_note", "equal_labeled_steps", "equal_steps_percent"),
+    *COST,
+    *("seconds", "identity"),
+)
+
+
+@cache
+def metrics(study: Study) -> Any:
+    """Return a data frame with one line for each run, round and metric: run, row, column, seed, round, metric, value.
+
+    `row` is the method or another value of the rows' axis, `column` a place in `Study.columns`. Beside `METRICS` there
+    are "megabytes" (sent so far, both ways) and "seconds" (elapsed).
+    """
+    lines = [
+        (entry.folder, cell.at[study.sweep.rows], study.column_of(cell), entry.seed, *point)
+        for cell, entry in study.finished()
+        if (run := study.run(entry)) is not None
+        for point in _points(run)
+    ]
+    names = ["run", "row", "column", "seed", "round", "metric", "value"]
+    return pd.DataFrame(lines, columns=names).drop_duplicates(["row", "column", "run", "round", "metric"], keep="last")
+
+
+def _points(run: Run) -> Iterator[tuple[int, str, float]]:
+    for row in run.rows:
+        for metric, (part, name, factor) in METRICS.items():
+            value = (row.get(part) or {}).get(name)
+            if value is not None:
+                yield row["round"], metric, value * factor
+        cost = row.get("cost") or {}
+        if {"bytes_down", "bytes_up"} <= cost.keys():
+            yield row["round"], "megabytes", (cost["bytes_down"] + cost["bytes_up"]) / 1e6
+    elapsed = 0.0
+    for number, seconds in sorted(run.seconds().items()):
+        elapsed += seconds
+        yield number, "seconds", elapsed
+
+
+@cache
+def cells(study: Study) -> Any:
+    """Return a data frame: a line for each cell and seed, one without a seed for a cell that has no run.
+
+    The columns are `row` and `column` as in `metrics`, `rounds`, `sent` (MB), `costs` (whether any is known), the axes
+    as "axis:NAME", and `VALUES`. Accuracies are percent; None is unknown.
+    """
+    names = ["row", "column", "rounds", "sent", "costs"]
+    names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUES]
+    lines = []
+    for cell in study.sweep.cells:
+        head = {"row": cell.at[study.sweep.rows], "column": study.column_of(cell)}
+        head |= {f"axis:{name}": value for name, value in cell.at.items()} | _published(cell)
+        lines += [{**head, **_values(study, entry)} for entry in cell.runs] or [head]
+    table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
+    if study.sweep.measure == TEST:
+        _add_equal_steps(study, table)
+    return table
+
+
+def _published(cell: Cell) -> dict[str, Any]:
+    if cell.published is None:
+        return {}
+    names = ("published_percent", "published_deviation", "published_note")
+    return dict(zip(names, (cell.published.mean, cell.published.deviation, cell.published.note), strict=True))
+
+
+def _values(study: Study, entry: StudyCell) -> dict[str, Any]:
+    values: dict[str, Any] = {"seed": entry.seed, "finished": entry.finished, "failed": entry.failed}
+    values["identity"] = entry.identity
+    if not entry.finished:
+        return values
+    if entry.accuracy is not None:
+        best = entry.accuracy.best
+        values["last_percent"] = 100 * entry.accuracy.last
+        values["best_percent"] = None if best is None else 100 * best
+        values["best_round"] = entry.accuracy.best_round
+    run = study.run(entry)
+    values["rounds"] = run.rows[-1]["round"] if run and run.rows else None
+    cost = entry.cost or {}
+    sent = cost.get("bytes_down"), cost.get("bytes_up")
+    values["sent"] = None if None in sent else sum(number or 0 for number in sent) / 1e6
+    values["costs"] = bool(cost)
+    return {**values, **{name: cost.get(name) for name in COST}, "seconds": entry.seconds}
+
+
+def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
+    """Fill in the accuracies at the largest number of labeled steps that all finished runs of a column reached."""
+    entries = [entry for cell in study.sweep.cells for entry in cell.runs or [None]]
+    curves = [evaluations(entry, study.run(entry)) if entry and entry.finished else None for entry in entries]
+    for column in range(len(study.columns)):
+        places = [n for n, place in enumerate(table["column"]) if place == column and curves[n] is not None]
+        steps = common_steps([curves[n] or [] for n in places])
+        if steps is None:
+            continue
+        for n in places:
+            share = at_steps(curves[n] or [], steps)
+            table.at[n, "equal_labeled_steps"] = steps
+            table.at[n, "equal_steps_percent"] = None if share is None else 100 * share
+
+
+def evaluations(entry: StudyCell, run: Run | None) -> list[tuple[float, float]]:
+    """Return (labeled steps so far, test accuracy as a share) by round; of a run without its folder the end alone."""
+    rows = run.rows if run else []
+    pairs = [((row.get("cost") or {}).get("labeled_steps"), (row.get("test") or {}).get("accuracy")) for row in rows]
+    pairs = [(steps, share) for steps, share in pairs if steps is not None and share is not None]
+    steps = (entry.cost or {}).get("labeled_steps")
+    if not pairs and entry.accuracy and steps is not None:
+        return [(steps, entry.accuracy.last)]
+    return pairs
+
+
+def common_steps(runs: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Return the largest number of labeled steps that all runs reached; None where one has none at all."""
+    return min((run[-1][0] if run else 0 for run in runs), default=0) or None
+
+
+def at_steps(run: Sequence[tuple[float, float]], steps: float) -> float | None:
+    """Return the accuracy of the last evaluation not after `steps`, None where there is none."""
+    return next((share for used, share in reversed(run) if used <= steps), None)
+
+
+def as_csv(studies: Sequence[Study]) -> str:
+    """Return the cells of all studies, unrounded; an empty field is unknown.
+
+    An axis that is called like another column gets the prefix `axis_`. A text that a spreadsheet would take for a
+    formula gets an apostrophe.
+    """
+    axes = list(dict.fromkeys(axis.name for study in studies for axis in study.sweep.axes))
+    heads = {f"axis:{name}": f"axis_{name}" if name in (*HEAD, *VALUES) else name for name in axes}
+    tables = []
+    for study in studies:
+        sweep = study.sweep
+        scale = (sweep.scale.name, sweep.scale.about) if sweep.scale else (None, None)
+        words = dict(zip(HEAD, (sweep.recipe or sweep.title, sweep.paper, sweep.item, *scale), strict=True))
+        tables.append(cells(study).assign(**words).astype(object))
+    table = pd.concat(tables).rename(columns=heads).reindex(columns=[*HEAD, *heads.values(), *VALUES])
+    header = harmless_row(list(table.columns))
+    return table.map(_field).to_csv(index=False, lineterminator="\n", header=header)
+
+
+def _field(value: Any) -> str:
+    """Return a value as CSV shows it, all digits of a number."""
+    if isinstance(value, str):
+        return harmless(value)
+    return "" if pd.isna(value) else str(value).lower() if isinstance(value, bool) else str(value)
