@@ -496,6 +496,39 @@ def test_old_runs_only_lose_their_parts(tmp_path: Path) -> None:
     assert "What is missing" in Reader(as_html([study])).text
 
 
+def write_federation(path: Path) -> None:
+    """Write the folder of a federation whose server has no images: the sites evaluate, a round later."""
+    write_run(path, 1, 0, extras=False, config='[federation]\nname = "ward"\nsites = ["a", "b"]\n')
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("test", None)
+        if row["round"] > 1:
+            row["evaluation"] = {"accuracy": row["round"] / 20, "round": row["round"] - 1, "sites": 2}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
+    """Its curve is the sites' accuracy after the round that they evaluated, and nothing is blamed on old versions."""
+    write_federation(tmp_path / "fed")
+    (study,) = gather([tmp_path / "fed"])
+    assert common_options(list(study.runs.values()))["federation"] == "ward"
+    assert [note.split(" (a federation")[0] for note in missing(study)] == [
+        "No picture of clients and classes, no class distributions",
+        "No confusion matrix",
+    ]
+    line = series.group(study, ())["lines"][0]["series"]["accuracy"]
+    assert (line["x"][:2], line["mean"][:2]) == ([1, 2], [10, 15])
+    text = Reader(as_html([study])).text
+    assert "older version" not in text
+    assert "69.86" in text
+
+
+def test_the_csv_holds_no_formula(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, title="x", recipe="=1+1", paper="@x")
+    (first, *_) = csv.DictReader(io.StringIO(frame.as_csv([read_sweep(folder / "sweep.json")])))
+    assert (first["study"], first["paper"]) == ("'=1+1", "'@x")
+
+
 def test_many_rounds_are_thinned() -> None:
     kept = bands.thinned(range(1, 2001), 300)
     assert (len(kept), kept[0], kept[-1]) == (300, 1, 2000)

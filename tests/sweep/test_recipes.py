@@ -888,3 +888,12 @@ def test_sweep_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert cli.main(["sweep", str(file), "--out", str(tmp_path)]) != 0
     assert "unknown option 'rouns': did you mean 'rounds'?" in capsys.readouterr().err
     assert not list(tmp_path.glob("mine*/"))
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_scale_does_not_read_a_preset_that_it_unsets(name: str) -> None:
+    """The paper's preset is named only where runs have it."""
+    found = recipe.load(name)
+    for scale in found.scales.values():
+        unset = scale.set.get("unset", ())
+        assert not [option for option in unset if f"{option} '" in (scale.reading or found.reading)]

@@ -63,6 +63,9 @@ def _points(run: Run) -> Iterator[tuple[int, str, float]]:
             value = (row.get(part) or {}).get(name)
             if value is not None:
                 yield row["round"], metric, value * factor
+        evaluation = row.get("evaluation") or {}
+        if not row.get("test") and evaluation.get("accuracy") is not None:
+            yield evaluation["round"], "accuracy", 100 * evaluation["accuracy"]
         cost = row.get("cost") or {}
         if {"bytes_down", "bytes_up"} <= cost.keys():
             yield row["round"], "megabytes", (cost["bytes_down"] + cost["bytes_up"]) / 1e6

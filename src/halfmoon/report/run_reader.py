@@ -41,6 +41,11 @@ class _Prior(BaseModel):
     js_labeled: Number | None = None
 
 
+class _Evaluation(BaseModel):
+    accuracy: Number | None = None
+    round: Count
+
+
 class _Cost(BaseModel):
     labeled_steps: Count = 0
     forward: Count = 0
@@ -75,6 +80,7 @@ class _Ended(BaseModel):
 class _Row(BaseModel):
     round: Count
     test: _Test | None = None
+    evaluation: _Evaluation | None = None  # of a federation's sites, of the model after another round
     pseudo: _Pseudo | None = None
     prior: _Prior | None = None
     cost: _Cost | None = None

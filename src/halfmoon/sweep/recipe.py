@@ -35,6 +35,7 @@
 
     [scales.small]                  # a scaled-down version, marked in everything that comes out
     about = "what it changes"
+    reading = "how the paper is read there, in place of the recipe's reading"
     set = { rounds = 40 }
     when = [{ at = { method = ["feddb"] }, set = { steps = 5 } }]
 
@@ -103,12 +104,13 @@ class When:
 
 @dataclass(frozen=True)
 class Scale:
-    """A scaled-down version: `about` says in words what it changes."""
+    """A scaled-down version; `about` says in words what it changes, `reading` replaces the recipe's if not ""."""
 
     name: str
     about: str
     set: Layer
     when: tuple[When, ...]
+    reading: str = ""
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,8 @@ def _scale(name: str, keys: Mapping[str, Any], inherited: int, known: Known, whe
     here = f"{where}, scale {name}"
     if not keys.get("about"):
         raise UserError(f"{here}: about is missing; say in words what the scale changes.")
-    return Scale(name, keys["about"], keys.get("set", {}), _whens(keys.get("when", []), inherited, known, here))
+    whens = _whens(keys.get("when", []), inherited, known, here)
+    return Scale(name, keys["about"], keys.get("set", {}), whens, keys.get("reading", ""))
 
 
 def _check_keys(keys: Any, known: Sequence[str], where: str) -> None:

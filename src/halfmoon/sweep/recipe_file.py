@@ -23,7 +23,7 @@ KEYS: Mapping[str, type] = {
 }
 """The keys of a recipe's file, and what each of them holds."""
 _WORDS = {str: "a text", list: "a list", dict: "a table"}
-_SCALE: Mapping[str, type] = {"about": str, "set": dict, "when": list}
+_SCALE: Mapping[str, type] = {"about": str, "reading": str, "set": dict, "when": list}
 
 
 def folder() -> Any:

@@ -69,10 +69,8 @@ class SweepFolder:
         used = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
         return {
             "format": FORMAT,
-            **{
-                name: getattr(recipe, name)
-                for name in ("title", "paper", "item", "about", "reading", "kind", "rows", "x")
-            },
+            **{name: getattr(recipe, name) for name in ("title", "paper", "item", "about", "kind", "rows", "x")},
+            "reading": (self.scale and self.scale.reading) or recipe.reading,
             "recipe": recipe.name,
             "measure": MEASURES[recipe.measure],
             "columns": list(recipe.columns),
