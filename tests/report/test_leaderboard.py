@@ -95,6 +95,15 @@ def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is not what" in capsys.readouterr().err
 
 
+def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with neither results nor docs, a sweep becomes a page at the default place."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "sweep.json").write_text(json.dumps(summary()))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["leaderboard", "--add", "r"]) == 0
+    assert (tmp_path / "docs" / "results.md").read_text() == board(tmp_path / "results")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

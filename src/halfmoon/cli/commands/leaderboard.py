@@ -37,6 +37,7 @@ def run(given: argparse.Namespace) -> int:
             return 0
         return complain(f"{given.out} is not what {given.results} says; write it anew: halfmoon leaderboard.", 1)
     try:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.replace(given.out, page)
     except OSError as error:
         raise UserError(
