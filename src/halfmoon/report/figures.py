@@ -27,7 +27,6 @@ def figure(width: float, height: float) -> Figure:
 
 
 def tidy(axes: Axes) -> None:
-    """Take away what carries no information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRAY)
     axes.tick_params(labelsize=8, colors=GRAY, labelcolor="black")

@@ -118,7 +118,6 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def common_options(study: Study) -> dict[str, Any]:
-    """Return the options that all runs of a study share."""
     return gather.common_options(list(study.runs.values()))
 
 
@@ -134,7 +133,6 @@ def uneven(study: Study) -> bool:
 
 
 def sentence(words: str) -> str:
-    """Return words with a capital at the beginning and a stop at the end."""
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
@@ -163,12 +161,10 @@ def percent(value: Spread | Published | None) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a number with two digits and a real minus."""
     return f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
 
 
 def points(difference: float) -> str:
-    """Return a difference in points with its sign."""
     return f"{difference:+.2f}".replace("-", "\N{MINUS SIGN}")
 
 
@@ -182,18 +178,15 @@ def count(value: float | None) -> str:
 
 
 def taus_of(study: Study, score: Score) -> list[str]:
-    """Return Kendall's tau of each column, "" where it has none."""
     taus = [order(study, score, column).tau for column in study.columns]
     return ["" if tau is None else signed(tau) for tau in taus]
 
 
 def seeds_words(mark: Mark) -> str:
-    """Return how many seeds are finished where not all are."""
     return f"{mark.seeds} of {mark.planned} seeds finished" if mark.seeds < mark.planned else ""
 
 
 def published_words(mark: Mark) -> str:
-    """Return the note of a published number."""
     note = mark.published.note.rstrip(".") if mark.published else ""
     return f"in the paper: {note}" if note else ""
 

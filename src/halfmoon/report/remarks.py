@@ -78,6 +78,5 @@ def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _end(summaries: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean test accuracy of the last round over seeds."""
     ends = [each["accuracy"]["last"] for each in summaries if each["accuracy"] is not None]
     return spread(ends).mean if ends else None

@@ -141,19 +141,16 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The method's title, or its name while the run is not finished."""
         if self.summary is not None:
             return str(self.summary["title"])
         return str(self.options.get("method", self.path.name))
 
     def series(self, part: str, name: str) -> dict[int, float]:
-        """Return {round: value} of `row[part][name]`, without the rounds that have none."""
         found = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
         return {round: float(value) for round, value in found if value is not None}
 
     @property
     def options(self) -> dict[str, Any]:
-        """What config.toml says, {} where it is no TOML."""
         return toml.table(self.config)
 
     @property
@@ -173,7 +170,6 @@ class Run:
 
     @property
     def federated(self) -> bool:
-        """Whether the run is of a federation: its config.toml names the sites."""
         return "federation" in self.options
 
     def seconds(self) -> dict[int, float]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from halfmoon.report import frame
 from halfmoon.report.study import TEST, Column, Published, Study
-from halfmoon.report.tables import Spread, spread
+from halfmoon.report.tables import Spread, mean_of
 
 ONE_SEED = "one seed: judged by the published deviation alone"
 NO_PUBLISHED = "no published deviation: judged by the measured one alone"
@@ -81,7 +81,6 @@ class Score:
     steps: Mapping[Column, float | None] | None = None  # None: at the end of every run
 
     def mark(self, row: str, column: Column) -> Mark:
-        """Return the mark of a cell; an empty one where the grid has none."""
         return self.marks.get((row, column), Mark())
 
 
@@ -124,12 +123,6 @@ def _marks(study: Study, equal: bool = False) -> dict[tuple[str, Column], Mark]:
             "no evaluation up to there is known" if equal and len(done) and not last else "",
         )
     return marks
-
-
-def mean_of(values: Sequence[float | None]) -> Spread | None:
-    """Return mean and deviation over seeds, None where one is unknown: a mean over some would pass for one over all."""
-    numbers = [value for value in values if value is not None]
-    return spread(numbers) if numbers and len(numbers) == len(values) else None
 
 
 class Order(NamedTuple):

@@ -47,7 +47,6 @@ class Axis:
     values: list[Value]
 
     def title(self, name: str) -> str:
-        """Return how the value `name` is shown."""
         return next((value.title for value in self.values if value.name == name), name)
 
 
@@ -136,12 +135,10 @@ class Study:
     notes: tuple[str, ...] = ()
 
     def axis(self, name: str) -> Axis:
-        """Return an axis by name."""
         return next(axis for axis in self.sweep.axes if axis.name == name)
 
     @property
     def row_values(self) -> list[Value]:
-        """The rows of the tables, which are also the lines of the charts."""
         return self.axis(self.sweep.rows).values
 
     @property
@@ -165,7 +162,6 @@ class Study:
 
     @property
     def measured(self) -> str:
-        """The measure of the numbers, at the beginning of a sentence."""
         return self.sweep.measure[:1].upper() + self.sweep.measure[1:]
 
     def legend(self) -> dict[str, str]:
@@ -174,7 +170,6 @@ class Study:
         return {value.title: value.name for value in axis.values} if axis else {}
 
     def column_title(self, column: Column) -> str:
-        """Return the title of a column in running text."""
         return ", ".join(self.value_title(axis, name) for axis, name in zip(self.column_axes, column, strict=True))
 
     def value_title(self, axis: str, name: str) -> str:
@@ -183,7 +178,6 @@ class Study:
         return f"{axis} {title}" if is_number(title) else title
 
     def cell(self, row: str, column: Column) -> Cell | None:
-        """Return the cell of a row and a column, None where the grid has none."""
         return self._cells.get((row, column))
 
     @cached_property
@@ -195,7 +189,6 @@ class Study:
         return self.runs.get(entry.folder) if entry.finished else None
 
     def finished(self) -> Iterator[tuple[Cell, StudyCell]]:
-        """Yield every finished run with its cell."""
         yield from ((cell, entry) for cell in self.sweep.cells for entry in cell.runs if entry.finished)
 
 

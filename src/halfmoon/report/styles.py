@@ -61,7 +61,6 @@ def slots(names: Sequence[str]) -> list[int]:
 
 
 def styles(names: Sequence[str]) -> list[Style]:
-    """Return a style for each name, as `slots` numbers them."""
     return [style(slot) for slot in slots(names)]
 
 

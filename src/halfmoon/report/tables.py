@@ -19,7 +19,7 @@ class Result:
     """Accuracies and costs of one run: accuracies as shares, passes in images, messages and memory in bytes.
 
     `client` is the largest memory of a client between its rounds, `server` the server's largest; None where a run is
-    from a version that did not measure it.
+    from a version that did not measure it. `chosen` is the accuracy in the round that the validation images chose.
     """
 
     method: str
@@ -33,25 +33,20 @@ class Result:
     up: int
     client: int | None = None
     server: int | None = None
-    chosen: float | None = None  # in the round that the validation images chose
+    chosen: float | None = None
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], method: str | None = None) -> Result:
-        """Take a run's summary.json apart; `method` is the name in the table, the method's title if None."""
+        """Read a run's summary.json; `method` is the name in the table, the method's title if None."""
         cost, accuracy = summary["cost"], summary["accuracy"]
         return cls(
-            method=summary["title"] if method is None else method,
-            seed=summary["seed"],
-            last=accuracy["last"],
-            best=accuracy.get("best"),
-            labeled_steps=cost["labeled_steps"],
-            forward=cost["forward"],
-            backward=cost["backward"],
-            down=cost["bytes_down"],
-            up=cost["bytes_up"],
-            client=cost.get("stored_client"),
-            server=cost.get("stored_server"),
-            chosen=accuracy.get("chosen"),
+            summary["title"] if method is None else method,
+            summary["seed"],
+            accuracy["last"],
+            accuracy.get("best"),
+            *(cost[name] for name in ("labeled_steps", "forward", "backward", "bytes_down", "bytes_up")),
+            *(cost.get(name) for name in ("stored_client", "stored_server")),
+            accuracy.get("chosen"),
         )
 
 
@@ -63,40 +58,50 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return mean and deviation of one or more values."""
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def mean_of(values: Sequence[float | None]) -> Spread | None:
+    """Return mean and deviation over seeds, None where one is unknown: a mean over some would pass for one over all."""
+    numbers = [value for value in values if value is not None]
+    return spread(numbers) if numbers and len(numbers) == len(values) else None
 
 
 class _Column(NamedTuple):
     key: str  # in CSV and JSON
     heading: str
-    of: Callable[[Result], float | None]
+    attribute: str  # of a `Result`
+    unit: Callable[[float], float]
     digits: int | None  # after the point; None: as many as show three significant ones
     missing: str = "unknown"
     narrow: bool = False  # whether a terminal of 80 columns has room for it
     optional: bool = False  # whether it is left out where no run has it
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def _percent(share: float) -> float:
+    return 100 * share
 
 
-def _megabytes(count: int | None) -> float | None:
-    return None if count is None else count / 1e6
+def _count(number: float) -> float:
+    return number
 
 
+def _megabytes(number: float) -> float:
+    return number / 1e6
+
+
+# 1 MB = 10^6 bytes; messages and memory of methods differ by orders of magnitude.
 _COLUMNS = (
-    _Column("last_percent", "last %", lambda r: _percent(r.last), 2, narrow=True),
-    _Column("chosen_percent", "chosen %", lambda r: _percent(r.chosen), 2, narrow=True, optional=True),
-    _Column("best_percent", "best %", lambda r: _percent(r.best), 2),
-    _Column("labeled_steps", "labeled steps", lambda r: r.labeled_steps, 0, narrow=True),
-    _Column("forward_images", "forward (images)", lambda r: r.forward, 0),
-    _Column("backward_images", "backward (images)", lambda r: r.backward, 0),
-    # 1 MB = 10^6 bytes; what methods send and keep differs by orders of magnitude.
-    _Column("megabytes_down", "sent down (MB)", lambda r: _megabytes(r.down), None),
-    _Column("megabytes_up", "sent up (MB)", lambda r: _megabytes(r.up), None),
-    _Column("megabytes_client", "kept by a client (MB)", lambda r: _megabytes(r.client), None, ""),
-    _Column("megabytes_server", "kept by the server (MB)", lambda r: _megabytes(r.server), None, ""),
+    _Column("last_percent", "last %", "last", _percent, 2, narrow=True),
+    _Column("chosen_percent", "chosen %", "chosen", _percent, 2, narrow=True, optional=True),
+    _Column("best_percent", "best %", "best", _percent, 2),
+    _Column("labeled_steps", "labeled steps", "labeled_steps", _count, 0, narrow=True),
+    _Column("forward_images", "forward (images)", "forward", _count, 0),
+    _Column("backward_images", "backward (images)", "backward", _count, 0),
+    _Column("megabytes_down", "sent down (MB)", "down", _megabytes, None),
+    _Column("megabytes_up", "sent up (MB)", "up", _megabytes, None),
+    _Column("megabytes_client", "kept by a client (MB)", "client", _megabytes, None, ""),
+    _Column("megabytes_server", "kept by the server (MB)", "server", _megabytes, None, ""),
 )
 
 
@@ -118,7 +123,6 @@ class Table:
 
     @property
     def columns(self) -> list[_Column]:
-        """The columns between the method and the seeds."""
         columns = [c for c in _COLUMNS if not c.optional or any(line.values[c.key] for line in self.lines)]
         return [column for column in columns if self.wide or column.narrow]
 
@@ -129,28 +133,25 @@ class Table:
     @property
     def cells(self) -> list[list[str]]:
         """The rows as text: `mean ± standard deviation` over seeds; one seed has no deviation, and it says so."""
+        seeds = ["1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds" for line in self.lines]
         return [
-            [
-                line.method,
-                *(_cell(line.values[column.key], column) for column in self.columns),
-                "1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds",
-            ]
-            for line in self.lines
+            [line.method, *(_cell(line.values[column.key], column) for column in self.columns), count]
+            for line, count in zip(self.lines, seeds, strict=True)
         ]
 
     def as_text(self) -> str:
         """Return aligned columns for a terminal."""
         rows = [self.headings, *self.cells]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-        rule = ["-" * width for width in widths]
-        return "".join(_padded(row, widths, "  ").rstrip() + "\n" for row in [rows[0], rule, *rows[1:]])
+        widths = [max(map(len, words)) for words in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        return "".join(f"{'  '.join(_aligned(row, widths))}".rstrip() + "\n" for row in rows)
 
     def as_markdown(self) -> str:
         """Return a Markdown table."""
         rows = [[cell.replace("|", "\\|") for cell in row] for row in [self.headings, *self.cells]]
-        widths = [max(3, *(len(row[n]) for row in rows)) for n in range(len(rows[0]))]
-        rule = ["-" * width if n == 0 else "-" * (width - 1) + ":" for n, width in enumerate(widths)]
-        return "".join(f"| {_padded(row, widths, ' | ')} |\n" for row in [rows[0], rule, *rows[1:]])
+        widths = [max(3, *map(len, words)) for words in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+        return "".join(f"| {' | '.join(_aligned(row, widths))} |\n" for row in rows)
 
     def as_csv(self) -> str:
         """Return unrounded numbers, two columns (mean, deviation) a quantity; an empty field is unknown."""
@@ -193,34 +194,25 @@ def comparison(rows: Sequence[Result]) -> Table:
 
 
 def _line(method: str, group: Sequence[Result]) -> Line:
-    values: dict[str, Spread | None] = {}
+    values = {}
     for column in _COLUMNS:
-        numbers = [column.of(result) for result in group]
-        present = [number for number in numbers if number is not None]
-        # A mean over some of the seeds would be taken for one over all.
-        values[column.key] = spread(present) if len(present) == len(group) else None
+        numbers = [getattr(result, column.attribute) for result in group]
+        values[column.key] = mean_of([None if number is None else column.unit(number) for number in numbers])
     return Line(method, tuple(result.seed for result in group), values)
 
 
 def _cell(value: Spread | None, column: _Column) -> str:
     if value is None:
         return column.missing
-    digits = _digits(value.mean) if column.digits is None else column.digits
+    digits = column.digits
+    if digits is None:  # three significant ones; a large number keeps all before the point
+        digits = max(0, 2 - math.floor(math.log10(value.mean))) if value.mean > 0 else 0
     text = f"{value.mean:,.{digits}f}"
-    # What every seed spends alike has no deviation worth a word; an accuracy always has one.
+    # A cost that is equal for all seeds has no deviation worth a word; an accuracy always has one.
     if value.deviation is None or (value.deviation == 0 and column.digits != 2):
         return text
     return f"{text} ± {value.deviation:,.{digits}f}"
 
 
-def _digits(mean: float) -> int:
-    """Return the digits after the point that show three significant ones; a large number keeps all before it."""
-    return max(0, 2 - math.floor(math.log10(mean))) if mean > 0 else 0
-
-
-def _padded(row: Sequence[str], widths: Sequence[int], gap: str) -> str:
-    first, *others = (
-        cell.ljust(width) if n == 0 else cell.rjust(width)
-        for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return gap.join([first, *others])
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))]

@@ -27,7 +27,6 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all runs, one after another."""
         return self.seconds_per_round * self.rounds
 
 
@@ -58,7 +57,6 @@ def round_seconds(config: Config) -> float:
 
 
 def words_of(machine: Mapping[str, Any]) -> str:
-    """Return what computes in words: "GPU NAME", or "N cores (NAME)"."""
     if machine["gpu"] is not None:
         return f"GPU {machine['gpu']}"
     return f"{machine['cores']} core{'s' * (machine['cores'] > 1)} ({machine['cpu']})"

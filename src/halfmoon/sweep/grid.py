@@ -32,7 +32,6 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """Return the values in words."""
         return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
 
 

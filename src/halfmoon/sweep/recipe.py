@@ -98,7 +98,6 @@ class When:
     published: Mapping[str, str]
 
     def meets(self, at: Mapping[str, str]) -> bool:
-        """Say whether a cell with these values is meant."""
         return meets(self.at, at)
 
 
@@ -145,12 +144,10 @@ class Recipe:
 
 
 def meets(meant: At, at: Mapping[str, str]) -> bool:
-    """Say whether a cell with the values `at` is among those meant."""
     return all(at.get(axis) in names for axis, names in meant.items())
 
 
 def names() -> list[str]:
-    """Return the names of the recipes that come with halfmoon."""
     found = (entry.name for entry in folder().iterdir())
     return sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml") and not name.startswith("_"))
 

@@ -27,7 +27,6 @@ _SCALE: Mapping[str, type] = {"about": str, "reading": str, "set": dict, "when":
 
 
 def folder() -> Any:
-    """Return the folder of the recipes that come with halfmoon."""
     return resources.files("halfmoon") / "recipes"
 
 

@@ -38,11 +38,9 @@ class SweepFolder:
 
     @property
     def path(self) -> Path:
-        """Return the sweep's folder."""
         return self.out / (f"{self.recipe.name}-{self.scale.name}" if self.scale else self.recipe.name)
 
     def run(self, mark: str) -> Path:
-        """Return the folder of the run with this identity."""
         return self.out / (SPLITS if self.recipe.kind == "splits" else CELLS) / mark[:16]
 
     def read(self) -> dict[str, Any]:
@@ -146,7 +144,6 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
