@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from callbacks import Stop
 from safetensors.torch import load_file
 from scenes import Played, begin, dataset, furthest, play, same, simulate, task
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from halfmoon.api.types import Method
@@ -234,3 +238,41 @@ def test_on_a_gpu(executor: str, tmp_path: Path):
     ]
     for path, leaf in made[0].items():
         torch.testing.assert_close(leaf, made[1][path], rtol=1e-3, atol=1e-4)
+
+
+def test_programs_are_cached_where_nobody_else_can_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the user's own cache directory; a folder that others may write into is refused, as its programs would run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = compiled.private_cache()
+    assert folder == tmp_path / "halfmoon" / "inductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert Path(cache_dir()) == folder
+    for mode in (0o777, 0o770, 0o750):
+        folder.chmod(mode)
+        with pytest.raises(UserError, match="others can read or write it: remove it, or make it private"):
+            compiled.private_cache()
+    folder.chmod(0o700)
+    assert compiled.private_cache() == folder
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="is no folder"):
+        compiled.private_cache()
+    folder.unlink()
+    stranger = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: stranger)
+    with pytest.raises(UserError, match="belongs to another user"):
+        compiled.private_cache()
+
+
+@COMPILER
+def test_what_lies_in_the_common_cache_is_not_run(tmp_path: Path):
+    """A process that compiles writes its programs into the private folder alone."""
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    code = "import torch; from halfmoon.engine import compiled; compiled.check(torch.device('cpu'))"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert list((tmp_path / "cache" / "halfmoon" / "inductor").rglob("*.so"))
+    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("torchinductor")]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import halfmoon
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
+from halfmoon.engine.driver import Diverged
 from halfmoon.runs import factory, runner
 
 RUN: dict[str, Any] = {
@@ -89,3 +90,11 @@ def test_a_comparison_says_how_all_its_runs_are_played(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         halfmoon.compare(Config(**RUN, run_dir=tmp_path), ["fedavg", "fedavg-fixmatch"], watch=Stop())
     assert 'executor = \\"vmap\\"' in (tmp_path / "comparison.json").read_text()
+
+
+def test_a_last_round_that_diverges_is_no_result(tmp_path: Path) -> None:
+    """No client trains after it: the test images find that the model's predictions are no numbers."""
+    config = Config(method="fedavg", rounds=1, lr=1e9, clients=4, cohort=2, run_dir=tmp_path / "run", device="cpu")
+    with pytest.raises(Diverged, match=r"^The test loss became \w+ in round 1: training stopped\."):
+        halfmoon.run(config)
+    assert not (tmp_path / "run" / "summary.json").exists()

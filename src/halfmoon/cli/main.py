@@ -116,6 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             raise
         return complain(str(error), _user_code(error))
+    except RuntimeError as error:
+        from halfmoon.engine.driver import Diverged
+
+        if "--debug" in words or not isinstance(error, Diverged):
+            raise
+        return complain(str(error), 1)
     except KeyboardInterrupt:
         if "--debug" in words:
             raise

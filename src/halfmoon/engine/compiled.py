@@ -11,9 +11,12 @@ What cannot be traced, because Python looks at a tensor's value, trains as it is
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +32,10 @@ SHAPES = 8
 """For how many shapes of its steps a work is compiled at most, in one process."""
 
 WORKS = 16
-"""Of how many works the programs are kept."""
+"""Of how many client updates the programs are kept."""
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""The environment variable that says where Inductor keeps its programs; processes that are started inherit it."""
 
 Graph = Callable[..., Sequence[Tensor]]
 Arguments = tuple[Tree, Tree, Tree, Batch]
@@ -185,6 +191,7 @@ def built(function: Graph, inputs: Sequence[Tensor]) -> Graph:
 
     Raise ValueError where it draws random numbers.
     """
+    private_cache()
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, as the rest
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -210,11 +217,50 @@ def inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Graph:
     return cast(Any, _inductor).compile(graph, list(inputs), options)
 
 
+def private_cache() -> Path:
+    """Have Inductor keep its programs in a folder that this user alone can write to, and return the folder.
+
+    It is `halfmoon/inductor` in the user's cache directory, or the folder that TORCHINDUCTOR_CACHE_DIR names. Inductor
+    runs what it finds there: raise `UserError` where another user owns the folder, or others can read or write it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    folder = Path(home) / "halfmoon" / "inductor"
+    chosen = os.environ.get(CACHE)
+    if chosen and chosen != default_cache_dir():  # PyTorch writes its default there, too
+        folder = Path(chosen)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+    except OSError as error:
+        raise UserError(
+            f"compile keeps its programs in {folder}, which cannot be made ({error.strerror or error}): set {CACHE} to "
+            "a folder of your own."
+        ) from error
+    problem = ""
+    if not stat.S_ISDIR(facts.st_mode):
+        problem = "is no folder"
+    elif hasattr(os, "getuid") and facts.st_uid != os.getuid():
+        problem = "belongs to another user"
+    elif hasattr(os, "getuid") and facts.st_mode & 0o077:
+        problem = "is not private, as others can read or write it"
+    if problem:
+        raise UserError(
+            f"compile runs the programs in {folder}, but this {problem}: remove it, or make it "
+            f"private (chmod 700), or set {CACHE} to a folder of your own."
+        )
+    os.environ[CACHE] = str(folder)
+    return folder
+
+
 def check(device: torch.device) -> None:
     """Raise `UserError` where nothing can be compiled: without a C++ compiler, or without Triton."""
     try:
         x = torch.ones(8, device=device)
         built(lambda *leaves: [leaves[0] + 1], [x])(x)
+    except UserError:
+        raise
     except Exception as error:
         wanted = "a C++ compiler (g++ or clang++)" if device.type == "cpu" else "Triton and a C compiler"
         raise UserError(

@@ -28,19 +28,32 @@ class Observed(NamedTuple):
     models: dict[str, Pseudo]
 
 
-class Diverged(RuntimeError):
-    """A loss, or a weight, that is not a finite number: training has to stop."""
+ABSURD = 1e6
+"""A loss that means nothing: an untrained network's is log(classes), 2.3 with ten of them."""
 
-    def __init__(self, round: int, client: int, step: int, value: float, what: str = "loss") -> None:
+
+class Diverged(RuntimeError):
+    """A loss or a weight is no finite number, or a loss is absurdly large: training has to stop.
+
+    `client` and `step` count from 0; they are None where the model of a whole round is meant.
+    """
+
+    def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:
+        place = "" if client is None or step is None else f" at client {client}, step {step + 1}"
         super().__init__(
-            f"The {what} became {value} in round {round + 1} at client {client}, step {step + 1}: training stopped. "
+            f"The {quantity} became {value:.6g} in round {round + 1}{place}: training stopped. "
             "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
         )
-        self.round, self.client, self.step, self._value, self._what = round, client, step, value, what
+        self.round, self.client, self.step, self._value, self._quantity = round, client, step, value, quantity
 
-    def __reduce__(self) -> tuple[type[Diverged], tuple[int, int, int, float, str]]:
+    def __reduce__(self) -> tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]:
         """Return how to make it again in another process."""
-        return type(self), (self.round, self.client, self.step, self._value, self._what)
+        return type(self), (self.round, self.client, self.step, self._value, self._quantity)
+
+
+def diverged(losses: Tensor) -> Tensor:
+    """Return which losses (n,) are not finite or larger than `ABSURD`, (n,) bool."""
+    return ~(losses.abs() <= ABSURD)
 
 
 def images_a_call(device: torch.device) -> int:
@@ -272,7 +285,7 @@ class _Log:
     ) -> tuple[dict[str, WeightedMetric], tuple[Observed, ...]]:
         """Return the sums over a client's steps, and its pseudo-labels; in a program, of its place `k` and `amount`.
 
-        Raise `Diverged` where a loss is not a number.
+        Raise `Diverged` where a loss is not finite or absurdly large.
         """
         many = slice(None) if amount is None else (slice(0, amount.steps), k)
         if not self.steps or (amount is not None and amount.steps == 0):
@@ -283,7 +296,7 @@ class _Log:
             return torch.stack(list(leaves))[many]
 
         losses = joined(notes.loss for notes in self.steps).detach()
-        bad = (~losses.isfinite()).nonzero()
+        bad = diverged(losses).nonzero()
         if len(bad):
             raise Diverged(context.round, client, int(bad[0]), float(losses[bad[0]]))
         first = self.steps[0]

@@ -16,6 +16,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
+from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, Tally, tally
 from halfmoon.engine.spread import Spread
 from halfmoon.storage.checkpoints import METRICS, Loaded
@@ -228,6 +229,8 @@ def _evaluate(
     images = experiment.test
     test = None if images is None else _tally(experiment, model, images)
     if images is not None and test is not None:
+        if not math.isfinite(test.loss):
+            raise Diverged(row["round"] - 1, None, None, test.loss, "test loss")
         row["test"] = test.row()
         row["prior"] = experiment.runtime.prior(model, test.per_class)
         at_clients = experiment.runtime.client_priors(
