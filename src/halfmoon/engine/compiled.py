@@ -251,6 +251,11 @@ def private_cache() -> Path:
             f"private (chmod 700), or set {CACHE} to a folder of your own."
         )
     os.environ[CACHE] = str(folder)
+    from torch._inductor import codecache
+
+    # Precompiled headers go into PyTorch's default folder whatever the variable says.
+    headers = folder / "precompiled_headers"
+    vars(codecache).update(_HEADER_DIR=str(headers), _HEADER_LOCK_DIR=str(headers / "locks"))
     return folder
 
 
