@@ -1,7 +1,7 @@
 """Write into the pages what the code knows: `python docs/generate.py` renews README.md and docs/*.md.
 
-A page holds a block between `<!-- generated: NAME -->` and `<!-- /generated -->`, which is written anew as a whole. A page of a
-method has one between `<!-- method: FILE -->` and `<!-- /method -->`. Between `<!-- defaults: METHOD -->` and
+A page holds a block between `<!-- generated: NAME -->` and `<!-- /generated -->`, which is written anew as a whole. A
+page of a method has one between `<!-- method: FILE -->` and `<!-- /method -->`. Between `<!-- defaults: METHOD -->` and
 `<!-- /defaults -->` stands a table written by hand: of its rows (name, default, values, meaning) only the default and
 the values are renewed. A test demands that nothing is left to renew.
 """
@@ -197,7 +197,9 @@ def _moves(method: type) -> str:
     parts = re.split(r"(?:^|\n|\s{2,})(server|down|memory|up):\s+", found[number])[1:]
     if parts[::2] != ["server", "down", "memory", "up"]:
         raise ValueError(f"the docstring of {method.__module__} has to say server, down, memory and up, in this order")
-    return "\n".join(f"- **{key}**: {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True))
+    return "\n".join(
+        f"- **{key}**: {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True)
+    )
 
 
 def _readings(part: type) -> str:
@@ -435,7 +437,16 @@ def recipes() -> str:
     for name in recipe.names():
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
-        rows.append([f"`{name}`", found.title, shorten(found.about, WIDEST, placeholder=" ..."), found.kind, str(count), str(len(found.seeds))])
+        rows.append(
+            [
+                f"`{name}`",
+                found.title,
+                shorten(found.about, WIDEST, placeholder=" ..."),
+                found.kind,
+                str(count),
+                str(len(found.seeds)),
+            ]
+        )
     return table(["recipe", "of", "what is played", "kind", "cells", "seeds"], rows)
 
 

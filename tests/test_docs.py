@@ -462,7 +462,9 @@ def test_a_page_is_easy_to_read(page: Path) -> None:
 
 def test_long_and_banned_language_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# T\n\n" + "word " * 41 + ".\n\n| a | " + "b" * 161 + " |\n| --- | --- |\n\nIn a visit tau counts.\n")
+    page.write_text(
+        "# T\n\n" + "word " * 41 + ".\n\n| a | " + "b" * 161 + " |\n| --- | --- |\n\nIn a visit tau counts.\n"
+    )
     assert [len(each.split()) for each in said(page)] == [2, 42, 5]
     assert max(map(len, cells(page))) == 161
     assert sum(bool(re.search(word, prose(page))) for word in BANNED) == 2

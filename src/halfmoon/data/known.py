@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from halfmoon.storage import toml
 
@@ -38,9 +39,10 @@ class Known:
 
 def _read() -> dict[str, Known]:
     content = (resources.files("halfmoon.data") / "known.toml").read_text("utf-8")
+    sets: dict[str, dict[str, Any]] = toml.loads(content)
     return {
         name: Known(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
-        for name, table in toml.loads(content).items()
+        for name, table in sets.items()
     }
 
 

@@ -255,7 +255,8 @@ def private_cache() -> Path:
 
     # Precompiled headers go into PyTorch's default folder whatever the variable says.
     headers = folder / "precompiled_headers"
-    vars(codecache).update(_HEADER_DIR=str(headers), _HEADER_LOCK_DIR=str(headers / "locks"))
+    for name, path in (("_HEADER_DIR", headers), ("_HEADER_LOCK_DIR", headers / "locks")):
+        setattr(codecache, name, str(path))
     return folder
 
 

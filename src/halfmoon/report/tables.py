@@ -45,8 +45,9 @@ class Result:
             accuracy["last"],
             accuracy.get("best"),
             *(cost[name] for name in ("labeled_steps", "forward", "backward", "bytes_down", "bytes_up")),
-            *(cost.get(name) for name in ("stored_client", "stored_server")),
-            accuracy.get("chosen"),
+            client=cost.get("stored_client"),
+            server=cost.get("stored_server"),
+            chosen=accuracy.get("chosen"),
         )
 
 
