@@ -40,10 +40,11 @@ class Known:
 def _read() -> dict[str, Known]:
     content = (resources.files("halfmoon.data") / "known.toml").read_text("utf-8")
     sets: dict[str, dict[str, Any]] = toml.loads(content)
-    return {
-        name: Known(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
-        for name, table in sets.items()
-    }
+    known: dict[str, Known] = {}
+    for name, table in sets.items():
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+        known[name] = Known(**values)
+    return known
 
 
 KNOWN: Mapping[str, Known] = _read()
