@@ -65,7 +65,7 @@ def clocked_server() -> None:
     original = sessions.Clock
     sessions.Clock = lambda: original(sleep=clock.timed("asleep", time.sleep))  # type: ignore[assignment]
     UplinkSpec.of = clock.timed("patterns", UplinkSpec.of)  # type: ignore[method-assign]
-    runtime.read, runtime.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
+    messages.scan, messages.write = clock.timed("read", messages.scan), clock.timed("write", messages.write)
     for name in ("check_schema", "check_counts", "norms"):
         setattr(calls, name, clock.timed("checks", getattr(calls, name)))
     exchange = sessions.ClientManager.exchange
@@ -90,8 +90,8 @@ def clocked_site() -> None:
     """Time what a site does of its own in this process: a line an answer."""
     clock = Clock()
     driver.update_together = clock.timed("method", driver.update_together)  # type: ignore[method-assign]
-    client.SiteClient._opened = clock.timed("open images", client.SiteClient._opened)  # type: ignore[method-assign]
-    client.read, client.write = clock.timed("read", messages.read), clock.timed("write", messages.write)
+    client.SiteClient._runtime = clock.timed("open images", client.SiteClient._runtime)  # type: ignore[method-assign]
+    messages.scan, messages.write = clock.timed("read", messages.scan), clock.timed("write", messages.write)
     client.SiteClient._say = clock.timed("log", client.SiteClient._say)  # type: ignore[method-assign]
     answer = clock.timed("answer", client.SiteClient.answer, lambda: clock.write("site.jsonl"))
     client.SiteClient.answer = answer  # type: ignore[method-assign]

@@ -28,11 +28,10 @@ from halfmoon.api.uploads import Upload, stack
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import Reply, Request, read, write
 from halfmoon.federation.protocol.tree_spec import spec_of
-from halfmoon.federation.server.secure_sum import MaskedSum, layout, summed
+from halfmoon.federation.server.secure_sum import MaskedSum, layout, sum_spec
 from halfmoon.federation.site.runtime import NOTHING
-from halfmoon.federation.site.secure_sum import Part
+from halfmoon.federation.site.secure_sum import SUMS, Part
 from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
-from halfmoon.federation.site.sum_notes import SUMS
 from halfmoon.methods.averaging import average
 from halfmoon.storage import atomic_io
 
@@ -73,7 +72,7 @@ class Wire:
         home = self.folder / f"site-{k}"
         home.mkdir(parents=True, exist_ok=True)
         known = KnownSites([f"site-{at}" for at in range(self.sites)], home)
-        return Part(KeyFiles().loaded(home), home / RUN, k, known, False)
+        return Part(KeyFiles().load(home), home / RUN, k, known, False)
 
     def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies = {}
@@ -122,7 +121,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
         keys[name] = wire.part(k).lasting
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), summed(layout(spec_of(up))), "it"))
+    sum.total(wire.ask(sum.begin(), sum_spec(layout(spec_of(up))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there

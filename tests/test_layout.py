@@ -153,6 +153,14 @@ def test_imports_go_up_the_list_only():
     assert [name for name in INSIDE if "halfmoon" in imported(name)] == []
 
 
+def test_servers_and_sites_of_a_federation_know_only_the_protocol():
+    """Neither side imports a module of the other; the order of packages would allow it to one of them."""
+    sides = {"federation.server", "federation.site"}
+    for name in INSIDE:
+        if home(name) in sides:
+            assert [target for target in edges(name) if home(target) in sides - {home(name)}] == [], name
+
+
 def test_imports_form_no_circle():
     """The modules can be put in an order in which each needs earlier ones only."""
     graph = {name: edges(name) for name in INSIDE}

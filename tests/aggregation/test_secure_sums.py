@@ -46,15 +46,15 @@ from halfmoon.contract.checks import SIZES
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
-from halfmoon.federation.protocol.messages import Joined, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import Acceptance, RefusalError, Reply, Request, read, write
+from halfmoon.federation.protocol.sums import DEAL, KEYS, MASK, REVEAL
 from halfmoon.federation.protocol.tree_spec import spec_of
-from halfmoon.federation.server.secure_sum import MaskedSum, layout, shown, summed
+from halfmoon.federation.server.secure_sum import MaskedSum, lasting_keys, layout, sum_spec
 from halfmoon.federation.server.validation import check_schema
 from halfmoon.federation.site import secure_sum
-from halfmoon.federation.site.runtime import NOTHING, Refused
-from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL, Part
+from halfmoon.federation.site.runtime import NOTHING
+from halfmoon.federation.site.secure_sum import SECRET, SUMS, Part, forget
 from halfmoon.federation.site.site_keys import KNOWN, KeyFiles, KnownSites
-from halfmoon.federation.site.sum_notes import SECRET, SUMS, forget
 
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
@@ -263,10 +263,10 @@ class Village:
         home = self.folder / f"home-{k}"
         home.mkdir(parents=True, exist_ok=True)
         known = KnownSites(self.names, home, self.listed, self.said.append)
-        return Part(KeyFiles().loaded(home), home / RUN, k, known, False, self.least)
+        return Part(KeyFiles().load(home), home / RUN, k, known, False, self.least)
 
     def key(self, k: int) -> bytes:
-        return signing.public(KeyFiles().loaded(self.folder / f"home-{k}").public_key())
+        return signing.public(KeyFiles().load(self.folder / f"home-{k}").public_key())
 
     def secret(self, k: int) -> bytes:
         """Return a site's secret of the sum that is under way."""
@@ -317,7 +317,7 @@ class Village:
         """Return the sum of one question."""
         sum = self.sum()
         like = layout(spec_of(self.upload(0).tree))
-        return sum.total(self.ask(sum.begin(), summed(like), "the work"))
+        return sum.total(self.ask(sum.begin(), sum_spec(like), "the work"))
 
 
 def exact(village: Village, there: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -367,7 +367,7 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
     village = Village(tmp_path, 10, {MASK: {9}})
     sum, told = village.sum(), {}
-    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
+    replies = village.ask(sum.begin(), sum_spec(layout(spec_of(village.upload(0).tree))), "the work")
     village.drops = {REVEAL: {6, 7, 8}}
     with pytest.raises(TooFew, match="a sum needs 7"):
         sum.total(replies)
@@ -450,7 +450,7 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Pa
     assert torch.equal(*keys)
     fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL].items() if name != "asked"}
     for other in (altered(deal, DEAL, **fewer), altered(mask, MASK, sites=numbers(0, 1, 2, 3))):
-        with pytest.raises(Refused, match="answered for that round already"):
+        with pytest.raises(RefusalError, match="answered for that round already"):
             village.answer(0, write(other))
 
 
@@ -461,11 +461,11 @@ def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(t
     answer = village.answer(0, write(reveal))
     assert answer in village.seen
     for survived in (numbers(0, 1, 2, 3), numbers(0, 2, 3, 4)):
-        with pytest.raises(Refused, match="answered for that round already"):
+        with pytest.raises(RefusalError, match="answered for that round already"):
             village.answer(0, write(altered(reveal, REVEAL, survived=survived)))
     assert np.array_equal(village.play().numpy(), exact(village, [0, 1, 2, 3, 4])[0])
     village.drops = {MASK: {4}}
-    with pytest.raises(Refused, match="answered for that round already"):
+    with pytest.raises(RefusalError, match="answered for that round already"):
         village.play()
 
 
@@ -474,7 +474,7 @@ def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None
     village = Village(tmp_path, 4)
     first = until(village, REVEAL)
     village.updates[0]["b"][3] += 2.0**-20
-    with pytest.raises(Refused, match="answered for that round already"):
+    with pytest.raises(RefusalError, match="answered for that round already"):
         village.answer(0, write(first[MASK]))
 
 
@@ -490,7 +490,7 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     """Of those whose vectors came it tells the seed's share, of the others the key's: as they were dealt."""
     village = Village(tmp_path, 7, {MASK: {6}})
     sum = village.sum()
-    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
+    replies = village.ask(sum.begin(), sum_spec(layout(spec_of(village.upload(0).tree))), "the work")
     secrets = [village.secret(k) for k in range(7)]  # before they are erased
     sum.total(replies)
     first = sent(village)
@@ -513,14 +513,14 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     village.seen.clear()
 
     def refused(request: Request, words: str) -> None:
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(RefusalError, match=words):
             village.answer(0, write(request))
 
     refused(replace(old[DEAL], round=1), "has not begun")
     refused(replace(old[MASK], round=1), "has not begun")
     refused(replace(old[REVEAL], round=1), "before this site has sent anything under one")
     first = until(village, DEAL)
-    refused(replace(first[KEYS], client_update="train"), "a work and for the rest of a sum at once")
+    refused(replace(first[KEYS], client_update="train"), "a client update and for the rest of a sum at once")
     refused(replace(old[MASK], round=1, masks={}), "sees sums alone")
     refused(replace(old[MASK], round=1), "has dealt no shares")
     deal, told = first[DEAL], first[DEAL].masks[DEAL]
@@ -558,10 +558,10 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
 def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
     sum = village.sum()
-    replies = village.ask(sum.begin(), summed(layout(spec_of(village.upload(0).tree))), "the work")
-    spoiled = bytearray(sum._dealt["site-2"][0])
+    replies = village.ask(sum.begin(), sum_spec(layout(spec_of(village.upload(0).tree))), "the work")
+    spoiled = bytearray(sum._shares["site-2"][0])
     spoiled[5] ^= 1
-    sum._dealt["site-2"][0] = bytes(spoiled)
+    sum._shares["site-2"][0] = bytes(spoiled)
     with pytest.raises(UnreadableShare, match="site number 2"):
         sum.total(replies)
 
@@ -575,7 +575,7 @@ def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
         if KEYS in one.masks:
             session = one.masks[KEYS]["session"].numpy().tobytes().hex()
             text = announcement(Scene(FEDERATION, RUN, village.round, 0, 0, session), site, bytes(64))
-            said = signing.sign(KeyFiles().loaded(village.folder / f"home-{site}"), text)
+            said = signing.sign(KeyFiles().load(village.folder / f"home-{site}"), text)
             up = {
                 "keys": torch.zeros(64, dtype=torch.uint8),
                 "signature": torch.frombuffer(bytearray(said), dtype=torch.uint8),
@@ -597,7 +597,7 @@ def test_a_site_whose_keys_are_none_is_left_out(what: str, tmp_path: Path) -> No
         sum = village.sum()
         sum.keys = {**sum.keys, "site-2": sum.keys["site-1"]}  # what it showed when it joined is not what it signs with
         like = layout(spec_of(village.upload(0).tree))
-        total = sum.total(village.ask(sum.begin(), summed(like), "the work"))
+        total = sum.total(village.ask(sum.begin(), sum_spec(like), "the work"))
     assert np.array_equal(total.numpy(), exact(village, [0, 1, 3])[0])
 
 
@@ -606,7 +606,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
     sum = village.sum()
     like = layout(spec_of(village.upload(0).tree))
-    replies = village.ask(sum.begin(), summed(like), "the work")
+    replies = village.ask(sum.begin(), sum_spec(like), "the work")
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
     spoiled = {**replies, "site-1": replace(replies["site-1"], up={"sum": noise})}
     with pytest.raises(TooFew, match="from which the masks do not come off"):
@@ -641,16 +641,16 @@ MALFORMED: list[Tree] = [
 def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
     from federations import terms
 
-    with pytest.raises(Refused, match="for a masked sum cannot be used: it"):
-        secure_sum.look(spec_of(masks), terms(cohort=3, secure_aggregation=True))
+    with pytest.raises(RefusalError, match="for a masked sum cannot be used: it"):
+        secure_sum.check_masks(spec_of(masks), terms(cohort=3, secure_aggregation=True))
 
 
 def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
     from federations import TERMS
 
-    secure_sum.look({}, TERMS)
-    with pytest.raises(Refused, match="nobody agreed on such sums"):
-        secure_sum.look(spec_of(dealt(1)), TERMS)
+    secure_sum.check_masks({}, TERMS)
+    with pytest.raises(RefusalError, match="nobody agreed on such sums"):
+        secure_sum.check_masks(spec_of(dealt(1)), TERMS)
 
 
 def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(tmp_path: Path) -> None:
@@ -685,10 +685,10 @@ def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
     village.part(1)
     mine = village.key(1).hex()
     said = {
-        f"site-{k}": Joined(FEDERATION, VERSION, f"site-{k}", 1, 1, 0, key=key)
+        f"site-{k}": Acceptance(FEDERATION, VERSION, f"site-{k}", 1, 1, 0, key=key)
         for k, key in enumerate(["", mine, mine.upper(), mine[:-2], "zz" * 49, "ff" * 49])
     }
-    assert shown(said) == {"site-1": bytes.fromhex(mine)}
+    assert lasting_keys(said) == {"site-1": bytes.fromhex(mine)}
     sum = village.sum()
     sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
     with pytest.raises(TooFew, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
@@ -705,7 +705,7 @@ def test_no_sum_is_of_fewer_sites_than_the_agreed_cohort(tmp_path: Path) -> None
     made.requests()
     begin = made.sum()
     begin.requests = dict(list(begin.requests.items())[:4])
-    with pytest.raises(Refused, match="all agreed on cohorts of 5"):
+    with pytest.raises(RefusalError, match="all agreed on cohorts of 5"):
         begin.begin()
 
 
@@ -717,8 +717,8 @@ class Forging(MaskedSum):
 
     sign: Callable[[int], Any]
 
-    def _announced(self, asked: Any) -> Any:
-        cohort, names, signatures = super()._announced(asked)
+    def _announce(self, asked: Any) -> Any:
+        cohort, names, signatures = super()._announce(asked)
         keys, texts = list(cohort.keys), list(signatures)
         for at in (1, 2):
             keys[at] = announced(bytes([at]) * 32)
@@ -733,14 +733,14 @@ def forging(village: Village, lasting: bool) -> Forging:
     shown = {f"site-{k}": signing.public(key.public_key()) for k, key in made.items()} if lasting else {}
     forged = Forging(plain.requests, plain.numbers, plain.keys, plain.ask, plain.what)
     forged.sign = made.__getitem__
-    original = Forging._announced
+    original = Forging._announce
 
     def announced_then_shown(self: Forging, asked: Any) -> Any:
         found = original(self, asked)
         self.keys = {**self.keys, **shown}
         return found
 
-    forged._announced = announced_then_shown.__get__(forged)  # type: ignore[method-assign]
+    forged._announce = announced_then_shown.__get__(forged)  # type: ignore[method-assign]
     return forged
 
 
@@ -758,17 +758,19 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
     if known == "remembered":
         village.play()
         village.round += 1
-    with pytest.raises(Refused, match="keys of site-1 for this sum that site-1 has not signed"):
+    with pytest.raises(RefusalError, match="keys of site-1 for this sum that site-1 has not signed"):
         forging(village, lasting=False).begin()
     village.round += 1
     if known == "neither":
         assert not list(tmp_path.rglob(KNOWN))  # what was refused is not remembered
-        with pytest.raises(Refused, match="other keys of this site"):  # site 1 sees that another is shown as its own
+        with pytest.raises(
+            RefusalError, match="other keys of this site"
+        ):  # site 1 sees that another is shown as its own
             forging(village, lasting=True).begin()
         assert [words for words in village.said if words.startswith("from now on the key of site-1 is SHA256:")]
         return
     words = "than the file of keys says" if known == "handed out" else "than before"
-    with pytest.raises(Refused, match=f"site-1 has another key .SHA256:.{{43}}. {words}"):
+    with pytest.raises(RefusalError, match=f"site-1 has another key .SHA256:.{{43}}. {words}"):
         forging(village, lasting=True).begin()
 
 
@@ -776,7 +778,7 @@ def line(village: Village, k: int) -> bytes:
     """Return a site's line in the file of keys, as OpenSSH writes it."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    key = KeyFiles().loaded(village.folder / f"home-{k}").public_key()
+    key = KeyFiles().load(village.folder / f"home-{k}").public_key()
     return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" site-{k}\n".encode()
 
 
@@ -816,7 +818,7 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
     village = Village(tmp_path, 4)
     sum = village.sum()
     like = layout(spec_of(village.upload(0).tree))
-    replies = village.ask(sum.begin(), summed(like), "the work")
+    replies = village.ask(sum.begin(), sum_spec(like), "the work")
     during = {k: village.secret(k) for k in range(4)}
     sum.total(replies)
     masking = sum._masking

@@ -15,7 +15,7 @@ from halfmoon.aggregation.weights import WeightCap, caps
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.evaluation import FederatedEvaluation
+from halfmoon.federation.server.evaluation import FederatedEvaluation
 from halfmoon.federation.server.plan import Rules
 from halfmoon.runs import runner
 
@@ -118,7 +118,7 @@ def test_test_counts_are_capped_alike():
     assert tally is not None
     assert tally.row()["accuracy"] == pytest.approx(20 / 50)
     assert tally.loss == pytest.approx(30 / 50)
-    assert evaluation.sites == 4
+    assert len(evaluation.results) == 4
 
 
 def test_declared_counts_have_to_be_numbers_of_images():

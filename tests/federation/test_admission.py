@@ -82,7 +82,7 @@ def test_a_name_is_bound_to_its_key(street: Street):
     manager = street.manager()
     manager.gather(1, 60.0, 5.0)
     assert manager.present == ["west"]
-    assert "south" not in manager.joined
+    assert "south" not in manager.acceptances
     words = "the site with the key of north calls itself 'south': it does not join under a name that is not its key's"
     assert street.said.count(words) == 1
     assert ask(manager, "south")["south"].data is None
@@ -191,7 +191,7 @@ class Door:
 
     def look(self, made: Admission, after: float = admission.EVERY) -> None:
         self.time += after
-        made.look()
+        made.poll()
 
     def holders(self) -> dict[str, int]:
         return {holder.name: number for number, holder in held(self.file).items()}
@@ -420,7 +420,7 @@ def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypa
     shown: list[str] = []
     with supernode_saying(said, tmp_path, monkeypatch, shown) as (member, started):
         began = time.monotonic()
-        member._live()
+        member._run_node()
         assert time.monotonic() - began < 30
         assert started[-1].poll() is not None, "it was told to end"
         assert "the connection ended: the server's Flower failed over a call" in shown[-1]
@@ -445,5 +445,5 @@ def test_a_site_goes_as_soon_as_its_last_answer_is_sent(
         consent.end(member.site.home, 0, "finished: the model is here")
         began = time.monotonic()
         with pytest.raises(site_process.Ended, match="finished: the model is here"):
-            member._live()
+            member._run_node()
         assert 0.2 < time.monotonic() - began < 300

@@ -91,7 +91,7 @@ def test_the_terms_name_the_program_and_another_one_is_refused():
         "halfmoon": bundle.program()["halfmoon"]
     }
     assert Terms.parse(known.text).hash == known.hash
-    rows = {name: value for name, value, _ in known.offered().rows}
+    rows = {name: value for name, value, _ in known.summary().rows}
     assert rows["bundle"] == bundle.digest()[:16]
     assert rows["halfmoon"] == bundle.program()["halfmoon"]
     for change, why in [
@@ -135,12 +135,12 @@ def loop(stored: list[bytes]) -> ModuleType:
 def test_the_loop_of_a_supernode_stores_the_agreed_bundle_alone(tmp_path: Path, kind: str):
     """Whatever the server says of who vouches for it; each reason stands in the site's log once."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower import pinned
+    from halfmoon.federation.flower import child_main, internals
 
     folder, stored = tmp_path / "flower", list[bytes]()
     folder.mkdir()
     module = loop(stored)
-    pinned.aggregator(module, folder)
+    internals.refuse_foreign(module, child_main.apps_of(folder), child_main.log_of(folder))
     pull = vars(module)["_pull_and_store_message"]
     contents = {"a": zipped(OURS), "b": zipped({**OURS, "evil.py": ""})}
 
@@ -163,15 +163,15 @@ def test_the_loop_of_a_supernode_stores_the_agreed_bundle_alone(tmp_path: Path, 
 def test_the_process_that_answers_loads_the_installed_app_whatever_a_bundle_names(tmp_path: Path):
     """Nothing is unpacked, no folder comes onto Python's path, and nothing can be installed on a server's word."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower import pinned
+    from halfmoon.federation.flower import child_main, internals
 
     module = ModuleType("answering")
     names = ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies")
     vars(module).update(dict.fromkeys(names, print))
     folder = tmp_path / "flower"
     folder.mkdir()
-    pinned.write(folder, ("json:loads", "json:dumps"))
-    pinned.only_installed(module, folder)
+    child_main.write_apps(folder, ("json:loads", "json:dumps"))
+    internals.load_installed(module, child_main.apps_of(folder), child_main.log_of(folder))
     load = vars(module)["get_load_client_app_fn"](default_app_ref="", app_path=None, multi_app=True)
     assert load("evil/app", "6.6.6", "hash") is json.dumps
     text = bundle.project(("json:loads", "json:dumps"))
@@ -185,12 +185,12 @@ def test_the_process_that_answers_loads_the_installed_app_whatever_a_bundle_name
 def test_a_flower_that_loads_programs_in_another_way_is_not_used(tmp_path: Path):
     """The places are looked for: one that is gone would leave a site open."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower import pinned
+    from halfmoon.federation.flower import child_main, internals
 
     with pytest.raises(UserError, match="constraints"):
-        pinned.aggregator(ModuleType("other"), tmp_path)
+        internals.refuse_foreign(ModuleType("other"), child_main.apps_of(tmp_path), child_main.log_of(tmp_path))
     with pytest.raises(UserError, match="constraints"):
-        pinned.only_installed(ModuleType("other"), tmp_path)
+        internals.load_installed(ModuleType("other"), child_main.apps_of(tmp_path), child_main.log_of(tmp_path))
 
 
 def test_what_the_bundle_names_is_what_is_installed():

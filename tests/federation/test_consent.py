@@ -19,12 +19,12 @@ from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Joined, Refusal, read
+from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Acceptance, Refusal, read
 from halfmoon.federation.protocol.terms import shared
 from halfmoon.federation.server.membership import AGAIN
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
-from halfmoon.federation.site.consent import Consent, Offered
+from halfmoon.federation.site.consent import Consent, TermsSummary
 from halfmoon.runs.factory import task
 
 OTHER = made(rounds=ROUNDS + 1)
@@ -44,17 +44,17 @@ def member(ward: Path, home: Path, terms: str = "", methods: tuple[str, ...] = (
 def test_a_consent_is_a_pin_a_yes_or_anything(tmp_path: Path):
     """A pin is the beginning of a hash and excludes the yeses of before; "any" is everything; else a yes counts."""
     first, second = "ab" * 32, "cd" * 32
-    assert Consent(tmp_path, "any").given(first)
-    assert not Consent(tmp_path, "").given(first)
+    assert Consent(tmp_path, "any").covers(first)
+    assert not Consent(tmp_path, "").covers(first)
     consent.agree(tmp_path, first)
-    assert Consent(tmp_path, "").given(first)
-    assert not Consent(tmp_path, "").given(second)
+    assert Consent(tmp_path, "").covers(first)
+    assert not Consent(tmp_path, "").covers(second)
     consent.agree(tmp_path, second)
-    assert [Consent(tmp_path, "").given(each) for each in (first, second)] == [True, True]
+    assert [Consent(tmp_path, "").covers(each) for each in (first, second)] == [True, True]
     pinned = Consent(tmp_path, "cdcdcdcd")
-    assert [pinned.given(each) for each in (first, second)] == [False, True]
+    assert [pinned.covers(each) for each in (first, second)] == [False, True]
     (tmp_path / consent.AGREED).write_text('{"terms": "' + first + '"}')
-    assert not Consent(tmp_path, "").given(first), "a damaged file is no yes"
+    assert not Consent(tmp_path, "").covers(first), "a damaged file is no yes"
 
 
 def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
@@ -67,10 +67,10 @@ def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
         assert sorted(path.name for path in site.home.iterdir()) == ["join.log", "offered.json"]
     assert logged(site).count(f"start it again with --terms {TERMS.hash}") == 1
     assert len(logged(site).splitlines()) == 2
-    assert consent.offered(site.home) == TERMS.offered()
+    assert consent.offer(site.home) == TERMS.summary()
     consent.agree(site.home, TERMS.hash)
-    assert consent.offered(site.home) is None
-    assert isinstance(read(member(ward, site.home).answer(offer()), Joined, Refusal), Joined)
+    assert consent.offer(site.home) is None
+    assert isinstance(read(member(ward, site.home).answer(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
@@ -78,11 +78,11 @@ def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
     site = member(ward, tmp_path / "home")
     site.home.mkdir()
     consent.agree(site.home, TERMS.hash)
-    assert isinstance(read(site.answer(offer()), Joined, Refusal), Joined)
+    assert isinstance(read(site.answer(offer()), Acceptance, Refusal), Acceptance)
     assert told(site.answer(offer(OTHER))).reason == NOT_AGREED
-    assert consent.offered(site.home) == OTHER.offered()
+    assert consent.offer(site.home) == OTHER.summary()
     assert f"--terms {OTHER.hash}" in logged(site)
-    assert isinstance(read(site.answer(offer()), Joined, Refusal), Joined)
+    assert isinstance(read(site.answer(offer()), Acceptance, Refusal), Acceptance)
 
 
 @pytest.mark.parametrize("length", [8, 64])
@@ -90,7 +90,7 @@ def test_a_pin_takes_the_terms_that_begin_so_and_no_others(ward: Path, tmp_path:
     site = member(ward, tmp_path / "home", TERMS.hash[:length])
     assert told(site.answer(offer(OTHER))).reason == NOT_AGREED
     assert f"--terms {TERMS.hash[:length]} is about others; start it again with --terms {OTHER.hash}" in logged(site)
-    assert isinstance(read(site.answer(offer()), Joined, Refusal), Joined)
+    assert isinstance(read(site.answer(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, tmp_path: Path):
@@ -110,21 +110,21 @@ def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_
     site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
     said = told(site.answer(offer()))
     assert (said.kind, said.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
-    assert consent.offered(site.home) is None
+    assert consent.offer(site.home) is None
     wide = member(ward, tmp_path / "home", "any", ("fedavg", "fedloke"))
-    assert isinstance(read(wide.answer(offer()), Joined, Refusal), Joined)
+    assert isinstance(read(wide.answer(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_people_see_every_option_that_counts():
     """The table has each option that all agree on, with its value; the hash is the whole one."""
     terms = made("fedprox-fixmatch", lr=0.25, options={"prox": 0.5})
-    rows = {name: value for name, value, _ in terms.offered().rows}
+    rows = {name: value for name, value, _ in terms.summary().rows}
     assert set(settings.kinds()) & shared() - {"method"} <= rows.keys()
     assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
     network = task(TERMS.config, TERMS.form).network.init(rng.generator(0, "model"))
     assert rows["numbers"] == f"{tree.size(network):,}"
-    lines = TERMS.offered().lines()
-    assert lines[0] == TERMS.said()
+    lines = TERMS.summary().lines()
+    assert lines[0] == TERMS.sentence()
     assert lines[-1].endswith(TERMS.hash)
 
 
@@ -154,7 +154,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     home = tmp_path / "home"
     home.mkdir()
     site = site_process.Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given)
-    Consent(home, "").ask(TERMS.offered())
+    consent.ask(home, TERMS.summary())
     shown: list[str] = []
     return site_process._Member(site, Tail(home / "join.log"), shown.append, person), shown
 
@@ -165,8 +165,8 @@ def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
     for _ in range(4):
         there._consider()
     assert person.asked == 1
-    assert consent.agreed(there.site.home) == [TERMS.hash]
-    assert tuple(shown[:10]) == TERMS.offered().brief
+    assert consent.agreements(there.site.home) == [TERMS.hash]
+    assert tuple(shown[:10]) == TERMS.summary().brief
     there._show()
     assert f"agreed to the terms {TERMS.hash}" in shown[-1]
 
@@ -177,7 +177,7 @@ def test_a_no_ends_the_command(tmp_path: Path):
     there, _ = waiting(tmp_path, Somebody(False))
     with pytest.raises(Declined, match=f"north does not take part on the terms {TERMS.hash[:8]}"):
         there._consider()
-    assert consent.agreed(there.site.home) == []
+    assert consent.agreements(there.site.home) == []
 
 
 def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
@@ -197,8 +197,8 @@ def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given:
     person = Somebody(True) if given else None
     there, shown = waiting(tmp_path, person, **given)
     there._consider()
-    assert consent.agreed(there.site.home) == []
-    assert tuple(shown) == TERMS.offered().brief
+    assert consent.agreements(there.site.home) == []
+    assert tuple(shown) == TERMS.summary().brief
     assert person is None or person.asked == 0
 
 
@@ -247,7 +247,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
 
 def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
     """No option of the training, no word of machine learning that a person has to know; --all shows every option."""
-    brief = TERMS.offered().brief
+    brief = TERMS.summary().brief
     assert len(brief) == 10
     for said, words in zip(("What leaves", "To whom", "How long", "Defenses"), (brief[3], *brief[5:8]), strict=True):
         assert words.startswith(said)
@@ -256,7 +256,7 @@ def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
     waits, shown = waiting(tmp_path, None)
     waits.site = replace(waits.site, all=True)
     waits._consider()
-    assert shown == TERMS.offered().lines()
+    assert shown == TERMS.summary().lines()
 
 
 @pytest.mark.parametrize("terms", ["0123abc", "xyz", "a" * 65, "ANY ", "0123-456"])
@@ -295,7 +295,7 @@ def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[st
     terms = load(path).terms
     assert cli.main(["site", "terms", str(path)]) == 0
     said = capsys.readouterr().out
-    assert terms.said() in said.replace("\n", " ")
+    assert terms.sentence() in said.replace("\n", " ")
     assert f"hash: {terms.hash}" in said
     assert cli.main(["site", "terms", str(path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -322,9 +322,9 @@ def test_a_server_asks_again_until_a_site_has_agreed():
 
 def test_an_offer_survives_its_file(tmp_path: Path):
     """A damaged file is no offer; a whole one comes back as it was."""
-    offered = Offered("ab" * 32, "words", (("a", "b", "c"),))
-    Consent(tmp_path, "").ask(offered)
-    assert consent.offered(tmp_path) == offered
-    for damage in ("", "[]", '{"hash": 1}', '{"hash": "a", "said": "b", "rows": [["a"]]}'):
+    offered = TermsSummary("ab" * 32, "words", (("a", "b", "c"),))
+    consent.ask(tmp_path, offered)
+    assert consent.offer(tmp_path) == offered
+    for damage in ("", "[]", '{"hash": 1}', '{"hash": "a", "sentence": "b", "rows": [["a"]]}'):
         (tmp_path / consent.OFFERED).write_text(damage)
-        assert consent.offered(tmp_path) is None
+        assert consent.offer(tmp_path) is None

@@ -16,7 +16,7 @@ from scenes import same
 
 from halfmoon.core import rng, tree, weight_files
 from halfmoon.federation.flower import launch
-from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, read, write
+from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, read, write
 from halfmoon.federation.server.delivery import deliver, hand_out
 from halfmoon.federation.server.plan import load as load_plan
 from halfmoon.federation.server.server import FederationServer
@@ -57,24 +57,24 @@ def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_
     """The file is one that predict takes; the words name it and how right it is; who waits ends with 0."""
     folder = ward(tmp_path / "s")
     member = SiteClient.at(folder, "north", tmp_path / "home", tests=ward(tmp_path / "t"))
-    read(member.answer(write(Offer(member.version, TERMS.text))), Joined)
-    assert read(member.answer(write(final(member.version))), Delivered).name == "north"
+    read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
+    assert read(member.answer(write(final(member.version))), Receipt).name == "north"
     path = tmp_path / "home/final/model.safetensors"
     model = load_model(path)
     assert model.classes == TERMS.form.classes
-    over = consent.ended(tmp_path / "home")
+    over = consent.ending(tmp_path / "home")
     assert over is not None
-    assert over[0] == 0
-    assert over[1].startswith(f"finished: the model lies in {path}, it is right on ")
-    assert over[1].endswith("% of your test images")
+    assert over.code == 0
+    assert over.reason.startswith(f"finished: the model lies in {path}, it is right on ")
+    assert over.reason.endswith("% of your test images")
     consent.withdraw(tmp_path / "home")
-    assert consent.ended(tmp_path / "home") is None
+    assert consent.ending(tmp_path / "home") is None
 
 
 def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None:
     """Another network, another federation, a card of other classes, or one that is none: nothing is kept."""
     member = SiteClient.at(ward(tmp_path / "s"), "north", tmp_path / "home")
-    read(member.answer(write(Offer(member.version, TERMS.text))), Joined)
+    read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
     good = final(member.version)
     card = json.loads(good.card)
     other = {**card, "classes": json.dumps(["a", "b"])}
@@ -86,12 +86,12 @@ def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None
     ):
         read(member.answer(write(bad)), Refusal)
     assert not (tmp_path / "home/final").exists()
-    assert consent.ended(tmp_path / "home") is None
+    assert consent.ending(tmp_path / "home") is None
 
 
 def test_who_does_not_have_it_is_named() -> None:
     """One has it, one refuses, one is away: the log says who, and why."""
-    there = write(Delivered("f", VERSION, "north"))
+    there = write(Receipt("f", VERSION, "north"))
     street = Street({1: node("north", said=there), 2: node("south", said=refusal("failed", "its disk"))})
     manager = street.manager()
     manager.gather(2, 100.0, 0.0)
@@ -106,7 +106,7 @@ def test_who_does_not_have_it_is_named() -> None:
 
 def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     """A site that comes back within `linger` has the model then; who does not come is written down."""
-    there = {name: write(Delivered("f", VERSION, name)) for name in ("north", "west")}
+    there = {name: write(Receipt("f", VERSION, name)) for name in ("north", "west")}
     street = Street({1: node("north", said=there["north"])})
     manager = street.manager()
     manager.gather(1, 100.0, 0.0)
@@ -116,7 +116,7 @@ def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     assert 200 <= street.time - began < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
     assert "the server stays for south, west: who comes back gets the model" in street.said
-    street.nodes_[2] = node("south", said=write(Delivered("f", VERSION, "south")))
+    street.nodes_[2] = node("south", said=write(Receipt("f", VERSION, "south")))
     hand_out(manager, ["south"], b"all", tmp_path, street.said.append, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 
@@ -193,7 +193,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
         assert same(model.params["conv1"], given["params"]["conv1"])
         assert same(model.params["head"], whole[0].params["head"])
     assert not same(whole[0].params["head"], given["params"]["head"])
-    assert consent.ended(tmp_path / "home-south")[0] == 0  # type: ignore[index]
+    assert consent.ending(tmp_path / "home-south").code == 0  # type: ignore[union-attr]
 
 
 def test_one_site_that_never_comes_costs_one_waiting_time() -> None:

@@ -48,7 +48,17 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.flower.internals import identity
 from halfmoon.federation.flower.link import unwrapped, wrapped
-from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    Final,
+    Offer,
+    Receipt,
+    Refusal,
+    Reply,
+    Request,
+    read,
+    write,
+)
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
@@ -275,7 +285,7 @@ def check_replies(there: Played) -> None:
     secrets = {name: private(town, name) for name in town.names}
     fields_of = {
         kind: {each.name for each in fields(kind)} - {"up", "samples", "evaluation"}
-        for kind in (Joined, Reply, Refusal, Delivered)
+        for kind in (Acceptance, Reply, Refusal, Receipt)
     }
     for letter in there.letters:
         data = told(letter.reply)
@@ -339,10 +349,10 @@ LEAKS: dict[str, Callable[[SiteClient, bytes], bytes]] = {
     "labels": lambda site, data: noted(data, given(site).tobytes()),
     "labels in bytes": lambda site, data: noted(data, given(site).astype("u1").tobytes()),
     "labels in words": lambda site, data: noted(data, str(given(site).tolist()).encode()),
-    "the folder": lambda site, data: noted(data, str(site.folder).encode()),
+    "the folder": lambda site, data: noted(data, str(site.images.folder).encode()),
     "a file": lambda site, data: noted(data, b"0012.png"),
     "a class": lambda site, data: noted(data, CLASSES[3].encode()),
-    "the folder in the header": lambda site, data: renamed(data, f"train {site.folder}"),
+    "the folder in the header": lambda site, data: renamed(data, f"train {site.images.folder}"),
     "the machine in the header": lambda site, data: renamed(data, f"train {Path.home()}"),
 }
 

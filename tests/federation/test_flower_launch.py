@@ -414,7 +414,7 @@ def test_a_warm_process_forks_for_each_message(tmp_path: Path, capfd: pytest.Cap
     process = subprocess.Popen([sys.executable, "-c", WARM, str(folder)])
     seen = folder / "seen"
     try:
-        wait(lambda: child_main.held(child_main.lock_of(folder, child_main.WARM)))
+        wait(lambda: child_main.locked(child_main.lock_of(folder, child_main.WARM)))
         assert not (folder / prefork.SOCKET).exists()
         assert child_main._forked(folder, ["3", "four"]) == 3
         assert prefork.relay(folder, ["0"]) == 0

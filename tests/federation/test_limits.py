@@ -36,14 +36,14 @@ from halfmoon.federation.protocol.messages import (
     NUMBERS,
     SMALL,
     UNFIT,
-    Joined,
+    Acceptance,
     Malformed,
     Offer,
     Refusal,
     Reply,
     Request,
-    look,
     read,
+    scan,
     write,
 )
 from halfmoon.federation.protocol.terms import Terms
@@ -236,7 +236,9 @@ def test_what_is_permuted_in_memory_is_laid_out_once():
 
 
 @pytest.mark.parametrize("kind", [Request, Reply])
-@pytest.mark.parametrize("name", ["round", "attempt", "query", "known", "safe", "amount", "traffic", "swept", "kept"])
+@pytest.mark.parametrize(
+    "name", ["round", "attempt", "query", "latest", "oldest", "amount", "traffic", "swept", "kept"]
+)
 def test_numbers_have_a_range(kind: type[Any], name: str):
     """Whole numbers from 0 below 2^63, and lists that are short."""
     message = REQUEST if kind is Request else REPLY
@@ -258,11 +260,11 @@ def test_numbers_have_a_range(kind: type[Any], name: str):
 
 @pytest.mark.parametrize("count", [NUMBERS, NUMBERS + 1])
 def test_lists_are_short(count: int):
-    data = write(replace(REQUEST, known=[1] * count))
+    data = write(replace(REQUEST, latest=[1] * count))
     if count == NUMBERS:
-        assert len(read(data, Request).known) == NUMBERS
+        assert len(read(data, Request).latest) == NUMBERS
     else:
-        with pytest.raises(Malformed, match="known has 9 numbers, of 8 at most"):
+        with pytest.raises(Malformed, match="latest has 9 numbers, of 8 at most"):
             read(data, Request)
 
 
@@ -291,7 +293,7 @@ def test_a_reader_bounds_the_whole_message():
     with pytest.raises(Malformed, match=r"a message has 4\.\d kB, of 4\.\d kB at most"):
         read(data, Request, limit=len(data) - 1)
     assert read(weighing(SMALL, Offer("1", "2")), Offer) == Offer("1", "2")
-    for kind in (Offer, Joined, Refusal):
+    for kind in (Offer, Acceptance, Refusal):
         with pytest.raises(Malformed, match=r"a message has 4\.2 MB, of 4\.2 MB at most"):
             read(b"\0" * (SMALL + 1), kind)
     with pytest.raises(Malformed, match="a message is cut off"):
@@ -300,7 +302,7 @@ def test_a_reader_bounds_the_whole_message():
 
 def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
     down = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
-    unparsed = look(write(replace(REQUEST, down=down)), Request)
+    unparsed = scan(write(replace(REQUEST, down=down)), Request)
     assert unparsed.message.down == {}
     assert unparsed.pattern("down") == spec_of(down)
     assert unparsed.pattern("evaluation") == {}
@@ -358,7 +360,7 @@ def test_a_pickle_is_never_loaded_by_a_reader(tmp_path: Path, pickles: dict[str,
             read(data, Offer, Request, Reply)
             continue
         with pytest.raises(Malformed):
-            read(data, Offer, Request, Joined, Refusal, Reply)
+            read(data, Offer, Request, Acceptance, Refusal, Reply)
     harmless(tmp_path)
 
 
@@ -432,7 +434,7 @@ def test_what_a_pattern_weighs():
     """Of 1000 numbers of 4 bytes, beside what a message has anyway."""
     pattern = {"params/x": ((10, 100), torch.float32), "stats": None}
     assert limits.weight([pattern]) == limits.ROOM + 4000 + 2 * limits.PLACE + 24 * len("params/xstats")
-    assert limits.weight([limits.examined(10)]) > 8 * 100 + 8
+    assert limits.weight([limits.evaluation(10)]) > 8 * 100 + 8
 
 
 @pytest.mark.parametrize("name", {type(registry.entry(name).method): name for name in reversed(FEDERATED)}.values())
@@ -446,9 +448,9 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
         remote.close()
     downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, len(remote.names))
     assert DownlinkSpec.parse(json.loads(json.dumps(downlinks.facts())), len(remote.names)) == downlinks
-    seen = [look(data, Request, Reply) for data in wire.seen]
+    seen = [scan(data, Request, Reply) for data in wire.seen]
     asked = [(each.message.client_update, each.pattern("down")) for each in seen if isinstance(each.message, Request)]
-    assert {client_update for client_update, _ in asked} == set(downlinks.known)
+    assert {client_update for client_update, _ in asked} == set(downlinks.specs)
     for client_update, pattern in asked:
         assert downlinks.fault(client_update, pattern) is None
         path, (shape, dtype) = next((path, kind) for path, kind in pattern.items() if kind and kind[0])
@@ -465,7 +467,7 @@ def test_a_count_of_other_sites_may_be_any():
     """SemiFed sends as many models as have come: up to one of each site."""
     method, shared, _, _ = single("semifed")
     downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, 7)
-    pattern = dict(downlinks.known["train"][-1])
+    pattern = dict(downlinks.specs["train"][-1])
 
     def with_peers(count: int) -> Any:
         return {
@@ -554,9 +556,9 @@ def test_a_step_and_a_visit_have_an_end(beyond: int):
     for amount, said in (
         (Amount(1, most + beyond, 0), "a step is of 2,097,153 images with 1 channel"),
         (Amount(1, 2 + beyond, (most - 2) // 2), "a step is of 2,097,153 images"),
-        (Amount(limits.VISIT // 10 + beyond, 2, 4), "a visit is of 1,000,001 steps of 10 images"),
+        (Amount(limits.UPDATE // 10 + beyond, 2, 4), "a round is of 1,000,001 steps of 10 images"),
     ):
-        fault = limits.check_visit(client_update, amount, (1, 8, 8))
+        fault = limits.check_update(client_update, amount, (1, 8, 8))
         assert (fault is not None and said in fault) if beyond else fault is None
     size = most + beyond
     if size <= limits.MOST["labeled_batch"]:
@@ -574,10 +576,10 @@ def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
     """A million steps of 2 + 2 images are fewer than ten million images; of 10 + 10 they are more."""
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
     member = SiteClient.at(ward, "north", tmp_path / "home")
-    assert isinstance(read(member.answer(offer(made("fedavg-fixmatch", steps=10**6))), Joined, Refusal), Joined)
+    assert isinstance(read(member.answer(offer(made("fedavg-fixmatch", steps=10**6))), Acceptance, Refusal), Acceptance)
     long = made("fedavg-fixmatch", steps=10**6, labeled_batch=10, unlabeled_batch=10)
     said = told(member.answer(offer(long)))
-    assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site looks at 10,000,000 at most.")
+    assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
 
 
 def test_terms_are_no_longer_than_a_megabyte():

@@ -15,11 +15,12 @@ from test_contract import BATCHINGS, ROUNDS, scene, straight
 from halfmoon.api.uploads import Upload
 from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, answer, behind
 from halfmoon.federation.protocol.messages import (
-    Joined,
+    Acceptance,
     Malformed,
     Message,
     Offer,
     Refusal,
+    RefusalError,
     Reply,
     Request,
     read,
@@ -27,7 +28,7 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.site.runtime import Refused, SiteRuntime
+from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.methods import registry
 from halfmoon.storage.serialization import pack
 
@@ -94,7 +95,7 @@ def test_a_site_refuses_what_it_did_not_join(
     asked: tuple[SiteRuntime, Request], changes: dict[str, Any], said: str
 ) -> None:
     site, request = asked
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RefusalError, match=said):
         answer(site, write(replace(request, **changes)))
 
 
@@ -135,7 +136,7 @@ def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
 MESSAGES: list[Message] = [
     Offer(VERSION, "terms"),
     REQUEST,
-    Joined(HASH, VERSION, "site-0", 3, 4),
+    Acceptance(HASH, VERSION, "site-0", 3, 4),
     Refusal(VERSION, "failed", "its disk is full."),
     Reply(HASH, VERSION, RUN, 1, 2, 3, "train", [1, 2, 3, 0], [4, 5], 6, 7, {"a": {}}, {}),
 ]
@@ -149,7 +150,7 @@ def test_every_message_comes_back_as_it_was(message: Message) -> None:
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_of_another_kind_is_refused(message: Message) -> None:
     other = Offer if type(message) is not Offer else Reply
-    with pytest.raises(Malformed, match=f"{other.__name__.lower()} was expected, not a"):
+    with pytest.raises(Malformed, match=f"{other.__name__.lower()} was expected, not an?"):
         read(write(message), other)
 
 

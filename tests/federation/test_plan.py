@@ -333,7 +333,7 @@ def test_every_option_of_the_table_is_explained() -> None:
 
 
 def test_the_sentence_for_people_has_no_option_of_the_machine() -> None:
-    said = TERMS.said()
+    said = TERMS.sentence()
     assert said.startswith(f"federation test ({TERMS.hash[:8]}): ")
     assert "2 of 3 sites a round" in said
     assert str(SITES[0]) not in said

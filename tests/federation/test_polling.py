@@ -9,8 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from halfmoon.federation.flower.internals import LOOP, sleep_by
-from halfmoon.federation.flower.polling import Pace
+from halfmoon.federation.flower.internals import LOOP, Pace, sleep_by
 
 
 def test_looks_become_as_seldom_as_flowers_and_an_answer_makes_them_quick_again():

@@ -26,7 +26,7 @@ from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.site.memory import Memory, settle, visit_of
+from halfmoon.federation.site.memory import Memory, round_key, settle
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.storage.state_store import Store
@@ -61,8 +61,8 @@ class Link:
         if fate == GONE:
             return Answer(None, "it was away")
         place, at = self.folder / name / request.run, (request.round, request.attempt, request.query)
-        reply = self.sites[name].do(request, Memory(place, at, visit_of(request.known), CPU, pytest.fail))
-        settle(place, visit_of(request.safe))
+        reply = self.sites[name].reply(request, Memory(place, at, round_key(request.latest), CPU, pytest.fail))
+        settle(place, round_key(request.oldest))
         if fate == LOST:
             return Answer(None, "it did not answer in time")
         if fate == NOISE:
@@ -227,7 +227,7 @@ def test_a_round_waits_until_enough_sites_can_be_asked(stage: Make) -> None:
     """Before each attempt but the first, as many as the round needs."""
     waited: list[int] = []
     scenery = stage(fate=failing(0, 2, GONE), cohort=3, rules=Rules(min_replies=3))
-    scenery.remote.calls.ready = waited.append
+    scenery.remote.calls.gather = waited.append
     turn(scenery, 0, scenery.server)
     assert waited == [3, 3]
 
@@ -253,7 +253,7 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | No
     server, first = turn(scenery, 0, scenery.server)
     before = everything(scenery)
     seen: list[bool] = []
-    scenery.remote.calls.ready = lambda wanted: seen.append(same(everything(scenery), before))
+    scenery.remote.calls.gather = lambda wanted: seen.append(same(everything(scenery), before))
     server, second = turn(scenery, 1, server)
     assert seen == [True, True], "what counts is as it was before the attempt"
     server, third = turn(scenery, 2, server)
@@ -356,7 +356,7 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
         server, _ = turn(scenery, number, server)
         drawn.append(scenery.link.asked[-1][-1])
     assert drawn == [("site-0", "site-1", "site-2", "site-3")] * 2 + [("site-0", "site-1", "site-3")]
-    rows = {row.name: (row.count, row.aside) for row in scenery.remote.calls.quarantine.rows()}
+    rows = {row.name: (row.count, row.quarantined) for row in scenery.remote.calls.quarantine.rows()}
     assert rows == {"site-0": (0, False), "site-1": (0, False), "site-2": (2, True), "site-3": (0, False)}
     assert sum("site-2 is set aside after 2 unusable answers" in said for said in scenery.heard) == 1
 
@@ -397,7 +397,7 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
     scenery.link.exchange = exchange  # type: ignore[method-assign]
     _, cohort = turn(scenery, 0, scenery.server)
     assert cohort == [0, 1, 2]
-    assert not scenery.remote.calls.quarantine.aside
+    assert not scenery.remote.calls.quarantine.sites
     assert "site-3 has no part in round 1: its disk: No space left on device." in scenery.heard
 
 

@@ -29,13 +29,13 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.protocol.messages import FAILED, Final, Offer, Refusal, Request, read, write
+from halfmoon.federation.protocol.sums import DEAL, KEYS, MASK, REVEAL
 from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.server.spool import SPOOL
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.federation.site.secure_sum import DEAL, KEYS, MASK, REVEAL
+from halfmoon.federation.site.secure_sum import SECRET, SUMS
 from halfmoon.federation.site.site_keys import KNOWN, OWN
-from halfmoon.federation.site.sum_notes import SECRET, SUMS
 from halfmoon.runs import runner
 from halfmoon.sites.keys.make import init
 
@@ -301,7 +301,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     for path in town.folder.rglob(KNOWN):  # a test before may have given a site a new secret
         path.unlink()
     seen, counts = StepResult(), dict[tuple[int, int, str], int]()
-    original = SiteRuntime.do
+    original = SiteRuntime.reply
 
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
         reply = original(self, request, memories)

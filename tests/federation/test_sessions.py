@@ -6,10 +6,10 @@ import pytest
 from federations import SITES, TERMS, Node, Street, ask, joined, mute, node, refusal, terms
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, read, write
+from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, RefusalError, read, write
 from halfmoon.federation.server.membership import AGAIN
 from halfmoon.federation.server.sessions import RESENDS, Answer, ClientManager
-from halfmoon.federation.site.runtime import Refused, check_version
+from halfmoon.federation.site.runtime import check_version
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_sites_are_known_by_name(street: Street, manager: ClientManager) -> None
     assert answers == {"west": Answer(b"west:w"), "north": Answer(b"north:n")}
     assert list(answers) == ["west", "north"]
     assert sorted((number, data) for _, number, data in street.requests) == [(7, b"n"), (31, b"w")]
-    assert manager.joined["south"].labeled == 4
+    assert manager.acceptances["south"].labeled == 4
     assert set(street.seconds) == {100.0, 200.0}, "a request outlives its time: a late answer is named"
 
 
@@ -183,7 +183,10 @@ OTHER = terms(lr=0.5)
         (joined("e" * 1000), f"a site that calls itself '{'e' * 64}' is none of this federation"),
         (b"", "a site answered what cannot be read: a message is cut off"),
         (b"\x08" + b"\0" * 7 + b"no json!", "a site answered what cannot be read: a message cannot be read"),
-        (write(Offer("1", "2")), "a site answered what cannot be read: a joined or refusal was expected, not a offer"),
+        (
+            write(Offer("1", "2")),
+            "a site answered what cannot be read: an acceptance or refusal was expected, not an offer",
+        ),
         (refusal(UNFIT, "it has no label."), "a site does not join: it has no label."),
         (refusal(UNFIT, "x" * 10_000), "a site does not join: " + "x" * 500),
     ],
@@ -207,7 +210,7 @@ def test_who_does_not_belong_is_named_once_and_not_used(answer: bytes, said: str
 
 
 def test_another_version_is_said_once_with_its_sentence_and_joins_when_it_has_upgraded() -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusalError) as refused:
         check_version("0.0.9", "0.1.0")
     street = Street({7: mute(refusal(refused.value.kind, str(refused.value))), 9: node("south")})
     manager = street.manager()
@@ -416,7 +419,7 @@ def test_new_counts_of_a_site_are_taken_in(street: Street, manager: ClientManage
     street.move(7, 8, there)
     street.sleep(3.0)
     ask(manager)
-    assert manager.joined["north"].labeled == 40
+    assert manager.acceptances["north"].labeled == 40
     assert street.heard("40 images with a label") == 1
 
 
@@ -426,7 +429,7 @@ def test_who_is_gone_stays_known(street: Street, manager: ClientManager) -> None
     street.sleep(3.0)
     ask(manager, "south")
     assert manager.present == ["south", "west"]
-    assert manager.joined["north"].labeled == 4
+    assert manager.acceptances["north"].labeled == 4
 
 
 @pytest.mark.parametrize("spoiled", [b"", joined("north")[:40], b"\xff" * 5_000], ids=["empty", "cut", "noise"])

@@ -25,7 +25,7 @@ from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
     UNFIT,
     UNKNOWN,
-    Joined,
+    Acceptance,
     Offer,
     Refusal,
     Reply,
@@ -101,7 +101,7 @@ class Line:
 
 def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:
     """Play rounds with one site, and return each request with its answer."""
-    assert isinstance(read(member.answer(offer(about)), Joined, Refusal), Joined)
+    assert isinstance(read(member.answer(offer(about)), Acceptance, Refusal), Acceptance)
     config = about.config
     shared, line = task(config, about.form), Line(member)
     method = registry.make(config.method, dict(config.options))
@@ -161,7 +161,7 @@ def memories(member: SiteClient, about: Terms = TERMS) -> list[Path]:
 
 
 def test_a_site_joins(member: SiteClient) -> None:
-    said = read(member.answer(offer()), Joined)
+    said = read(member.answer(offer()), Acceptance)
     assert (said.federation, said.name, said.labeled, said.unlabeled, said.tests) == (TERMS.hash, "north", 3, 5, 0)
     discreet(write(said))
     assert "this site gives 3 images with a label and 5 without" in logged(member)
@@ -221,7 +221,7 @@ def test_a_class_that_no_label_has_is_no_hindrance(tmp_path: Path) -> None:
     """A site may know more classes than it has labels of, and in another order: names count, not numbers."""
     site = folder(tmp_path / WARD, {0: "ill", 1: "sound"}, classes=f"ill\n{DIAGNOSIS}\nsound\n")
     member = SiteClient.at(site, "north", tmp_path / "home")
-    assert isinstance(read(member.answer(offer()), Joined), Joined)
+    assert isinstance(read(member.answer(offer()), Acceptance), Acceptance)
     _, opened = member._sites[TERMS.hash]
     held = opened.local_clients.dataset
     assert held.train.labels[torch.from_numpy(held.split.labeled)].tolist() == [1, 0]
@@ -231,7 +231,7 @@ def test_labels_that_a_federation_does_not_want_are_not_used(ward: Path, tmp_pat
     """With the labels at the server, all images of a site count as unlabeled ones."""
     member = SiteClient.at(ward, "north", tmp_path)
     about = made("semifl", labels_at="server")
-    said = read(member.answer(offer(about)), Joined)
+    said = read(member.answer(offer(about)), Acceptance)
     assert (said.labeled, said.unlabeled) == (0, 8)
 
 
@@ -274,7 +274,7 @@ def test_terms_that_are_damaged_are_joined_again(
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\0" * 8, b"\xff" * 100, b"GET / HTTP/1.1\r\n", write(Joined("", "", "", 0, 0))]
+    "data", [b"", b"\0" * 8, b"\xff" * 100, b"GET / HTTP/1.1\r\n", write(Acceptance("", "", "", 0, 0))]
 )
 def test_noise_is_answered(member: SiteClient, data: bytes) -> None:
     assert told(member.answer(data)).kind == UNFIT
@@ -289,11 +289,10 @@ def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
     ("changes", "kind"),
     [
         ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT),
-        ({"client_update": "steal"}, UNFIT),
-        ({"down": {}}, UNFIT), ({"down": {"params": {"x": torch.ones(2)}}}, UNFIT),
+        ({"client_update": "steal"}, UNFIT), ({"down": {}}, UNFIT), ({"down": {"params": {"x": torch.ones(2)}}}, UNFIT),
         ({"federation": "a" * 64}, UNKNOWN), ({"evaluation": {"x": torch.ones(2)}}, UNFIT),
         ({"run": "../../x"}, UNFIT), ({"run": ""}, UNFIT), ({"run": "A" * 32}, UNFIT),
-        ({"known": [1]}, UNFIT), ({"known": [0, 0, -1]}, UNFIT), ({"safe": [0, 0, "x"]}, UNFIT),
+        ({"latest": [1]}, UNFIT), ({"latest": [0, 0, -1]}, UNFIT), ({"oldest": [0, 0, "x"]}, UNFIT),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_done(
@@ -355,9 +354,9 @@ def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, scr
     reply = read(member.answer(write(replace(first, attempt=1))), Reply)
     assert write(replace(reply, attempt=0)) == script[0][1]
     assert member.answer(write(replace(first, attempt=2, down=other))) != script[0][1]
-    assert second.known == [0, 0, 0]
-    assert member.answer(write(replace(second, known=[0, 1, 0]))) == script[1][1]
-    assert member.answer(write(replace(second, known=[0, 0, 0]))) != script[1][1]
+    assert second.latest == [0, 0, 0]
+    assert member.answer(write(replace(second, latest=[0, 1, 0]))) == script[1][1]
+    assert member.answer(write(replace(second, latest=[0, 0, 0]))) != script[1][1]
 
 
 def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
@@ -366,7 +365,7 @@ def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: l
     for request, _ in script[:2]:
         member.answer(request)
     assert len(memories(member)) == 2
-    last = write(replace(read(script[2][0], Request), safe=[1, 0, 0]))
+    last = write(replace(read(script[2][0], Request), oldest=[1, 0, 0]))
     assert member.answer(last) == script[2][1]
     assert [path.name[7:21] for path in memories(member)] == ["000001-000-000", "000002-000-000"]
     for place in (3, 2, 3):
@@ -392,10 +391,10 @@ def test_a_damaged_memory_is_named_and_the_one_before_counts(
     discreet(reply)
 
 
-def at(folder: Path, *visit: int, known: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> Memory:
+def at(folder: Path, *visit: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> Memory:
     """Return the memory in a visit."""
     round, attempt, query = visit
-    return Memory(folder, (round, attempt, query), known, torch.device("cpu"), warn)
+    return Memory(folder, (round, attempt, query), latest, torch.device("cpu"), warn)
 
 
 def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
@@ -409,7 +408,7 @@ def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
     (tmp_path / "memory-000001-000-000-00.safetensors").write_bytes(b"")
     for length in (0, 7, 8, len(data) - 1):
         whole.write_bytes(data[:length])
-        found = at(tmp_path, 2, 0, 0, known=(1, 0, 0), warn=heard.append).get("0")
+        found = at(tmp_path, 2, 0, 0, latest=(1, 0, 0), warn=heard.append).get("0")
         assert found is not None
         assert found["a"].tolist() == [0, 1, 2]
     assert len(heard) == 4
@@ -419,7 +418,7 @@ def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
 def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
     """Somebody put back an old backup of the site: what is there counts, or nothing."""
     heard: list[str] = []
-    memory = at(tmp_path, 6, 0, 0, known=(5, 1, 0), warn=heard.append)
+    memory = at(tmp_path, 6, 0, 0, latest=(5, 1, 0), warn=heard.append)
     assert memory.get("0") is None
     at(tmp_path, 3, 0, 0).put("0", {"a": torch.ones(1)})
     at(tmp_path, 5, 2, 0).put("0", {"a": torch.zeros(1)})
@@ -471,13 +470,13 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
     with monkeypatch.context() as patch:
         patch.setattr(atomic_io, what, full)
         answers = [member.answer(data) for data in (offer(), script[0][0])]
-    kinds = [type(read(data, Joined, Reply, Refusal)) for data in answers]
+    kinds = [type(read(data, Acceptance, Reply, Refusal)) for data in answers]
     if what == "append":
-        assert kinds == [Joined, Reply], "what cannot be written down is still done"
+        assert kinds == [Acceptance, Reply], "what cannot be written down is still done"
     else:
         assert len(calls) > call, "0 is the index, 1 what may come down, 2 the terms, 3 the memory"
         assert told(answers[call // 3]).kind == FAILED
-    assert isinstance(read(member.answer(offer()), Joined), Joined)
+    assert isinstance(read(member.answer(offer()), Acceptance), Acceptance)
     for request, reply in script[:2]:
         assert member.answer(request) == reply
     for data in answers:
@@ -540,7 +539,7 @@ def test_a_site_tests_a_model_on_images_that_it_never_trains_on(
     """Four labeled test images: a table of counts with the sum 4, and a loss; the work beside gives the same bits."""
     tests = folder(tmp_path / "test" / WARD, {0: "ill", 1: "ill", 2: "sound", 6: "ill"})
     member = SiteClient.at(ward, "north", tmp_path / "home", tests=tests)
-    assert read(member.answer(offer()), Joined).tests == 4
+    assert read(member.answer(offer()), Acceptance).tests == 4
     request = read(script[0][0], Request)
     model = {"params": request.down["params"], "stats": request.down["stats"]}
     both = read(member.answer(write(replace(request, evaluation=model))), Reply)
@@ -598,8 +597,8 @@ def test_whatever_an_offer_says_there_is_a_discreet_answer(
     facts[place][name.draw(st.sampled_from(sorted(facts[place])))] = value
     data = steady.answer(write(Offer(steady.version, json.dumps(facts))))
     discreet(data)
-    said = read(data, Joined, Refusal)
-    assert isinstance(said, Joined) or said.kind in (UNFIT, FAILED)
+    said = read(data, Acceptance, Refusal)
+    assert isinstance(said, Acceptance) or said.kind in (UNFIT, FAILED)
 
 
 @ENDLESS

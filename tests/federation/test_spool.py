@@ -28,7 +28,7 @@ from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import ClientManager
-from halfmoon.federation.server.spool import Spool, Spooled, held
+from halfmoon.federation.server.spool import Spool, Spooled, content
 from halfmoon.federation.server.transport import Clock, NodeIdentity, TransportReply
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task
@@ -178,9 +178,9 @@ def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path)
     """What a killed server left behind goes when the next begins."""
     spool = Spool(tmp_path / "run" / "spool")
     spool.folder.parent.mkdir()
-    first, second = spool.keep(b"one"), spool.keep(b"two")
+    first, second = spool.store(b"one"), spool.store(b"two")
     assert isinstance(first, Spooled)
-    assert (held(first), held(second), held(b"three")) == (b"one", b"two", b"three")
+    assert (content(first), content(second), content(b"three")) == (b"one", b"two", b"three")
     assert first.path.stat().st_mode & 0o777 == 0o600
     assert spool.folder.stat().st_mode & 0o777 == 0o700
     path = first.path
@@ -199,5 +199,5 @@ def test_a_full_disk_leaves_answers_in_memory(tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        assert spool.keep(b"one") == b"one"
+        assert spool.store(b"one") == b"one"
     assert not list(spool.folder.iterdir())

@@ -490,11 +490,11 @@ NAMES = ("north", "south", "west")
 
 def test_a_site_is_set_aside_at_the_limit() -> None:
     book = Quarantine(NAMES, 2, None)
-    assert book.aside == frozenset()
+    assert book.sites == frozenset()
     assert not book.refuse("south", 0, "'params' is missing")
     assert not book.refuse("west", 0, "late")
     assert book.refuse("south", 3, "its weight is -1")
-    assert book.aside == {"south"}
+    assert book.sites == {"south"}
     assert not book.refuse("south", 4, "again")  # by an earlier one
     assert book.rows() == [
         Refusals("north"),
@@ -502,7 +502,7 @@ def test_a_site_is_set_aside_at_the_limit() -> None:
         Refusals("west", 1, 0, "late", False),
     ]
     book.readmit("south")
-    assert book.aside == frozenset()
+    assert book.sites == frozenset()
     assert book.rows()[1] == Refusals("south")
     assert not book.refuse("south", 5, "late")
 
@@ -510,7 +510,7 @@ def test_a_site_is_set_aside_at_the_limit() -> None:
 def test_limit_0_sets_no_site_aside() -> None:
     book = Quarantine(NAMES, 0, None)
     assert not any(book.refuse("north", round, "late") for round in range(50))
-    assert book.aside == frozenset()
+    assert book.sites == frozenset()
     with pytest.raises(UserError, match="the limit of refused replies is -1"):
         Quarantine(NAMES, -1, None)
 
@@ -537,10 +537,10 @@ def test_every_change_is_on_the_disk(tmp_path: Path) -> None:
     for change in changes:
         change()
         assert Quarantine(NAMES, 2, path).rows() == book.rows()
-        assert Quarantine(NAMES, 2, path).aside == book.aside
+        assert Quarantine(NAMES, 2, path).sites == book.sites
     assert [each.count for each in book.rows()] == [0, 0, 1]
     # The limit is not kept with the counts, and who has left is forgotten.
-    assert Quarantine(("west",), 1, path).aside == {"west"}
+    assert Quarantine(("west",), 1, path).sites == {"west"}
     assert Quarantine(("north",), 1, path).rows() == [Refusals("north")]
 
 
@@ -558,7 +558,7 @@ def row(**changes: Any) -> str:
 def test_a_damaged_register_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "refused.json"
     path.write_bytes(row().encode())
-    assert Quarantine(NAMES, 1, path).aside == {"south"}
+    assert Quarantine(NAMES, 1, path).sites == {"south"}
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UserError, match=r"refused\.json holds no register of refused replies .* restore it, or remove"):
         Quarantine(NAMES, 1, path)
@@ -571,6 +571,6 @@ def test_a_register_that_cannot_be_written_counts_nothing(tmp_path: Path) -> Non
     book.path = tmp_path / "taken" / "refused.json"
     with pytest.raises(UserError, match="cannot be written"):
         book.refuse("south", 0, "late")
-    assert book.aside == frozenset()
+    assert book.sites == frozenset()
     with pytest.raises(UserError, match="cannot be read"):
         Quarantine(NAMES, 1, tmp_path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
-from halfmoon.federation.protocol.messages import Joined, Refusal, write
+from halfmoon.federation.protocol.messages import Acceptance, Refusal, write
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.sessions import Answer, ClientManager
 from halfmoon.federation.server.transport import Clock, NodeIdentity, TransportReply
@@ -40,7 +40,7 @@ class Node:
 
 def joined(name: str, **changes: Any) -> bytes:
     """Return the bytes by which a site of `TERMS` joins."""
-    return write(replace(Joined(TERMS.hash, VERSION, name, 4, 6), **changes))
+    return write(replace(Acceptance(TERMS.hash, VERSION, name, 4, 6), **changes))
 
 
 def node(name: str, takes: float = 1.0, said: bytes | None = None) -> Node:

@@ -36,7 +36,7 @@ from halfmoon.data.readers.decode import decode, fitted, header
 from halfmoon.data.readers.parquet import read_parquet
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.runtime import RuntimeSettings
-from halfmoon.federation.protocol.messages import Joined, Offer, Refusal, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import Acceptance, Offer, Refusal, Reply, Request, read, write
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import UplinkSpec
 from halfmoon.federation.server import plan
@@ -733,7 +733,7 @@ def script() -> tuple[tuple[str, bytes, bytes], ...]:
         folder = Path(mkdtemp(prefix="fuzz-"))
         ward(folder / "site")
         members[site] = member_at(folder, site)
-        read(members[site].answer(offer()), Joined)
+        read(members[site].answer(offer()), Acceptance)
     wire = Wire(lambda site, data: members[site].answer(data))
     play_round(wire)
     return tuple(wire.pairs)
@@ -778,7 +778,7 @@ def asked() -> Sequence[bytes]:
 
 def answered() -> Sequence[bytes]:
     """Return what sites send: a reply, a refusal, and that they have joined."""
-    joined = write(Joined(about().hash, VERSION, "south", 3, 5))
+    joined = write(Acceptance(about().hash, VERSION, "south", 3, 5))
     return (*(reply for _, _, reply in script()), write(Refusal(VERSION, "failed", "no")), joined)
 
 
@@ -789,7 +789,7 @@ def message_seeds() -> Sequence[bytes]:
 
 def read_message(scene: Scene) -> None:
     """Read a message as any kind; what is read can be written and read again."""
-    said = read(scene.file.read_bytes(), Offer, Request, Joined, Refusal, Reply)
+    said = read(scene.file.read_bytes(), Offer, Request, Acceptance, Refusal, Reply)
     if write(read(write(said), type(said))) != write(said):
         raise Broken("a message that was read is written as another one")
 
@@ -801,7 +801,7 @@ def read_terms(scene: Scene) -> None:
     except UnicodeDecodeError as error:
         raise UserError("a message's text is Unicode") from error
     found = Terms.parse(words)
-    found.said()
+    found.sentence()
     if Terms.parse(found.text).hash != found.hash:
         raise Broken("terms that are read again have another hash")
 
@@ -816,13 +816,13 @@ def terms_files() -> st.SearchStrategy[bytes]:
 def member_scene(folder: Path) -> Scene:
     """Make a site that has joined."""
     ward(folder / "site")
-    read(member_at(folder).answer(offer()), Joined)
+    read(member_at(folder).answer(offer()), Acceptance)
     return Scene(folder, folder / "message")
 
 
 def member_answers(scene: Scene) -> None:
     """Have a site answer: always with something that the server can read; a refusal changes nothing but the log."""
-    said = read(member_at(scene.folder).answer(scene.file.read_bytes()), Joined, Refusal, Reply)
+    said = read(member_at(scene.folder).answer(scene.file.read_bytes()), Acceptance, Refusal, Reply)
     if isinstance(said, Refusal):
         raise UserError("the site refuses")
 

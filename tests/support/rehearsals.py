@@ -21,7 +21,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.flower.link import GridPost, unwrapped
-from halfmoon.federation.protocol.messages import Delivered, Final, Joined, Offer, Refusal, Reply, Request, read
+from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, Reply, Request, read
 from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load
 from halfmoon.methods import registry
@@ -71,9 +71,9 @@ class Letter:
         return read(unwrapped(self.message.content), Offer, Request, Final)
 
     @property
-    def said(self) -> Joined | Reply | Refusal | Delivered:
+    def said(self) -> Acceptance | Reply | Refusal | Receipt:
         """Return what was answered."""
-        return read(unwrapped(self.reply.content), Joined, Reply, Refusal, Delivered)
+        return read(unwrapped(self.reply.content), Acceptance, Reply, Refusal, Receipt)
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ def eager(method: str) -> dict[str, Any]:
     return {name: value for name, value in EAGER.items() if name in registry.options(method)}
 
 
-def visit_of(asked: Request) -> tuple[int, int]:
+def round_key(asked: Request) -> tuple[int, int]:
     """Return the round and the trip of a request."""
     return asked.round, asked.query
 
@@ -184,7 +184,7 @@ def visit_of(asked: Request) -> tuple[int, int]:
 def stopping(
     visit: tuple[int, int | str],
     after: bool = False,
-    place: Callable[[Request], tuple[int, int | str]] = visit_of,
+    place: Callable[[Request], tuple[int, int | str]] = round_key,
 ) -> Iterator[None]:
     """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
     original = GridPost.send

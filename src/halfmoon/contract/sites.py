@@ -61,7 +61,7 @@ class Wire:
 
 def answer(site: SiteRuntime, data: bytes) -> bytes:
     """Answer a request as a site does."""
-    return write(site.do(read(data, Request)))
+    return write(site.reply(read(data, Request)))
 
 
 def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:

@@ -21,9 +21,9 @@ def run(given: argparse.Namespace) -> int:
     terms = load(given.config).terms
     offered = terms.offered()
     if given.json:
-        print_json({"hash": offered.hash, "said": offered.said, "terms": json.loads(terms.text)})
+        print_json({"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)})
         return 0
-    say(f"{offered.said}\n")
+    say(f"{offered.sentence}\n")
     show(["option", "value", "meaning"], offered.rows)
     say(f"\nhash: {offered.hash}")
     return 0

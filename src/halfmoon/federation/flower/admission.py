@@ -1,7 +1,7 @@
-"""Who may come in while a federation is served: sites' keys, registered with the SuperLink and bound to their names.
+"""Admission while a federation is served: sites' keys, registered with the SuperLink and bound to their names.
 
-Flower knows nodes by keys and calls them by numbers. Which number each site's key has is written into a file; the
-server's program believes no node another name than that (`halfmoon.federation.server.membership`).
+Flower knows nodes by keys and calls them by numbers. A file says which number each site's key has; the server's program
+believes no node another name than that (`halfmoon.federation.server.membership`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import internals
 from halfmoon.federation.flower.contact import Address, trust
+from halfmoon.federation.flower.internals import Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 
@@ -22,26 +23,15 @@ KEYS = "keys.json"
 """The file with whose key each node has, among those of Flower's processes."""
 
 EVERY = 3.0
-"""Seconds between two looks at the keys and at the nodes."""
+"""Seconds between two polls of the keys and of the nodes."""
 HOUR = 3600.0
-"""Seconds between two looks at what runs out."""
+"""Seconds between two warnings of what runs out."""
 ANSWER = 10.0
 """Seconds that the SuperLink has for an answer."""
 
-_GONE = "unregistered"
-T = TypeVar("T")
-
-
-class Node(NamedTuple):
-    """A node that the SuperLink knows: its number, its public key (PEM), and when its process connected."""
-
-    number: int
-    key: bytes
-    since: str
-
 
 class Registry(Protocol):
-    """Where keys are registered; every method may raise ConnectionError, and ValueError for what is refused."""
+    """A register of keys (`internals.ControlApi`); methods may raise ConnectionError, and ValueError for a refusal."""
 
     def nodes(self) -> Sequence[Node]:
         """Return the nodes that are registered."""
@@ -56,28 +46,9 @@ class Registry(Protocol):
         ...
 
 
-class Control:
-    """The registry of a SuperLink that listens at an address of this machine with a certificate of `ca`."""
-
-    def __init__(self, address: Address, ca: Path) -> None:
-        """Call at `address`."""
-        self._api = internals.ControlApi(f"https://{address}", trust(ca), ANSWER)
-
-    def nodes(self) -> Sequence[Node]:
-        """Return the nodes that are registered."""
-        found = _called(self._api.nodes)
-        return [Node(each.node_id, each.public_key, each.last_activated_at) for each in found if each.status != _GONE]
-
-    def register(self, key: bytes, name: str) -> int:
-        """Register a public key."""
-        number = _called(lambda: self._api.register(key, name))
-        if not number:
-            raise ValueError("the SuperLink gave it no number")
-        return number
-
-    def unregister(self, number: int) -> None:
-        """Let a node not come in any more."""
-        _called(lambda: self._api.unregister(number))
+def control(address: Address, ca: Path) -> Registry:
+    """Return the register of a SuperLink at an address of this machine, with a certificate of `ca`."""
+    return internals.ControlApi(f"https://{address}", trust(ca), ANSWER)
 
 
 def pem(line: bytes) -> bytes:
@@ -103,8 +74,8 @@ class Admission:
         self._access = access
         self._keys: dict[bytes, str] = {}
         self._stamp: object = None
-        self._looked, self._warned = -1e9, -1e9
-        self._said: set[str] = set()
+        self._last_poll, self._last_warning = -1e9, -1e9
+        self._lines: set[str] = set()
 
     def open(self) -> None:
         """Register the keys with a SuperLink that has just started; raise UserError where that fails."""
@@ -118,9 +89,9 @@ class Admission:
             self._once(f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs")
         self._warn()
 
-    def look(self) -> None:
-        """Take in what has changed, if it is time; what fails is said once, and tried again at the next look."""
-        if self.now() - self._looked < EVERY:
+    def poll(self) -> None:
+        """Take in what has changed, if it is time; what fails is said once, and tried again at the next poll."""
+        if self.now() - self._last_poll < EVERY:
             return
         try:
             self._read()
@@ -133,7 +104,7 @@ class Admission:
         except ConnectionError:
             pass  # a SuperLink that does not answer is noticed by whoever watches its process
         self._warn()
-        self._looked = self.now()
+        self._last_poll = self.now()
 
     def _read(self) -> None:
         """Read the folder anew where its record has changed; raise UserError where it cannot be read."""
@@ -193,34 +164,22 @@ class Admission:
 
     def _warn(self) -> None:
         """Say what runs out soon; a sentence counts the days, so it comes once a day."""
-        if self.now() - self._warned < HOUR:
+        if self.now() - self._last_warning < HOUR:
             return
-        self._warned = self.now()
+        self._last_warning = self.now()
         try:
-            found = self._access.warnings()
-        except (OSError, ValueError):  # of a folder that cannot be read `look` has told
+            warnings = self._access.warnings()
+        except (OSError, ValueError):  # of a folder that cannot be read `poll` has told
             return
-        for words in found:
+        for words in warnings:
             self._once(words)
 
     def _once(self, words: str) -> None:
-        if words not in self._said:
-            self._said.add(words)
+        if words not in self._lines:
+            self._lines.add(words)
             self.say(words)
 
 
 def _written(path: Path) -> dict[str, dict[str, str]]:
     """Return whose key each node has, by its number, as it was written down last."""
     return (atomic_io.read_json(path) or {}).get("nodes", {})
-
-
-def _called(call: Callable[[], T]) -> T:
-    """Return what a call of the Control API returns; raise ConnectionError, or ValueError where it is refused."""
-    import httpx
-
-    try:
-        return call()
-    except httpx.HTTPStatusError as error:
-        raise ValueError(f"HTTP {error.response.status_code}: {error.response.text[:200]}") from error
-    except httpx.HTTPError as error:
-        raise ConnectionError(f"{type(error).__name__}: {error}") from error

@@ -1,40 +1,44 @@
-"""The one module that touches what Flower does not promise to keep; `NAMES` lists all of it.
+"""All uses of Flower that Flower does not promise to support, in one module; `NAMES` lists them.
 
-Flower promises `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. What halfmoon needs beside them is a
-name in a module of Flower's own: to compare a run's bundle before a site stores it, to load the installed app alone, to
-see the size of an answer before it is fetched, to register sites' keys, and to play both apps in one process. A new
-version of Flower is tried by the test of this module alone, and admitted in pyproject.toml once that passes.
+Flower promises `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. halfmoon needs more: to compare a run's
+bundle before a site stores it, to load the installed app alone, to see the size of an answer before it is fetched, to
+register sites' keys, to ask for requests more often, to read why a SuperNode ended, and to play both apps in one
+process. The test of this module alone tries a new version of Flower, which pyproject.toml then admits.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import Foreign
 
-SEEN = ("1.41.0", "1.42.0")
-"""The versions of Flower in which all of `NAMES` was found."""
+T = TypeVar("T")
+
+VERSIONS = ("1.41.0", "1.42.0")
+"""The versions of Flower in which all of `NAMES` exists."""
 
 LOOP = "flwr.supernode.start_client_internal"
-"""The module in which a SuperNode asks for work."""
+"""The module in which a SuperNode asks for messages."""
 
-ANSWERING = "flwr.supernode.runtime.run_clientapp"
+CLIENT_APP = "flwr.supernode.runtime.run_clientapp"
 """The module that answers a message at a site."""
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     f"{LOOP}:_pull_and_store_message": ("get_run", "get_fab", "trusted_entities"),
     f"{LOOP}:time": ("sleep",),
-    f"{ANSWERING}:install_from_fab": (),
-    f"{ANSWERING}:install_app_dependencies": (),
-    f"{ANSWERING}:get_load_client_app_fn": (),
+    f"{CLIENT_APP}:install_from_fab": (),
+    f"{CLIENT_APP}:install_app_dependencies": (),
+    f"{CLIENT_APP}:get_load_client_app_fn": (),
     "flwr.supercore.fab:Fab": ("hash_str", "content", "verifications"),
     "flwr.supercore.run:Run": ("primary_task_type",),
     "flwr.superlink.grid.http_grid:HttpGrid": ("_runtime_client",),
@@ -49,8 +53,39 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "flwr.supercore.task_identity:TaskIdentity": ("_task_id", "_run_id", "_node_id"),
     "flwr.app.metadata:Metadata": ("message_id",),
     "flwr.common.constant:ErrorCode": ("LOAD_CLIENT_APP_EXCEPTION",),
+    "flwr.supercore.exit:ExitCode": ("SUPERNODE_NODE_AUTH_KEY_INVALID", "RUNTIME_VERSION_INCOMPATIBLE"),
 }
-"""What is touched, as MODULE:NAME, with the parameters or attributes of it that are used."""
+"""MODULE:NAME of each use, with the parameters or attributes that are used."""
+
+REASONS = {
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "2001]": "the server wants sites with a key: give --key FILE",
+    "2004]": "the server does not let this site's key in: it does not know it, or not any more, or another process "
+    "uses it (one that was killed counts for a minute)",
+    "401 Unauthorized": "the server does not accept this site's key, or the clocks of the two machines differ",
+    "Exit Code: 302": "--key is no private key (elliptic curve, in OpenSSH's format)",
+    "Exit Code: 606": "the server has another version of Flower",
+    "a site cannot be protected": "this version of Flower is not one that halfmoon can use; see constraints.txt",
+    "address already in use": "its port on this machine is taken",
+    "500 Internal Server Error": "the server's Flower failed over a call, as where its disk is busy or full",
+    "Heartbeat failed": "the server does not know this site any more",
+    "terminated gracefully": "the server does not accept this site's key any more, or its process was told to end",
+}
+"""Words in the log of a SuperNode that ended, and their meaning.
+
+Flower ends every process that fails with the status 1, whatever its exit code (`flwr.supercore.exit`), and offers no
+hook that would get the code: it stands in the log alone. Reasons of the network have no code at all.
+"""
+
+BROKEN = re.compile(r"(Client|Server) error '\d{3} ")
+"""The last words of a SuperNode that has given up: its process stays, and neither asks for messages nor reports."""
+
+LOST, FOUND = "Connection attempt failed", "Connection successful"
+"""Words of a SuperNode that loses its server, and finds it again."""
+
+MAIL = re.compile(r"(Receiving|Sending): \w+ message|Sent successfully")
+"""Words of a SuperNode about a message and its answer; it has one at a time."""
 
 PIECE = 5 * 2**20
 """Bytes into which Flower cuts an array at least; behind `halfmoon.sites.keys` nginx lets none through of over 6
@@ -65,51 +100,50 @@ class Oversized(ValueError):
 
 
 class MessageList:
-    """What stands between a Grid and the client by which it asks the SuperLink: one question for all that has come.
+    """Stands between a Grid and its client of the SuperLink, to ask once for all replies that have come.
 
     A Grid asks which messages there are and fetches them at once. Here the list is asked for once for all tickets, a
     hundredth of a second each time, and handed to the Grid ticket by ticket; and a message of too many pieces is seen
-    before the first of them is fetched. Flower offers no place for either: a Grid without such a client is asked for
-    each ticket, and what comes is judged when it is there.
+    before the first of them is fetched. Flower has no hook for either: a Grid without such a client is asked for each
+    ticket, and its messages are checked when they are there.
     """
 
     def __init__(self, grid: Any, most: int | None) -> None:
-        """Stand before the client of a Grid, if it has one."""
         self.client = client_of(grid)
         self._most = None if most is None else PARTS + most // PIECE
-        self._listed: dict[str, tuple[Any, Any]] = {}
+        self._replies: dict[str, tuple[Any, Any]] = {}
         if self.client is not None:
             self._ask = self.client.PullMessages
             self.client.PullMessages = self._hand
 
-    def look(self, message_ids: Sequence[str]) -> Sequence[str]:
-        """Return the tickets for which something has come; all of them where nobody can say."""
+    def ready(self, message_ids: Sequence[str]) -> Sequence[str]:
+        """Return the tickets whose reply has come; all of them where nobody can say."""
         if self.client is None or not message_ids:
             return message_ids
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-        said = self._ask(PullAppMessagesRequest(message_ids=message_ids))
-        found = zip(said.messages_list, said.message_object_trees, strict=True)
-        listed = {each.metadata.reply_to_message_id: (each, tree) for each, tree in found}
-        self._listed |= {message_id: listed[message_id] for message_id in message_ids if message_id in listed}
-        return [message_id for message_id in message_ids if message_id in self._listed]
+        answer = self._ask(PullAppMessagesRequest(message_ids=message_ids))
+        pairs = zip(answer.messages_list, answer.message_object_trees, strict=True)
+        replies = {message.metadata.reply_to_message_id: (message, tree) for message, tree in pairs}
+        self._replies |= {message_id: replies[message_id] for message_id in message_ids if message_id in replies}
+        return [message_id for message_id in message_ids if message_id in self._replies]
 
     def _hand(self, request: Any) -> Any:
         """Answer in place of the SuperLink."""
         from flwr.proto.runtime_pb2 import PullAppMessagesResponse
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
-        found = [self._listed.pop(message_id) for message_id in request.message_ids if message_id in self._listed]
-        for _, tree in found:
+        replies = [self._replies.pop(message_id) for message_id in request.message_ids if message_id in self._replies]
+        for _, tree in replies:
             if self._most is not None and next(islice(iterate_object_tree(tree), self._most, None), None) is not None:
                 raise Oversized
         return PullAppMessagesResponse(
-            messages_list=[each for each, _ in found], message_object_trees=[tree for _, tree in found]
+            messages_list=[message for message, _ in replies], message_object_trees=[tree for _, tree in replies]
         )
 
 
 def client_of(grid: Any) -> Any:
-    """Return what a Grid asks the SuperLink by, None where it has no such thing."""
+    """Return a Grid's client of the SuperLink, None where it has none."""
     return getattr(grid, "_runtime_client", None)
 
 
@@ -127,42 +161,42 @@ def refuse_foreign(module: ModuleType, apps: tuple[str, ...], say: Callable[[str
 
     Raise UserError for a Flower whose loop is another one.
     """
-    pull = _found(module, "_pull_and_store_message")
-    said = set[str]()
+    pull = _function(module, "_pull_and_store_message")
+    reasons = set[str]()
 
-    def checked(given: dict[str, Any]) -> Any:
+    def checked(arguments: dict[str, Any]) -> Any:
         verdict = _Verdict()
 
         def refuse(why: str) -> None:
             verdict.foreign = True
-            if why not in said:
-                said.add(why)
+            if why not in reasons:
+                reasons.add(why)
                 say(f"refused: the server wants another program executed here than the agreed one: {why}")
 
         def get_run(number: int) -> Any:
-            run = given["get_run"](number)
+            run = arguments["get_run"](number)
             if "agent" in str(getattr(run, "primary_task_type", "")).lower():
                 refuse("an agent of Flower")
             return run
 
         def get_fab(hash: str, number: int) -> Any:
-            fab = given["get_fab"](hash, number)
+            fab = arguments["get_fab"](hash, number)
             try:
                 bundle.check(fab.content, apps)
             except Foreign as error:
                 refuse(f"{error} (bundle {str(hash)[:16]})")
-            # Without a word of anybody for it: a foreign one can be vouched for by nobody.
+            # Without anybody's word for it: a foreign one can be vouched for by nobody.
             return type(fab)(fab.hash_str, b"" if verdict.foreign else fab.content, {})
 
-        return pull(**{**given, "get_run": get_run, "get_fab": get_fab, "trusted_entities": verdict})
+        return pull(**{**arguments, "get_run": get_run, "get_fab": get_fab, "trusted_entities": verdict})
 
-    vars(module)["_pull_and_store_message"] = lambda **given: checked(given)
+    vars(module)["_pull_and_store_message"] = lambda **arguments: checked(arguments)
 
 
 def load_installed(module: ModuleType, apps: tuple[str, ...], say: Callable[[str], None]) -> None:
     """Let the process that answers a message load the installed app alone; raise UserError for another Flower."""
     for name in ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies"):
-        _found(module, name)
+        _function(module, name)
 
     def install(content: Any, *_: Any, **__: Any) -> None:
         """Unpack nothing."""
@@ -177,12 +211,12 @@ def load_installed(module: ModuleType, apps: tuple[str, ...], say: Callable[[str
 
     def loader(*_: Any, **__: Any) -> Callable[..., Any]:
         module, attribute = apps[1].split(":")
-        return lambda *_args, **_given: getattr(importlib.import_module(module), attribute)
+        return lambda *_args, **_options: getattr(importlib.import_module(module), attribute)
 
     vars(module).update(install_from_fab=install, get_load_client_app_fn=loader, install_app_dependencies=refuse)
 
 
-def _found(module: ModuleType, name: str) -> Any:
+def _function(module: ModuleType, name: str) -> Any:
     if not callable(vars(module).get(name)):
         raise UserError(
             f"this version of Flower ({module.__name__} without {name}) loads programs in a way that halfmoon does not "
@@ -191,10 +225,45 @@ def _found(module: ModuleType, name: str) -> Any:
     return vars(module)[name]
 
 
-def sleep_by(module: ModuleType, time: Any) -> None:
-    """Let the loop of a SuperNode sleep by `time`, which stands for the module; one that has no `time` stays."""
+IDLE = 3.0
+"""Seconds that Flower sleeps where no message has come; a shorter sleep waits for the site's own program."""
+
+FIRST = 0.2
+"""Seconds until the first poll after an answer; each further one waits twice as long, up to what Flower would."""
+
+OWN = 0.1
+"""Seconds, at most, between two polls for the answer of the site's own program."""
+
+
+class Pace:
+    """Stands for the module `time` in a SuperNode's loop, to poll soon after an answer and more seldom later.
+
+    Flower's loop sleeps three seconds whenever nothing has come, which is most of the time of a short round. A round is
+    several messages to the same sites, so one that has just answered is likely to be asked again at once; an idle site
+    burdens its server as before.
+    """
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sleep = sleep
+        self._polls = 0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep so long at most, less where a message is to be expected."""
+        if seconds < IDLE:
+            self._polls = 0
+            self._sleep(min(seconds, OWN))
+            return
+        self._sleep(min(seconds, FIRST * 2**self._polls))
+        self._polls = min(self._polls + 1, 10)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+def sleep_by(module: ModuleType, pace: Pace) -> None:
+    """Let the loop of a SuperNode sleep by `pace`; one that has no module `time` stays."""
     if hasattr(module, "time"):
-        vars(module)["time"] = time
+        vars(module)["time"] = pace
 
 
 @contextmanager
@@ -215,8 +284,16 @@ def number(message: Any, name: str) -> None:
     message.metadata.__dict__["_message_id"] = name
 
 
+class Node(NamedTuple):
+    """A node that the SuperLink knows: its number, its public key (PEM), and when its process connected."""
+
+    number: int
+    key: bytes
+    since: str
+
+
 class ControlApi:
-    """Flower's Control API at an address; every method may raise what httpx does."""
+    """The nodes that a SuperLink knows; every method may raise ConnectionError, and ValueError for a refusal."""
 
     def __init__(self, address: str, verify: ssl.SSLContext, seconds: float) -> None:
         from flwr.proto import control_pb2
@@ -224,14 +301,34 @@ class ControlApi:
 
         self._client, self._words = ControlHttpClient(address, verify=verify, timeout=seconds), control_pb2
 
-    def nodes(self) -> Sequence[Any]:
-        """Return the nodes: `node_id`, `public_key`, `last_activated_at`, `status`."""
-        return self._client.ListNodes(self._words.ListNodesRequest()).nodes_info
+    def nodes(self) -> Sequence[Node]:
+        """Return the nodes that are registered."""
+        nodes = _call(lambda: self._client.ListNodes(self._words.ListNodesRequest()).nodes_info)
+        return [
+            Node(node.node_id, node.public_key, node.last_activated_at)
+            for node in nodes
+            if node.status != "unregistered"
+        ]
 
     def register(self, key: bytes, name: str) -> int:
-        """Register a public key, and return its node's number, 0 where it gets none."""
-        return self._client.RegisterNode(self._words.RegisterNodeRequest(public_key=key, name=name)).node_id
+        """Register a public key (PEM), and return its node's number."""
+        request = self._words.RegisterNodeRequest(public_key=key, name=name)
+        number = _call(lambda: self._client.RegisterNode(request).node_id)
+        if not number:
+            raise ValueError("the SuperLink gave it no number")
+        return number
 
     def unregister(self, number: int) -> None:
         """Let a node not come in any more."""
-        self._client.UnregisterNode(self._words.UnregisterNodeRequest(node_id=number))
+        _call(lambda: self._client.UnregisterNode(self._words.UnregisterNodeRequest(node_id=number)))
+
+
+def _call(call: Callable[[], T]) -> T:
+    import httpx
+
+    try:
+        return call()
+    except httpx.HTTPStatusError as error:
+        raise ValueError(f"HTTP {error.response.status_code}: {error.response.text[:200]}") from error
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error

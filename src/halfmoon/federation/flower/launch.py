@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.admission import KEYS, Admission, Control
+from halfmoon.federation.flower.admission import KEYS, Admission, control
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
 from halfmoon.federation.flower.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
@@ -239,8 +239,8 @@ class _Serving:
         server = self.server
         if server.access is None or server.ca is None:
             return
-        control, path = Control(server.address.near, server.ca), self.home.folder / KEYS
-        self.admission = Admission(server.access, control, path, server.sites, self.log.say)
+        registry, path = control(server.address.near, server.ca), self.home.folder / KEYS
+        self.admission = Admission(server.access, registry, path, server.sites, self.log.say)
         self.admission.open()
         self._show()
 
@@ -295,7 +295,7 @@ class _Serving:
             # Looked at before the log is read: what is dead has written its last line.
             ended = self._ended(time.monotonic() - begin)
             if ended is None and self.admission is not None:
-                self.admission.look()
+                self.admission.poll()
             self._show()
             if ended is not None:
                 if ended == "app" and (reason := _last(errors.lines(), _ERROR)):

@@ -94,7 +94,7 @@ class GridPost:
         with _connecting():
             if self._list is None or self._list.client is not internals.client_of(self.grid):
                 self._list = internals.MessageList(self.grid, self.most)
-            ready = self._list.look(message_ids)
+            ready = self._list.ready(message_ids)
         for message_id in ready:
             yield from self._collect(message_id)
 

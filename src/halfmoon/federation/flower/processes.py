@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from halfmoon.core.errors import UserError, install
-from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, held, lock_of
+from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, lock_of, locked
 from halfmoon.storage import atomic_io, locks
 
 SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
@@ -29,12 +29,12 @@ ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""What every process of Flower is told: to report nothing to anybody."""
+"""The environment of every process of Flower: they report nothing to anybody."""
 
 AT_A_SITE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-"""What those of a site are told as well: to look five times a second for a message that is to be answered.
+"""The environment of a site's processes as well: they poll five times a second for a message to answer.
 
-Flower looks once a second. A server's starts its app once a run, and each look would be a call of the SuperLink.
+Flower polls once a second. A server starts its app once a run, and each poll would be a call of the SuperLink.
 """
 
 GRACE = 5.0
@@ -113,7 +113,7 @@ class Home:
 
     def running(self, script: str) -> bool:
         """Say whether a process of this script lives."""
-        return held(lock_of(self.folder, script))
+        return locked(lock_of(self.folder, script))
 
     def kill(self) -> None:
         """End every process of this folder, whoever started it; raise UserError for one that does not end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,8 +12,9 @@ from typing import Protocol
 
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import pinned
+from halfmoon.federation.flower.child_main import write_apps
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
+from halfmoon.federation.flower.internals import BROKEN, FOUND, LOST, MAIL, REASONS
 from halfmoon.federation.flower.processes import (
     SUPEREXEC,
     SUPERNODE,
@@ -26,9 +26,9 @@ from halfmoon.federation.flower.processes import (
     stop,
 )
 from halfmoon.federation.protocol.bundle import APPS
-from halfmoon.federation.protocol.log import EventLog, Tail
+from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
 from halfmoon.federation.site import consent
-from halfmoon.federation.site.consent import PINNED, Offered
+from halfmoon.federation.site.consent import PINNED
 from halfmoon.storage import atomic_io, toml
 
 LOG = "join.log"
@@ -41,30 +41,6 @@ STEADY = 30.0
 """Seconds after which a SuperNode counts as one that works."""
 LONGEST_PAUSE = 60.0
 """Seconds of pause, at most, before a SuperNode that has died is started again."""
-
-REASONS = {
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
-    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
-    "2001]": "the server wants sites with a key: give --key FILE",
-    "2004]": "the server does not let this site's key in: it does not know it, or not any more, or another process "
-    "uses it (one that was killed counts for a minute)",
-    "401 Unauthorized": "the server does not accept this site's key, or the clocks of the two machines differ",
-    "Exit Code: 302": "--key is no private key (elliptic curve, in OpenSSH's format)",
-    "Exit Code: 606": "the server has another version of Flower",
-    "a site cannot be protected": "this version of Flower is not one that halfmoon can use; see constraints.txt",
-    "address already in use": "its port on this machine is taken",
-    "500 Internal Server Error": "the server's Flower failed over a call, as where its disk is busy or full",
-    "Heartbeat failed": "the server does not know this site any more",
-    "terminated gracefully": "the server does not accept this site's key any more, or its process was told to end",
-}
-"""What a SuperNode's log says where it dies, and what that means."""
-
-BROKEN = re.compile(r"(Client|Server) error '\d{3} ")
-"""What a SuperNode says last that has given up: its process stays, and neither asks for work nor says that it lives."""
-
-
-MAIL = re.compile(r"(Receiving|Sending): \w+ message|Sent successfully")
-"""What a SuperNode says of a message and of its answer; one at a time."""
 
 PARTING, LINGER = 3.0, 8.0
 """Seconds until a site whose part is over goes: after its last answer is sent, which its server has to see before it is
@@ -153,9 +129,9 @@ class Joining:
         if self.key is not None and not self.key.is_file():
             raise UserError(f"--key {self.key}: there is no such file.")
         if self.site_keys is not None:
-            from halfmoon.federation.site.site_keys import listed  # slow to import: it brings torch
+            from halfmoon.federation.site.site_keys import read_keys  # slow to import: it brings torch
 
-            listed(self.site_keys)
+            read_keys(self.site_keys)
         if self.terms and not PINNED.fullmatch(self.terms):
             raise UserError(
                 f"--terms is {self.terms!r}: it must be the hash of the terms (8 to 64 digits of 0-9 and a-f, see "
@@ -207,7 +183,7 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
         site.processes.prepare()
         site.processes.kill()  # what a site left behind that was killed
         atomic_io.replace(folder / "node.toml", node(site).encode())
-        pinned.write(folder, site.apps)
+        write_apps(folder, site.apps)
         consent.withdraw(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = Tail(site.home / LOG)
@@ -219,7 +195,7 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
 
 
 class _Member:
-    """What lives while a site takes part: the SuperNode's process, what its log has said, and whether it is lost."""
+    """A site that takes part: its SuperNode's process, the SuperNode's log, and whether the server is lost."""
 
     def __init__(self, site: Joining, tail: Tail, show: Callable[[str], None], person: Person | None) -> None:
         self.site, self.tail, self.show, self.person = site, tail, show, person
@@ -228,8 +204,8 @@ class _Member:
         self.warm: subprocess.Popen[bytes] | None = None
         self.pause = CALLING
         self.lost = False
-        self.over: tuple[bool, float] | None = None  # all is over: whether the last answer is sent, and since when
-        self.shown: Offered | None = None
+        self.over: tuple[bool, float] | None = None  # the part is over: whether the last answer is sent, since when
+        self.offer: TermsSummary | None = None  # on the screen, waiting for a yes
 
     def stay(self) -> None:
         """Join, and join again."""
@@ -240,7 +216,7 @@ class _Member:
             while True:
                 self._call(first)
                 first = False
-                self._live()
+                self._run_node()
         finally:
             stop(self.node)
             self.home.kill()
@@ -262,15 +238,15 @@ class _Member:
             self.lost = True
             self._show()
             time.sleep(CALLING)
-        self._found()
+        self._connected()
 
-    def _live(self) -> None:
+    def _run_node(self) -> None:
         """Start a SuperNode and watch it until it dies."""
         for script in (SUPEREXEC, SUPERNODE):
             self.home.forget(script)
         log = Tail(self.home.log(SUPERNODE))
         words: list[str] = []
-        begin = time.monotonic()
+        start = time.monotonic()
         if self.warm is None or self.warm.poll() is not None:
             # In the meantime it warms up; without it everything works, slower.
             self.warm = self.home.start(WARM, [self.site.apps[1]])
@@ -278,42 +254,40 @@ class _Member:
         while self._lives(self.node, words):
             self._show()
             self._consider()
-            over = consent.ended(self.site.home)
+            end = consent.ending(self.site.home)
             words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
-            if over is not None:
+            if end is not None:
                 sent = _answered(words)
                 if self.over is None or self.over[0] != sent:
                     self.over = sent, time.monotonic()
                 if time.monotonic() - self.over[1] > (PARTING if sent else LINGER):
                     self._show()
-                    raise Ended(*over)
+                    raise Ended(end.code, end.reason)
             time.sleep(EVERY)
         stop(self.node)
-        words += log.lines()
-        self.pause = CALLING if time.monotonic() - begin > STEADY else min(2 * self.pause, LONGEST_PAUSE)
-        why = "\n".join(words)
-        reason = next((meaning for sign, meaning in REASONS.items() if sign in why), f"see {log.path}")
+        text = "\n".join([*words, *log.lines()])
+        self.pause = CALLING if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
+        reason = next((meaning for sign, meaning in REASONS.items() if sign in text), f"see {log.path}")
         self._say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
         self._show()
         time.sleep(self.pause)
 
     def _lives(self, node: subprocess.Popen[bytes], words: list[str]) -> bool:
-        """Say whether a SuperNode that has said these words still works."""
         executing = self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)
         return node.poll() is None and executing and not any(BROKEN.search(line) for line in words)
 
     def _read(self, log: Tail) -> list[str]:
-        """Return what the SuperNode has said, and say when it loses its server and finds it again."""
+        """Return new lines of the SuperNode's log, and say when it loses its server and finds it again."""
         lines = log.lines()
         for line in lines:
-            if "Connection attempt failed" in line and not self.lost:
+            if LOST in line and not self.lost:
                 self.lost = True
                 self._say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
-            elif "Connection successful" in line:
-                self._found()
+            elif FOUND in line:
+                self._connected()
         return lines
 
-    def _found(self) -> None:
+    def _connected(self) -> None:
         if self.lost:
             self.lost = False
             self._say(f"{self.site.server} answers")
@@ -329,37 +303,39 @@ class _Member:
         lines = self.tail.lines()
         for line in lines:
             self.show(line)
-        if lines and self._asking():
+        if lines:
             self._ask()  # the lines stand behind the question
 
     def _consider(self) -> None:
         """Show terms that wait for a yes, have a person asked, and write down the answer."""
-        offered = consent.offered(self.site.home)
-        if offered != self.shown:
-            self.shown = offered
-            if offered is not None:
+        offer = consent.offer(self.site.home)
+        if offer != self.offer:
+            self.offer = offer
+            if offer is not None:
                 self._show()
-                for line in offered.lines() if self.site.all or not offered.brief else offered.brief:
+                for line in offer.lines() if self.site.all or not offer.brief else offer.brief:
                     self.show(line)
                 self._ask()
-        said = self.person.answer() if self.person is not None and self._asking() else None
-        if said is None or self.shown is None:
+        person = self._asked()
+        answer = None if person is None else person.answer()
+        if answer is None or self.offer is None:
             return
-        if not said:
-            raise Declined(f"{self.site.name} does not take part on the terms {self.shown.hash[:8]}.")
-        consent.agree(self.site.home, self.shown.hash)
-        self._say(f"agreed to the terms {self.shown.hash}; the server asks again within half a minute")
-        self.shown = None
+        if not answer:
+            raise Declined(f"{self.site.name} does not take part on the terms {self.offer.hash[:8]}.")
+        consent.agree(self.site.home, self.offer.hash)
+        self._say(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
+        self.offer = None
 
-    def _asking(self) -> bool:
-        return self.person is not None and self.shown is not None and not self.site.terms
+    def _asked(self) -> Person | None:
+        """Return the person whose answer is waited for."""
+        return None if self.offer is None or self.site.terms else self.person
 
     def _ask(self) -> None:
-        if self.person is not None and self._asking():
-            self.person.ask(QUESTION)
+        if person := self._asked():
+            person.ask(QUESTION)
 
 
 def _answered(words: list[str]) -> bool:
-    """Say whether a SuperNode that has said these words has sent an answer to all that came."""
+    """Say whether a SuperNode with these words has sent an answer to all that came."""
     mail = [match[0] for line in words if (match := MAIL.search(line))]
     return bool(mail) and mail[-1] == "Sent successfully"

@@ -1,7 +1,7 @@
 """The program of a federation, which its terms name: halfmoon's version, the app bundle that Flower carries, plugins.
 
-The bundle has no code: one file, `pyproject.toml`, that names what is installed at a server and at a site. Everything
-that differs between two servers is given to Flower beside it, so that the bundle of one version is always the same.
+The bundle has no code: one file, `pyproject.toml`, names what is installed at a server and at a site. Whatever differs
+between two servers reaches Flower beside it, so the bundle of one version is always the same.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Foreign(ValueError):
 
 
 def project(apps: Sequence[str] = APPS) -> str:
-    """Return the pyproject.toml of the bundle, the same at every server: paths are given by `flwr run --run-config`."""
-    serving, joining = map(toml.value, apps)
+    """Return the pyproject.toml of the bundle, the same at every server: `flwr run --run-config` has the paths."""
+    server_app, client_app = map(toml.value, apps)
     return f"""[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -54,8 +54,8 @@ publisher = "halfmoon"
 flwr-version-target = "{OLDEST}"
 
 [tool.flwr.app.components]
-serverapp = {serving}
-clientapp = {joining}
+serverapp = {server_app}
+clientapp = {client_app}
 
 [tool.flwr.app.config]
 federation = ""
@@ -66,32 +66,36 @@ keys = ""
 
 @cache
 def digest(apps: tuple[str, ...] = APPS) -> str:
-    """Return the SHA-256 of what the bundle says; Flower may pack the same words in another way."""
+    """Return the SHA-256 of the bundle's facts; Flower may pack the same facts in another way."""
     return _digest(tomllib.loads(project(apps)))
 
 
-def opened(content: bytes) -> str:
-    """Return the digest of what a bundle (a zip file in memory) says; raise `Foreign` where it can be none of ours."""
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(content: bytes) -> str:
+    """Return the digest of a bundle (a zip file in memory); raise `Foreign` where it can be none of ours."""
     if len(content) > LARGEST:
         raise Foreign(f"it has {len(content):,} bytes")
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as bundle:
             members = bundle.infolist()
-            more = sorted({each.filename for each in members} - {PROJECT, CONTENT})
+            more = sorted({member.filename for member in members} - {PROJECT, CONTENT})
             if more or len(members) != 2:
                 raise Foreign(f"it holds {more[0][:80]!r}" if more else "a file is missing or there twice")
-            if max(each.file_size for each in members) > LARGEST:
+            if max(member.file_size for member in members) > LARGEST:
                 raise Foreign("it unpacks to more than it may")
             return _digest(tomllib.loads(bundle.read(PROJECT).decode()))
     except Foreign:
         raise
-    except Exception as error:  # whatever zipfile and tomllib make of bytes that somebody has made up
+    except Exception as error:  # whatever zipfile and tomllib make of forged bytes
         raise Foreign(f"it cannot be read ({type(error).__name__})") from error
 
 
 def check(content: bytes, apps: tuple[str, ...] = APPS) -> None:
     """Raise `Foreign` for every bundle but the one of these apps."""
-    if opened(content) != digest(apps):
+    if digest_of(content) != digest(apps):
         raise Foreign("it names another program")
 
 
@@ -101,14 +105,10 @@ def program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def difference(theirs: Any) -> str | None:
-    """Return in words how a program differs from the one that runs here, plugins apart, None where it does not."""
+    """Return in words how a program, plugins apart, differs from the one here; None where it does not."""
     mine = program()
     if not isinstance(theirs, dict) or set(theirs) != set(mine):
         return "it does not say what it runs"
     if theirs["halfmoon"] != mine["halfmoon"]:
         return f"halfmoon {str(theirs['halfmoon'])[:40]}, and here is {mine['halfmoon']}"
     return None if theirs["bundle"] == mine["bundle"] else "its app bundle is another one"
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,6 @@
-"""What a federation may ask of a machine: the most that terms may say, a client update may take, and a message may
-weigh.
+"""The limits of a federation: of its terms, of a client update, of a message, and of a machine's memory and disk.
 
-Whoever writes terms, requests or replies may be hostile. What is bounded here is computed from what they say, before
-anything of that size is made.
+Authors of terms, requests and replies may be hostile. Sizes are computed from their words before anything is allocated.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ NETWORK = 2**28
 STEP = 2**27
 """Values of a step's images at most (512 MiB): 890 images of 224x224 with 3 channels."""
 
-VISIT = 10**7
-"""Images that a client update may look at in its steps. What is drawn for all of them is in memory at once."""
+UPDATE = 10**7
+"""Images that a client update may train on in its steps. The batches of all steps are in memory at once."""
 
 ROOM = 2**20
 """Bytes that a reply may have beside its tensors and their places in the header: counts and samples."""
@@ -60,7 +58,7 @@ PLACE = 1024
 """Bytes that one tensor takes in a header at most, beside its name."""
 
 UNSURE, TIMES = 2**26, 16
-"""Bytes that a message may have of whose trees nobody knows what they are like, and as many times the model's."""
+"""Bytes of a message whose trees have unknown shapes, at most: so many, and as many times the model's."""
 
 SPARE = 2**28
 """Bytes of a site's disk that stay free (a hundredth of a disk that is smaller than 25 GiB)."""
@@ -68,23 +66,21 @@ SPARE = 2**28
 
 def check_terms(config: Config, form: ImageSpec, sites: int, task: Task) -> None:
     """Raise UserError, with one sentence, for the first thing that no site should be asked for."""
-    if sites > SITES:
-        raise UserError(f"sites names {sites:,} sites: a federation has {SITES:,} at most.")
-    if len(form.classes) > CLASSES:
-        raise UserError(f"classes names {len(form.classes):,} classes: a federation has {CLASSES:,} at most.")
+    for name, count, most in (("sites", sites, SITES), ("classes", len(form.classes), CLASSES)):
+        if count > most:
+            raise UserError(f"{name} names {count:,} {name}: a federation has {most:,} at most.")
     for name in form.classes:
         if len(name) > WORD or not name.isprintable():
             raise UserError(f"classes has {name[:WORD]!r}: a class is named by up to {WORD} letters, without breaks.")
     for name, most in MOST.items():
         value = getattr(config, name)
         if isinstance(value, int) and value > most:
-            raise UserError(f"{name} is {_shown(value)}: a federation has {most:,} at most.")
+            raise UserError(f"{name} is {_digits(value)}: a federation has {most:,} at most.")
     options = method_options(config, config.method)
     for name, value in options.items():
         _check_option(name, value)
     # The regulator of FedDure is a network of its own.
-    own = (len(form.classes) + 2) * options.get("hidden", 0)
-    count = numbers(task.network) + own
+    count = numbers(task.network) + (len(form.classes) + 2) * options.get("hidden", 0)
     if count > NETWORK:
         raise UserError(f"the network has {count:,} numbers, of {NETWORK:,} at most: choose a smaller width.")
     for name in ("labeled_batch", "unlabeled_batch"):
@@ -95,19 +91,19 @@ def check_terms(config: Config, form: ImageSpec, sites: int, task: Task) -> None
 
 def _check_option(name: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > OPTION:
-        raise UserError(f"the option {name} is {_shown(value)}: a federation has {OPTION:,} at most.")
+        raise UserError(f"the option {name} is {_digits(value)}: a federation has {OPTION:,} at most.")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"the option {name} is {toml.shown(value)}: it must be a number.")
     if isinstance(value, str) and (len(value) > WORD or not value.isprintable()):
         raise UserError(f"the option {name} is {value[:WORD]!r}: it may have {WORD} letters, without breaks.")
 
 
-def _shown(value: int) -> str:
+def _digits(value: int) -> str:
     return f"{value:,}" if value < 10**18 else "more than 10^18"
 
 
 def numbers(network: Network) -> int:
-    """Return how many numbers a network's parameters and statistics are; none of them is made."""
+    """Return how many numbers a network's parameters and statistics are; none of them is allocated."""
     return tree.size(abstract(network))
 
 
@@ -120,33 +116,33 @@ def frozen(network: Network) -> int:
 
 
 def abstract(network: Network) -> tree.Tree:
-    """Return a network's {"params", "stats"} without their values: tensors that have a shape and take no memory."""
+    """Return a network's {"params", "stats"} as tensors that have a shape and take no memory."""
     with torch.device("meta"):
         return network.init(torch.Generator())
 
 
-def check_visit(client_update: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
+def check_update(client_update: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
     """Return why a client update is too much for any site, None where it is not."""
     views = max(1, len(client_update.needs.views) + len(client_update.needs.others))
     step = amount.labeled + views * amount.unlabeled
     if step * math.prod(image) > STEP:
         return _too_large(f"a step is of {step:,} images", image)
-    if amount.steps * step > VISIT:
-        return f"a visit is of {amount.steps:,} steps of {step:,} images: a site looks at {VISIT:,} at most."
+    if amount.steps * step > UPDATE:
+        return f"a round is of {amount.steps:,} steps of {step:,} images: a site trains on {UPDATE:,} at most."
     return None
 
 
-def _too_large(said: str, image: tuple[int, int, int]) -> str:
+def _too_large(subject: str, image: tuple[int, int, int]) -> str:
     channels, height, width = image
     most = STEP // math.prod(image)
-    return f"{said} with {channels} channel(s) of {height}x{width} pixels: a step has {most:,} of these at most."
+    return f"{subject} with {channels} channel(s) of {height}x{width} pixels: a step has {most:,} of these at most."
 
 
-def weight(patterns: Iterable[TreeSpec]) -> int:
-    """Return the most bytes that a message may have which carries trees like these, and what goes with them."""
+def weight(specs: Iterable[TreeSpec]) -> int:
+    """Return the most bytes of a message with trees of these shapes."""
     total = ROOM
-    for pattern in patterns:
-        for path, kind in pattern.items():
+    for spec in specs:
+        for path, kind in spec.items():
             # A name stands in the header twice, and JSON in JSON escapes a letter by up to twelve bytes.
             total += PLACE + 24 * len(path)
             if kind is not None:
@@ -156,30 +152,30 @@ def weight(patterns: Iterable[TreeSpec]) -> int:
 
 
 def unsure(network: Network) -> int:
-    """Return the most bytes that a message may have of whose trees nobody knows what they are like."""
+    """Return the most bytes of a message whose trees have unknown shapes."""
     return UNSURE + TIMES * tree.nbytes(abstract(network))
 
 
-def examined(classes: int) -> TreeSpec:
-    """Return the pattern of what a site says of a model that it has tested."""
-    said: TreeSpec = {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
-    return {**said, **{f"validation/{name}": kind for name, kind in said.items()}}
+def evaluation(classes: int) -> TreeSpec:
+    """Return the shape of `Reply.evaluation`."""
+    test: TreeSpec = {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
+    return {**test, **{f"validation/{name}": kind for name, kind in test.items()}}
 
 
 def check_images(folder: Path, count: int, image: tuple[int, int, int]) -> None:
     """Raise UserError where decoded images do not fit this machine's memory, OSError where not the disk of `folder`."""
-    wanted = count * math.prod(image)
+    required = count * math.prod(image)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > memory:
+    if required > memory:
         raise UserError(
-            f"{count:,} images of {image[1]}x{image[2]} pixels with {image[0]} channel(s) take {size(wanted)}, but "
+            f"{count:,} images of {image[1]}x{image[2]} pixels with {image[0]} channel(s) take {size(required)}, but "
             f"this machine's memory has {size(memory)}."
         )
-    check_room(folder, wanted)
+    check_room(folder, required)
 
 
-def check_room(folder: Path, wanted: int) -> None:
+def check_room(folder: Path, required: int) -> None:
     """Raise OSError, as a full disk does, where so many bytes more would leave too little of a folder's disk free."""
-    disk = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists()))
-    if disk.free - wanted < min(SPARE, disk.total // 100):
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    if disk.free - required < min(SPARE, disk.total // 100):
         raise OSError(ENOSPC, os.strerror(ENOSPC), str(folder))

@@ -1,4 +1,4 @@
-"""What a person reads of a federation while it runs: one line an event, appended to a file that outlives processes."""
+"""The log of a federation, one line an event, and its terms for people. Imports no torch, to start at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfmoon.storage import atomic_io
 
 @dataclass(frozen=True)
 class EventLog:
-    """Lines of a log, in `path`; several processes may write to it, one after the other."""
+    """The log in the file `path`; several processes may write to it, one after the other."""
 
     path: Path
 
@@ -20,6 +20,22 @@ class EventLog:
         """Add a line with the time of day; a line break becomes a blank. Raises OSError where it cannot be written."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {' '.join(words.splitlines())}\n"
         atomic_io.append(self.path, line.encode())
+
+
+@dataclass(frozen=True)
+class TermsSummary:
+    """Terms for people: their hash, a sentence, a table of (option, value, meaning), and ten lines in `brief`."""
+
+    hash: str
+    sentence: str
+    rows: tuple[tuple[str, str, str], ...]
+    brief: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return all of it but `brief` as lines of text."""
+        first, second = (max((len(row[k]) for row in self.rows), default=0) for k in (0, 1))
+        table = [f"  {name:{first}}  {value:{second}}  {about}" for name, value, about in self.rows]
+        return [self.sentence, *table, f"  hash: {self.hash}"]
 
 
 def size(count: int) -> str:
@@ -33,22 +49,21 @@ def size(count: int) -> str:
 
 
 class Tail:
-    """What is added to a text file from now on, by whole lines; a file that is not there yet has none."""
+    """Reads the lines that are added to a text file from now on; the file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        """Begin at the end of `path`."""
         self.path = path
-        self._at = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """Return the lines that were added since the last call; one that has no end yet comes later."""
+        """Return the whole lines that were added since the last call."""
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._at:  # somebody began it anew
-                    self._at = 0
-                file.seek(self._at)
+                if os.fstat(file.fileno()).st_size < self._offset:  # the file was begun anew
+                    self._offset = 0
+                file.seek(self._offset)
                 whole, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        self._at += len(whole) + len(end)
+        self._offset += len(whole) + len(end)
         return (whole + end).decode(errors="replace").splitlines()

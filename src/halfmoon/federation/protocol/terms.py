@@ -1,4 +1,4 @@
-"""What all of a federation agree on: equal terms have equal hashes, and a hash travels with every message."""
+"""The terms that all of a federation agree on. Equal terms have equal hashes, and the hash is in every message."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from halfmoon.config.schema import ATTACKS, NAME, PLACE, SCENARIO, Config
 from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle, header, limits
-from halfmoon.federation.protocol.log import size
-from halfmoon.federation.protocol.offered import Offered
+from halfmoon.federation.protocol.log import TermsSummary, size
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, method, task
 from halfmoon.storage import toml
@@ -24,38 +23,19 @@ from halfmoon.storage import toml
 LARGEST = 4096
 """Pixels of a side at most."""
 
-ALONE = {
-    *(
-        "baselines",
-        "data",
-        "data_share",
-        "validation_share",
-        "validation_part",
-        "image_size",
-        "resize",
-        "channels",
-        "shrink",
-        "pixel_mean",
-        "pixel_std",
-        "split",
-        "client_dropout",
-        "confidence_threshold",
-    ),
-    *("evaluate_every", "client_models", "server_ema"),
-    *SCENARIO,
-    *PLACE,
-    *ATTACKS,
-} - {"labels_at"}
-"""Options that sites need not agree on: whose images a simulation has, and where and how something is computed."""
+LOCAL = {
+    "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",
+    "shrink", "pixel_mean", "pixel_std", "split", "client_dropout", "confidence_threshold", "evaluate_every",
+    "client_models", "server_ema", *SCENARIO, *PLACE, *ATTACKS,
+} - {"labels_at"}  # fmt: skip
+"""Options that sites need not agree on: the images of a simulation, and where and how something is computed."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a federation's sites and its server compute with.
+    """The options that a federation's sites and its server compute with.
 
     `config` has the options that change numbers; its others are defaults. A site's number is its place in `sites`.
-    Raise UserError where a name cannot be one, the method cannot be played between sites, the images do not fit, or no
-    site should be asked for as much (`halfmoon.federation.protocol.limits`).
     """
 
     name: str
@@ -65,17 +45,21 @@ class Terms:
 
     @classmethod
     def of(cls, name: str, sites: tuple[str, ...], form: ImageSpec, values: Mapping[str, Any], file: str) -> Terms:
-        """Return the terms with the options `values`, without those of `ALONE`; `file` is named where one is wrong."""
+        """Return the terms with the options `values`, without those of `LOCAL`; `file` is named where one is wrong.
+
+        Raise UserError where a name cannot be one, the method cannot be played between sites, the images do not fit, or
+        no site should be asked for as much (`halfmoon.federation.protocol.limits`).
+        """
         _check_names(name, sites)
         _check_form(form)
         hubs.check_portable(str(values.get("network", "")))
-        start = values.get("weights")
-        if start is not None and not (isinstance(start, str) and weight_files.NAME.fullmatch(start)):
+        weights = values.get("weights")
+        if weights is not None and not (isinstance(weights, str) and weight_files.NAME.fullmatch(weights)):
             raise UserError("weights must be named by their SHA-256 in the terms of a federation.")
-        size = {} if "cohort" in values else {"cohort": min(Config.cohort, len(sites))}
+        defaults = {"cohort": min(Config.cohort, len(sites))}
         # With a blank: no folder beside the server's is meant.
         here = {"data": f"federation {name}", "clients": len(sites)}
-        config = settings.resolve({**size, **values, **here}, {}, file)
+        config = settings.resolve({**defaults, **values, **here}, {}, file)
         entry = registry.entry(config.method)
         if entry.pooled:
             raise UserError(f"method {entry.name} needs all images in one place: it cannot be played between sites.")
@@ -85,12 +69,12 @@ class Terms:
 
     @classmethod
     def parse(cls, text: str) -> Terms:
-        """Return the terms that a server sent; raise UserError where they are none that this halfmoon understands."""
+        """Return the terms in a server's message; raise UserError where this halfmoon does not understand them."""
         if len(text) > limits.TERMS:
             raise UserError(f"the server's terms have {size(len(text))}, of {size(limits.TERMS)} at most.")
         try:
-            facts = header.parsed(text)
-            image = {each.name: _plain(facts["form"][each.name]) for each in fields(ImageSpec)}
+            facts = header.parse_json(text)
+            image = {field.name: _plain(facts["form"][field.name]) for field in fields(ImageSpec)}
             # None is a default: a file cannot say it.
             options = {option: value for option, value in facts["options"].items() if value is not None}
             values = {**facts["config"], "options": options}
@@ -107,8 +91,8 @@ class Terms:
         terms = cls.of(name, sites, ImageSpec(**image), values, "the terms")
         if terms.program != program:
             theirs = program["plugins"] if isinstance(program["plugins"], dict) else {}
-            others = [each for each in settings.origins(terms.config) if theirs.get(each.part) != each.sha256]
-            mine = "; ".join(f"here is {each}, there {str(theirs.get(each.part))[:64]}" for each in others)
+            others = [plugin for plugin in settings.origins(terms.config) if theirs.get(plugin.part) != plugin.sha256]
+            mine = "; ".join(f"here is {plugin}, there {str(theirs.get(plugin.part))[:64]}" for plugin in others)
             raise UserError(
                 f"the server's terms are of another program than this site's: its plugins differ "
                 f"({mine or 'in number'}); install the same version."
@@ -117,31 +101,33 @@ class Terms:
 
     @cached_property
     def program(self) -> dict[str, Any]:
-        """What runs at the server and at every site: halfmoon's version, the app bundle, and plugins by their
-        hashes."""
-        return bundle.program({each.part: each.sha256 for each in settings.origins(self.config)})
+        return bundle.program({plugin.part: plugin.sha256 for plugin in settings.origins(self.config)})
 
     @cached_property
     def text(self) -> str:
         """The terms as JSON, the same for the same terms, whatever the order of a file's lines."""
-        method = self.config.method
-        defaults = {name: option.default for name, option in registry.options(method).items()}
         facts = {
             "name": self.name,
             "sites": self.sites,
             "form": asdict(self.form),
             "config": {name: getattr(self.config, name) for name in shared()},
-            "options": {**defaults, **settings.method_options(self.config, method)},
+            "options": self._options(),
             "program": self.program,
         }
         return json.dumps(facts, sort_keys=True)
+
+    def _options(self) -> dict[str, Any]:
+        """Return all options of the method, defaults included."""
+        method = self.config.method
+        defaults = {name: option.default for name, option in registry.options(method).items()}
+        return {**defaults, **settings.method_options(self.config, method)}
 
     @cached_property
     def hash(self) -> str:
         """The SHA-256 of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def said(self) -> str:
+    def sentence(self) -> str:
         """Return the terms in a sentence for the people at a site."""
         channels, height, width = self.form.image
         config = self.config
@@ -151,23 +137,21 @@ class Terms:
             f"channel{'s' if channels > 1 else ''}; classes {', '.join(self.form.classes)}"
         )
 
-    def offered(self) -> Offered:
-        """Return the terms as they are shown to the people at a site: a sentence, and every option that counts."""
-        config, about = self.config, settings.helps()
+    def summary(self) -> TermsSummary:
+        """Return the terms for the people at a site: a sentence, and every option that counts."""
+        config, about, program = self.config, settings.helps(), self.program
         names = [name for name in settings.kinds() if name in shared() and name != "method"]
         rows = [(name, toml.shown(getattr(config, name)), about[name]) for name in names]
-        own = {name: each.default for name, each in registry.options(config.method).items()}
-        own |= settings.method_options(config, config.method)
-        rows += [(name, toml.shown(value), f"an option of {config.method}") for name, value in own.items()]
-        count = limits.numbers(task(config, self.form).network)
-        program = self.program
+        rows += [(name, toml.shown(value), f"an option of {config.method}") for name, value in self._options().items()]
+        network = task(config, self.form).network
+        count = limits.numbers(network)
         rows += [("halfmoon", program["halfmoon"], "the version that runs at the server and at every site")]
         rows += [("bundle", program["bundle"][:16], "hash of the app bundle, without code, that a site accepts")]
         rows += [(name, hash[:16], "hash of a plugin") for name, hash in program["plugins"].items()]
         rows += [("numbers", f"{count:,}", f"of the network that are trained ({size(4 * count)})")]
-        if still := limits.frozen(task(config, self.form).network):
-            rows += [("frozen", f"{still:,}", "numbers of the weights that stay as they are, and never travel")]
-        return Offered(self.hash, self.said(), tuple(rows), self._brief(4 * count))
+        if frozen := limits.frozen(network):
+            rows += [("frozen", f"{frozen:,}", "numbers of the weights that stay as they are, and never travel")]
+        return TermsSummary(self.hash, self.sentence(), tuple(rows), self._brief(4 * count))
 
     def _brief(self, numbers: int) -> tuple[str, ...]:
         """Return ten lines for a person: what leaves, to whom, how long, and which defenses there are."""
@@ -177,9 +161,9 @@ class Terms:
             "noise hides what one site gives (differential privacy)": config.dp_clip is not None,
             f"uploads are checked against hostile sites ({config.aggregation})": config.aggregation != "mean",
         }
-        defenses = "; ".join(words for words, there in kinds.items() if there)
+        defenses = "; ".join(words for words, active in kinds.items() if active)
         entry, many = registry.entry(config.method), "s" if channels > 1 else ""
-        outside = ", ".join(str(each) for each in settings.origins(config))
+        outside = ", ".join(str(plugin) for plugin in settings.origins(config))
         return (
             f"Federation {self.name} asks this site to train one classifier with {len(self.sites) - 1} others.",
             f"Classes: {', '.join(self.form.classes)}.",
@@ -196,7 +180,7 @@ class Terms:
 
 def shared() -> set[str]:
     """Return the names of the options that all sites have to agree on."""
-    return set(settings.kinds()) - ALONE
+    return set(settings.kinds()) - LOCAL
 
 
 def _plain(value: Any) -> Any:
@@ -204,10 +188,10 @@ def _plain(value: Any) -> Any:
 
 
 def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
-    for what, each in (("the federation", name), *(("a site", site) for site in sites)):
-        if not isinstance(each, str) or not NAME.fullmatch(each):
+    for owner, word in (("the federation", name), *(("a site", site) for site in sites)):
+        if not isinstance(word, str) or not NAME.fullmatch(word):
             raise UserError(
-                f"{what} is called {each!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
+                f"{owner} is called {word!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
                 "first is a letter or a digit."
             )
     if not sites or len(set(sites)) < len(sites):
@@ -216,21 +200,18 @@ def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
 
 def _check_form(form: ImageSpec) -> None:
     image, classes = form.image, form.classes
-    if not all(isinstance(each, tuple) for each in (image, classes, form.mean, form.std)):
+    if not all(isinstance(value, tuple) for value in (image, classes, form.mean, form.std)):
         raise UserError("image, classes, mean and std must be lists.")
     if type(form.mirror) is not bool:
         raise UserError(f"mirror is {toml.shown(form.mirror)}: it must be true or false.")
-    if (
-        len(image) != 3
-        or not all(type(side) is int and 1 <= side <= LARGEST for side in image)
-        or image[0] not in (1, 3)
-    ):
+    sides = all(type(side) is int and 1 <= side <= LARGEST for side in image)
+    if len(image) != 3 or not sides or image[0] not in (1, 3):
         raise UserError(
             f"image is {toml.shown(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
         )
     if len(classes) < 2 or not all(type(c) is str and c for c in classes) or len(set(classes)) < len(classes):
         raise UserError(f"classes is {toml.shown(classes)}: it must name two classes or more, each once.")
     for name, values in (("mean", form.mean), ("std", form.std)):
-        fine = len(values) == image[0] and all(isinstance(v, float) and math.isfinite(v) for v in values)
-        if not fine or (name == "std" and min(values) <= 0):
+        finite = len(values) == image[0] and all(isinstance(v, float) and math.isfinite(v) for v in values)
+        if not finite or (name == "std" and min(values) <= 0):
             raise UserError(f"{name} is {toml.shown(values)}: it must be one number for each of {image[0]} channels.")

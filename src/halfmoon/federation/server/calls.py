@@ -1,4 +1,4 @@
-"""Requests to sites and their replies: what is sent, what is read, and which replies may touch the model."""
+"""Requests to sites and their replies: which replies may touch the model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,21 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.sampling import Amount
-from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.evaluation import Evaluations, FederatedEvaluation
-from halfmoon.federation.protocol.messages import (
-    LARGEST,
-    Malformed,
-    Refusal,
-    Reply,
-    Request,
-    look,
-    write,
-)
+from halfmoon.federation.protocol import limits, messages
+from halfmoon.federation.protocol.messages import ECHO, Malformed, Refusal, Reply, Request
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec
+from halfmoon.federation.server.evaluation import Evaluations
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.quarantine import Quarantine
-from halfmoon.federation.server.secure_sum import layout, summed
+from halfmoon.federation.server.secure_sum import layout, sum_spec
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.server.spool import Spooled, held, part
+from halfmoon.federation.server.spool import Spooled, content, part
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, norms
 from halfmoon.models import Network
 
 
 class RunIdentity(NamedTuple):
-    """What every message carries: the hash of the terms, halfmoon's version, and which run of the federation it is."""
+    """A part of every message: the hash of the terms, halfmoon's version, and which run of the federation it is."""
 
     federation: str
     version: str
@@ -43,21 +35,21 @@ class RunIdentity(NamedTuple):
 
 
 class Link(Protocol):
-    """What carries messages to sites and back; it knows nothing of what they say."""
+    """Carries messages to sites and back; it does not read them."""
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
-        """Send each named site a request, and return what each answered; `what` says in words what it is."""
+        """Send each named site a request, and return the answers; `what` names the exchange in words."""
         ...
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of sites before they answer, to judge their answers by.
+    """The server's knowledge of sites before they answer, by which it checks their answers.
 
-    most: how much a client update at a site may look at, and of how many images the site told.
-    tests, validations: of how many test and validation images of its own a site told; 0 where nobody asks.
-    keys: what sites showed when they joined, if uploads come under masks: then their sum is all that can be read.
-    cap: what weights are capped by, where single ones are seen.
+    most: the most that a client update at a site may train on, and how many images the site has.
+    tests, validations: how many test and validation images of its own a site has; 0 where nobody asks.
+    keys: the lasting keys of sites, if uploads come under masks: then their sum is all that can be read.
+    cap: the cap of weights, where single ones are seen.
     """
 
     patterns: UplinkSpec
@@ -69,8 +61,8 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class JudgedReply:
-    """A reply that may touch the model; its upload lies where the answer does, and is read when it is its turn."""
+class CheckedReply:
+    """A reply that may touch the model; its upload stays where the answer lies until its turn."""
 
     reply: Reply  # without its upload
     data: bytes | Spooled
@@ -78,84 +70,69 @@ class JudgedReply:
     weight: float
     norm: float
 
-    def upload(self) -> Tree:
-        """Return the tree of the upload."""
-        return part(self.data, self.shape, "up")
-
     def whole(self) -> Reply:
         """Return the reply with its upload."""
-        return replace(self.reply, up=self.upload())
+        return replace(self.reply, up=part(self.data, self.shape, "up"))
 
 
 @dataclass
 class SiteCalls:
-    """Asks the sites `names`, client k being `names[k]`, and judges what they answer.
+    """Sends requests to the sites `names`, client k being `names[k]`, and checks their answers.
 
-    `quarantine` counts unusable answers. Without an `inspection` replies are only read, not judged. `ready` returns
-    when so many sites can be asked.
+    `quarantine` counts unusable answers. Without an `inspection` replies are only read, not checked. `gather` returns
+    when so many sites are connected.
     """
 
     link: Link
     names: Sequence[str]
     run: RunIdentity
     rules: Rules = field(default_factory=Rules)
-    quarantine: Quarantine = None  # type: ignore[assignment] (made of the rules where none is given)
+    quarantine: Quarantine = None  # type: ignore[assignment] (made of the rules by default)
     inspection: Inspection | None = None
     say: Callable[[str], None] = lambda _: None
-    ready: Callable[[int], None] = lambda _: None
+    gather: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
         if self.quarantine is None:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
-
-    @property
-    def keys(self) -> Callable[[], Mapping[str, bytes]] | None:
-        """Return the keys of sites whose uploads come under masks, None where uploads are sent plainly."""
-        return None if self.inspection is None else self.inspection.keys
-
-    @property
-    def cap(self) -> WeightCap | None:
-        """Return what weights are capped by, None where they are taken as they are."""
-        return None if self.inspection is None else self.inspection.cap
+        inspection = self.inspection
+        self.keys = None if inspection is None else inspection.keys
+        """The keys of sites whose uploads come under masks, None where uploads are sent plainly."""
+        self.cap = None if inspection is None else inspection.cap
+        """The cap of weights, None where there is none."""
+        self.tests = (lambda _: 0) if inspection is None else inspection.tests
+        self.validations = (lambda _: 0) if inspection is None else inspection.validations
 
     def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, Answer]:
-        """Send each named site its request, and return what each answered."""
-        return self.link.exchange(_written(requests), what)
+        """Send each named site its request, and return the answers."""
+        return self.link.exchange(_serialize(requests), what)
 
-    def tests(self, site: str) -> int:
-        """Return how many test images of its own a site told of."""
-        return 0 if self.inspection is None else self.inspection.tests(site)
-
-    def validations(self, site: str) -> int:
-        """Return how many validation images of its own a site told of."""
-        return 0 if self.inspection is None else self.inspection.validations(site)
-
-    def asked(self, requests: Mapping[str, Request], pattern: TreeSpec, what: str) -> dict[str, Reply]:
+    def masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
         """Return the usable replies to requests about a masked sum alone."""
-        good: dict[str, Reply] = {}
+        replies: dict[str, Reply] = {}
         for site, answer in self.exchange(requests, what).items():
-            reply = self.read(site, answer, requests[site], limits.weight([pattern]))
-            fault = None if reply is None else check_schema(reply.up, reply.samples, pattern)
+            reply = self.read(site, answer, requests[site], limits.weight([spec]))
+            fault = None if reply is None else check_schema(reply.up, reply.samples, spec)
             if fault is not None:
                 self.refuse(site, fault, requests[site].round)
             elif reply is not None:
-                good[site] = reply
-        return good
+                replies[site] = reply
+        return replies
 
-    def plain(self, context: ClientContext, down: Tree) -> TreeSpec:
-        """Return the pattern of the uploads that a masked query hides."""
-        pattern = self.inspection and self.inspection.patterns.of(context, down)
-        if not pattern:
+    def plain_spec(self, context: ClientContext, down: Tree) -> TreeSpec:
+        """Return the shape of the uploads that a masked query hides."""
+        spec = self.inspection and self.inspection.patterns.of(context, down)
+        if not spec:
             raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
-        return pattern
+        return spec
 
-    def examining(self) -> list[str]:
-        """Return the sites, but those that are set aside, which have images that models are tested on."""
-        names = [name for name in self.names if name not in self.quarantine.aside]
+    def evaluators(self) -> list[str]:
+        """Return the sites, without those in quarantine, which have test or validation images."""
+        names = [name for name in self.names if name not in self.quarantine.sites]
         return [name for name in names if self.tests(name) or self.validations(name)]
 
-    def examined(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
-        """Return what sites say of a model that comes without any work."""
+    def evaluate(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
+        """Return the sites' results on a model that comes without a client update."""
         evaluations = Evaluations.capped(self.rules.weight_cap)
         answers = self.exchange(requests, "the last test") if requests else {}
         for name, answer in answers.items():
@@ -165,31 +142,30 @@ class SiteCalls:
         return evaluations
 
     def add(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
-        """Count what a site says of a model, if it says something."""
-        said = reply.evaluation
-        if not said:
+        """Add a site's results on a model, where it has some."""
+        if not reply.evaluation:
             return
-        parts: list[tuple[FederatedEvaluation, object, int]] = [
-            (evaluations.tests, said, self.tests(site)),
-            (evaluations.validations, said.get("validation"), self.validations(site)),
-        ]
-        added = [each.add(told, network.classes, count) for each, told, count in parts if count]
-        if not all(added):
+        parts = (
+            (evaluations.tests, reply.evaluation, self.tests(site)),
+            (evaluations.validations, reply.evaluation.get("validation"), self.validations(site)),
+        )
+        valid = [total.add(result, network.classes, count) for total, result, count in parts if count]
+        if not all(valid):
             self.say(f"{site} tested a model in a way that cannot be: that is left out")
 
     def most(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:
-        """Return the most bytes of an honest site's reply; `context` is None where none says what it looks like."""
+        """Return the most bytes of an honest site's reply; `context` is None where its shape is not known."""
         if self.inspection is None:
-            return LARGEST
-        pattern = None if context is None else self.inspection.patterns.of(context, down)
-        if pattern is None and request.client_update:
+            return messages.LARGEST
+        spec = None if context is None else self.inspection.patterns.of(context, down)
+        if spec is None and request.client_update:
             return limits.unsure(network)
-        return limits.weight([pattern or {}, limits.examined(network.classes) if request.evaluation else {}])
+        return limits.weight([spec or {}, limits.evaluation(network.classes) if request.evaluation else {}])
 
     def read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
-        """Return the reply to a request, None where there is none that could be used; no more than `most` is read."""
-        found = self._read(site, answer, request, most)
-        return None if found is None else found[0]
+        """Return the reply to a request, None where there is none that is usable; no more than `most` is read."""
+        result = self._read(site, answer, request, most)
+        return None if result is None else result[0]
 
     def _read(self, site: str, answer: Answer, request: Request, most: int) -> tuple[Reply, dict[str, Any]] | None:
         if answer.data is None:
@@ -198,70 +174,63 @@ class SiteCalls:
         if answer.reason:
             return self.refuse(site, answer.reason, request.round)
         try:
-            message = look(held(answer.data), Reply, Refusal, limit=most)
-            said = message.open()
+            unparsed = messages.scan(content(answer.data), Reply, Refusal, limit=most)
+            message = unparsed.open()
         except Malformed as error:
             return self.refuse(site, str(error), request.round)
-        if isinstance(said, Refusal):
-            self.say(f"{site} has no part in round {request.round + 1}: {said.reason[:500]}")
+        if isinstance(message, Refusal):
+            self.say(f"{site} has no part in round {request.round + 1}: {message.reason[:500]}")
             return None
-        asked, told = (
-            (each.federation, each.version, each.run, each.round, each.attempt, each.query, each.client_update)
-            for each in (request, said)
-        )
-        if asked != told:
-            what = f"it answers round {said.round + 1}, query {said.query + 1} ({said.client_update[:40]})"
-            return self.refuse(site, what, request.round)
-        return said, message.shape
+        if any(getattr(request, name) != getattr(message, name) for name in ECHO):
+            which = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
+            return self.refuse(site, f"it answers {which}", request.round)
+        return message, unparsed.shape
 
-    def judged(
+    def checked(
         self,
         answers: Mapping[str, Answer],
         requests: Mapping[str, Request],
         context: ClientContext,
         downlinks: Mapping[str, Tree],
         network: Network,
-    ) -> dict[str, JudgedReply]:
-        """Return the replies that may touch the model: one after the other is read, judged, and let go again."""
-        good: dict[str, JudgedReply] = {}
+    ) -> dict[str, CheckedReply]:
+        """Return the replies that may touch the model; each is read, checked, and let go before the next."""
+        replies: dict[str, CheckedReply] = {}
         for site, answer in answers.items():
-            reply = self._judged(site, answer, requests[site], context, downlinks[site], network)
+            reply = self._check(site, answer, requests[site], context, downlinks[site], network)
             if reply is not None:
-                good[site] = reply
+                replies[site] = reply
         # Where sums are masked no single norm means anything: all are 0.
-        large = check_norm({site: each.norm for site, each in good.items()}, self.rules.norm_bound)
+        large = check_norm({site: reply.norm for site, reply in replies.items()}, self.rules.norm_bound)
         for site, fault in large.items():
             self.refuse(site, fault, context.round)
-        return {site: reply for site, reply in good.items() if site not in large}
+        return {site: reply for site, reply in replies.items() if site not in large}
 
-    def _judged(
+    def _check(
         self, site: str, answer: Answer, request: Request, context: ClientContext, down: Tree, network: Network
-    ) -> JudgedReply | None:
+    ) -> CheckedReply | None:
         hidden = self.keys is not None
-        found = self._read(site, answer, request, self.most(None if hidden else context, request, down, network))
-        if found is None or answer.data is None:
+        result = self._read(site, answer, request, self.most(None if hidden else context, request, down, network))
+        if result is None or answer.data is None:
             return None
-        reply, shape = found
-        fault = None if self.inspection is None else self._fault(self.inspection, reply, site, context, down)
-        if fault is not None:
-            return self.refuse(site, fault, context.round)
+        reply, shape = result
         weight, norm = 0.0, 0.0
-        if self.inspection is not None and not hidden:
-            upload = Upload.of(reply.up)
-            weight = float(upload.weight)
-            norm = norms({site: upload}, {site: down}, context.client_update.needs.uplink)[site]
-        return JudgedReply(replace(reply, up={}), answer.data, shape, weight, norm)
+        if self.inspection is not None:
+            uplink = None if hidden else context.client_update.needs.uplink
+            specs = self.inspection.patterns
+            spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else specs.of(context, down)
+            fault = check_schema(reply.up, reply.samples, spec, uplink)
+            fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
+            if fault is not None:
+                return self.refuse(site, fault, context.round)
+            if uplink is not None:
+                upload = Upload.of(reply.up)
+                weight = float(upload.weight)
+                norm = norms({site: upload}, {site: down}, uplink)[site]
+        return CheckedReply(replace(reply, up={}), answer.data, shape, weight, norm)
 
-    def _fault(self, inspection: Inspection, reply: Reply, site: str, context: ClientContext, down: Tree) -> str | None:
-        """Return why a reply, looked at alone, may not touch the model."""
-        hidden = self.keys is not None
-        pattern = summed(layout(self.plain(context, down))) if hidden else inspection.patterns.of(context, down)
-        uplink = None if hidden else context.client_update.needs.uplink
-        fault = check_schema(reply.up, reply.samples, pattern, uplink)
-        return fault or check_counts(reply, *inspection.most(context.client_update, site), uplink)
-
-    def capped(self, replies: Mapping[int, JudgedReply]) -> dict[int, float]:
-        """Return what the weight of each client, by number, is multiplied by, so that none is too large."""
+    def weight_scale(self, replies: Mapping[int, CheckedReply]) -> dict[int, float]:
+        """Return the factor of the weight of each client, by number, so that none is too large."""
         clients = list(replies)
         if self.cap is None:
             return dict.fromkeys(clients, 1.0)
@@ -269,22 +238,24 @@ class SiteCalls:
         return dict(zip(clients, scale, strict=True))
 
     def refuse(self, site: str, reason: str, round: int) -> None:
-        """Count an answer that cannot be used, with its reason."""
-        aside = self.quarantine.refuse(site, round, reason)
+        """Count an unusable answer, with its reason."""
+        limit_reached = self.quarantine.refuse(site, round, reason)
         self.say(f"refused in round {round + 1}: the answer of {site}: {reason}")
-        if aside:
+        if limit_reached:
             self.say(
                 f"{site} is set aside after {self.quarantine.limit} unusable answers; --readmit {site} lets it back"
             )
 
 
-def _written(requests: Mapping[str, Request]) -> dict[str, bytes]:
-    """Return requests as bytes; those that say the same, as most of a cohort do, are one object in memory."""
-    made: dict[tuple[object, ...], bytes] = {}
-    found: dict[str, bytes] = {}
+def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
+    """Return requests as bytes; equal ones, as most of a cohort's are, are one object in memory."""
+    cache: dict[tuple[object, ...], bytes] = {}
+    mail: dict[str, bytes] = {}
     for site, request in requests.items():
         trees = {"down": request.down, "evaluation": request.evaluation, "masks": request.masks}
-        alike = repr(replace(request, down={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
-        key = (*alike, *((path, id(leaf)) for path, leaf in flatten(trees).items()))
-        found[site] = made[key] if key in made else made.setdefault(key, write(request))
-    return found
+        facts = repr(replace(request, down={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
+        key = (*facts, *((path, id(leaf)) for path, leaf in flatten(trees).items()))
+        if key not in cache:
+            cache[key] = messages.write(request)
+        mail[site] = cache[key]
+    return mail

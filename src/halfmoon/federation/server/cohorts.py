@@ -1,4 +1,4 @@
-"""Which sites play a round: drawn as a simulation draws, and again with others where too few have answered."""
+"""Draws the sites of a round as a simulation does, and others where too few have answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfmoon.federation.server.quarantine import Quarantine
 
 
 class CohortSampler:
-    """Draws cohorts by number, so the order of the `names` is a part of the federation; counts who failed in a round.
+    """Draws cohorts by number, so the order of the `names` is a part of the federation; counts failures in a round.
 
     Sites in quarantine are not drawn. With `settings.cohort_secret` cohorts are drawn from it, not from the seed, which
     every site knows.
@@ -25,39 +25,34 @@ class CohortSampler:
     def __init__(self, names: Sequence[str], settings: RuntimeSettings, quarantine: Quarantine) -> None:
         self.names, self.settings, self.quarantine = tuple(names), settings, quarantine
         self.attempt = 0  # how often the round was played before
-        self.left: set[int] = set()  # of the cohort, those who have not failed in this attempt
-        self.drawn = 0
+        self.remaining: set[int] = set()  # of the cohort, those who have not failed in this attempt
+        self.size = 0
         self.uniform = True  # whether the cohort was drawn from all clients alike
-        self._failed: set[int] = set()  # of this round
+        self._failures: set[int] = set()  # of this round
 
     def draw(self, round: int) -> Tensor:
         """Return the cohort of a round, sorted; those who have failed in it are drawn only where others are too few.
 
         Raise `TooFew` where every site is in quarantine.
         """
-        here = [k for k in self._order(round) if self.names[k] not in self.quarantine.aside]
+        here = [k for k in self._order(round) if self.names[k] not in self.quarantine.sites]
         if not here:
             raise TooFew("every site is set aside; look into serve.log, and let sites back in with --readmit.")
-        fresh = [k for k in here if k not in self._failed]
-        chosen = [*fresh, *(k for k in here if k in self._failed)][: self.settings.cohort]
-        self.left, self.drawn = set(chosen), len(chosen)
+        fresh = [k for k in here if k not in self._failures]
+        cohort = [*fresh, *(k for k in here if k in self._failures)][: self.settings.cohort]
+        self.remaining, self.size = set(cohort), len(cohort)
         self.uniform = not self.attempt and len(here) == len(self.names)
-        return torch.tensor(chosen, dtype=torch.int64).sort().values
+        return torch.tensor(cohort, dtype=torch.int64).sort().values
 
     def lose(self, clients: Iterable[int]) -> None:
         """Take note that clients had no usable answer."""
         lost = set(clients)
-        self._failed |= lost
-        self.left -= lost
+        self._failures |= lost
+        self.remaining -= lost
 
-    def again(self) -> None:
-        """Make ready for another attempt at the round."""
-        self.attempt += 1
-
-    def over(self) -> None:
-        """Make ready for the next round."""
+    def end_round(self) -> None:
         self.attempt = 0
-        self._failed.clear()
+        self._failures.clear()
 
     def _order(self, round: int) -> list[int]:
         """Return all clients in the random order in which they are drawn for a round, or for another attempt at it."""

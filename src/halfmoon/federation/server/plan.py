@@ -1,4 +1,4 @@
-"""The file that a server reads its federation from: options of a run, and a table [federation]."""
+"""The configuration file of a federation's server: options of a run, and a table [federation]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = (*PLACE, "evaluate_every", "server_ema")
 
 @dataclass(frozen=True)
 class Rules:
-    """How a server deals with its sites; none of it changes what a site computes. Times are seconds.
+    """A server's rules for its sites; none of them changes a site's computation. Times are seconds.
 
     Raise UserError for a value out of its range.
     """
@@ -56,15 +56,15 @@ class Rules:
             if value is not None and not (value >= bound and math.isfinite(value)):
                 raise UserError(f"{TABLE}.{name} is {toml.shown(value)}: it must be at least {bound}.")
 
-    def quorum(self, asked: int) -> int:
-        """Return how many of so many sites have to answer; half of them, rounded up, where `min_replies` is None."""
-        wanted = -(-asked // 2) if self.min_replies is None else self.min_replies
-        return max(1, min(wanted, asked))
+    def quorum(self, cohort: int) -> int:
+        """Return how many of a cohort have to answer; half of them, rounded up, where `min_replies` is None."""
+        needed = -(-cohort // 2) if self.min_replies is None else self.min_replies
+        return max(1, min(needed, cohort))
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the table [federation] says beside the `Rules`: who takes part, and what their images are like."""
+    """The options of the table [federation] beside the `Rules`: the sites, and the form of their images."""
 
     sites: Annotated[tuple[str, ...], "the names of the sites, in the order of their numbers"]
     classes: Annotated[tuple[str, ...], "the names of the classes, in the order of their numbers"]
@@ -94,16 +94,16 @@ class Plan:
 
 
 def load(path: Path) -> Plan:
-    """Return the federation that a file says.
+    """Return the federation of a configuration file.
 
-    Options about a simulation's data (data, clients, setting, ...) are checked and left aside. Relative paths start at
-    the file's folder. Raise UserError, with one sentence, for the first mistake.
+    Options about a simulation's data (data, clients, setting, ...) are checked and ignored. Relative paths start at the
+    file's folder. Raise UserError, with one sentence, for the first mistake.
     """
     raw = settings.read(path)
     if not isinstance(raw.get(TABLE), Mapping):
         raise UserError(f"{path} has no table [{TABLE}]: write one with sites, classes and image.")
-    held, rules = _table(raw.pop(TABLE), path)
-    count = len(held.sites)
+    table, rules = _read_table(raw.pop(TABLE), path)
+    count = len(table.sites)
     here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
     whole = settings.merge({**here, **raw}, {}, path)
     if whole.attack != "none":
@@ -118,10 +118,10 @@ def load(path: Path) -> Plan:
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
     values |= _portable(settings.anchored(values, path.parent))
-    channels = 3 if held.image[:1] == (3,) else 1  # another number is refused below
-    means, deviations = (each * channels if len(each) == 1 else each for each in (held.mean, held.std))
-    form = ImageSpec(held.image, held.classes, held.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
-    terms = Terms.of(held.name or path.stem, held.sites, form, values, path.name)
+    channels = 3 if table.image[:1] == (3,) else 1  # another number is refused below
+    means, deviations = (values * channels if len(values) == 1 else values for values in (table.mean, table.std))
+    form = ImageSpec(table.image, table.classes, table.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
+    terms = Terms.of(table.name or path.stem, table.sites, form, values, path.name)
     if rules.images is not None and len(rules.images) != count:
         raise UserError(f"{TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")
     if rules.min_replies is not None and rules.min_replies > terms.config.cohort:
@@ -129,33 +129,33 @@ def load(path: Path) -> Plan:
             f"{TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be no more."
         )
     own = {name: raw[name] for name in OWN if name in raw}
-    here = {"data": terms.config.data, "clients": len(held.sites), "cohort": terms.config.cohort}
+    here = {"data": terms.config.data, "clients": count, "cohort": terms.config.cohort}
     config = settings.merge(settings.anchored({**values, **own, **here}, path.parent), {}, path)
-    folders = (held.test, held.server, held.validation)
-    test, server, validation = (each and (path.parent / each.expanduser()).absolute() for each in folders)
+    folders = (table.test, table.server, table.validation)
+    test, server, validation = (folder and (path.parent / folder.expanduser()).absolute() for folder in folders)
     return Plan(terms, rules, test, server, config, validation)
 
 
 def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a network and a file of weights as sites name them: by what is in them, not by where they lie here."""
-    found: dict[str, Any] = {}
-    if isinstance(named := values.get("network"), str) and hubs.package(named):
-        found["network"] = hubs.portable(named)
-        if (beside := hubs.weights(named)) is not None:
-            found["weights"] = weight_files.offer(beside)
-    if isinstance(start := values.get("weights"), str) and not start.startswith(weight_files.PREFIX):
-        found["weights"] = weight_files.offer(Path(start))
-    return found
+    """Return a network and a file of weights as sites name them: by their content, not by where they lie here."""
+    names: dict[str, Any] = {}
+    if isinstance(network := values.get("network"), str) and hubs.package(network):
+        names["network"] = hubs.portable(network)
+        if (file := hubs.weights(network)) is not None:
+            names["weights"] = weight_files.offer(file)
+    if isinstance(weights := values.get("weights"), str) and not weights.startswith(weight_files.PREFIX):
+        names["weights"] = weight_files.offer(Path(weights))
+    return names
 
 
-def _table(given: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
+def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
     """Return the table with every value of its type."""
     hints = {kind: get_type_hints(kind) for kind in (Table, Rules)}
-    known = {name: hint for each in hints.values() for name, hint in each.items()}
-    for name in given:
-        if name not in known:
-            raise UserError(f"unknown option {name!r} in [{TABLE}] of {path.name}: {nearest(name, known)}")
-    values = {name: typed(f"{TABLE}.{name} in {path.name}", known[name], value) for name, value in given.items()}
+    options = {**hints[Table], **hints[Rules]}
+    for name in raw:
+        if name not in options:
+            raise UserError(f"unknown option {name!r} in [{TABLE}] of {path.name}: {nearest(name, options)}")
+    values = {name: typed(f"{TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
     for name in ("sites", "classes", "image"):
         if name not in values:
             raise UserError(f"[{TABLE}] in {path.name} has no {name}: {about(Table)[name]}.")
@@ -166,4 +166,4 @@ def _table(given: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
 def about(kind: type) -> dict[str, str]:
     """Return one line about every option of `Table` or `Rules`."""
     hints = get_type_hints(kind, include_extras=True)
-    return {each.name: get_args(hints[each.name])[1] for each in fields(kind)}
+    return {field.name: get_args(hints[field.name])[1] for field in fields(kind)}

@@ -1,4 +1,4 @@
-"""Who answered what could not be used, how often and why last: a register that outlives the server's process."""
+"""The register of unusable replies: how many of each site, and why last. It outlives the server's process."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from halfmoon.storage import atomic_io
 
 
 class Refusals(NamedTuple):
-    """What was refused of one site; `round` (from 0) and `reason` are those of the last one, None and "" for none."""
+    """The unusable replies of one site; `round` (from 0) and `reason` are those of the last one, if any."""
 
     name: str
     count: int = 0
     round: int | None = None
     reason: str = ""
-    aside: bool = False
+    quarantined: bool = False
 
 
 class Quarantine:
     """The refusals of the sites in `names`, counted over the whole federation, across restarts.
 
-    A site is set aside when its count reaches `limit` (0: never). A good reply does not take the count back: a site
-    that spoils every other round would never be set aside; `readmit` does. With a `path` every change is there before
-    the method returns. Raises UserError for a negative limit, and where the file in `path` cannot be read, or holds no
+    A site is in quarantine when its count reaches `limit` (0: never). A good reply does not take the count back: a site
+    that spoils every other round would never get there; `readmit` does. With a `path` every change is there before the
+    method returns. Raises UserError for a negative limit, and where the file in `path` cannot be read, or holds no
     register; sites in it that are not in `names` are ignored.
     """
 
@@ -34,20 +34,21 @@ class Quarantine:
         if limit < 0:
             raise UserError(f"the limit of refused replies is {limit}: give 1 or more, or 0 to set no site aside.")
         self.limit, self.path = limit, path
-        known = {} if path is None else _read(path)
-        self._sites = {name: known.get(name, Refusals(name)) for name in names}
+        before = {} if path is None else _read(path)
+        self._refusals = {name: before.get(name, Refusals(name)) for name in names}
 
     @property
-    def aside(self) -> frozenset[str]:
-        """Return the sites that are set aside."""
-        return frozenset(each.name for each in self.rows() if each.aside)
+    def sites(self) -> frozenset[str]:
+        """Return the sites in quarantine."""
+        return frozenset(row.name for row in self.rows() if row.quarantined)
 
     def refuse(self, name: str, round: int, reason: str) -> bool:
-        """Count a reply that was refused in `round` (from 0); return whether this one sets the site aside.
+        """Count a reply that was refused in `round` (from 0); return whether the site is in quarantine from now on.
 
         Raises UserError for an unknown site, and where the register cannot be written; then nothing is counted.
         """
-        count = self._known(name).count + 1
+        self._check(name)
+        count = self._refusals[name].count + 1
         self._change(Refusals(name, count, round, reason))
         return count == self.limit
 
@@ -56,30 +57,29 @@ class Quarantine:
 
         Raises UserError for an unknown site, and where the register cannot be written.
         """
-        self._known(name)
+        self._check(name)
         self._change(Refusals(name))
 
     def rows(self) -> list[Refusals]:
-        """Return what was refused of each site, in the order of the names."""
-        return [each._replace(aside=0 < self.limit <= each.count) for each in self._sites.values()]
+        """Return the refusals of each site, in the order of the names."""
+        return [row._replace(quarantined=0 < self.limit <= row.count) for row in self._refusals.values()]
 
-    def _known(self, name: str) -> Refusals:
-        if name not in self._sites:
-            raise UserError(f"there is no site {name!r} in this federation: {nearest(name, self._sites)}")
-        return self._sites[name]
+    def _check(self, name: str) -> None:
+        if name not in self._refusals:
+            raise UserError(f"there is no site {name!r} in this federation: {nearest(name, self._refusals)}")
 
     def _change(self, new: Refusals) -> None:
-        sites = {**self._sites, new.name: new}
+        refusals = {**self._refusals, new.name: new}
         if self.path is not None:
-            _write(self.path, sites)
-        self._sites = sites
+            _write(self.path, refusals)
+        self._refusals = refusals
 
 
-def _write(path: Path, sites: dict[str, Refusals]) -> None:
+def _write(path: Path, refusals: dict[str, Refusals]) -> None:
     rows = {
-        name: {"count": each.count, "round": each.round, "reason": each.reason}
-        for name, each in sites.items()
-        if each.count
+        name: {"count": row.count, "round": row.round, "reason": row.reason}
+        for name, row in refusals.items()
+        if row.count
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _read(path: Path) -> dict[str, Refusals]:
         data = atomic_io.read(path)
         if data is None:
             return {}
-        return {name: _row(name, each) for name, each in json.loads(data)["sites"].items()}
+        return {name: _row(name, facts) for name, facts in json.loads(data)["sites"].items()}
     except OSError as error:
         raise UserError(
             f"{path}: the register of refused replies cannot be read ({atomic_io.reason(error)}); mend that, and go on."
@@ -107,8 +107,8 @@ def _read(path: Path) -> dict[str, Refusals]:
         ) from error
 
 
-def _row(name: str, each: dict[str, Any]) -> Refusals:
-    count, round, reason = each["count"], each["round"], each["reason"]
+def _row(name: str, facts: dict[str, Any]) -> Refusals:
+    count, round, reason = facts["count"], facts["round"], facts["reason"]
     if type(count) is not int or type(round) is not int or type(reason) is not str or count < 1 or round < 0:
         raise TypeError(f"the row of {name!r} is not a count, a round and a reason")
     return Refusals(name, count, round, reason)

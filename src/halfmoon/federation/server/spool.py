@@ -1,7 +1,6 @@
-"""Answers of sites that wait on the disk for those of the rest of their cohort, so that memory does not grow with it.
+"""Answers of sites wait on the disk for the rest of their cohort, so that memory does not grow with it.
 
-The files are the bytes as they came. They say nothing that a server would need again: what a killed one left behind is
-removed by the next.
+The files are the bytes as they came. No server needs them again: the next one removes those of a killed one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.serialization import map_tree, unpack
 
 SPOOL = "spool"
-"""The folder, in that of a run, of the answers that wait."""
+"""The subfolder of a run for answers that wait."""
 
 
 class Spooled:
@@ -47,10 +46,10 @@ class Spool:
         self._count = 0
 
     def clear(self) -> None:
-        """Remove what is there: what a server left behind that was killed."""
+        """Remove the files of a server that was killed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def keep(self, data: bytes) -> bytes | Spooled:
+    def store(self, data: bytes) -> bytes | Spooled:
         """Write bytes down, for this user alone to read, and return where they lie; or the bytes, on a full disk."""
         self._count += 1
         path = self.folder / f"{self._count}.safetensors"
@@ -64,7 +63,7 @@ class Spool:
         return Spooled(path)
 
 
-def held(data: bytes | Spooled) -> bytes:
+def content(data: bytes | Spooled) -> bytes:
     """Return bytes, wherever they lie."""
     return data.read() if isinstance(data, Spooled) else data
 
@@ -74,10 +73,8 @@ def part(data: bytes | Spooled, shape: dict[str, Any], name: str) -> Tree:
 
     From a file it is mapped into memory, not read.
     """
-    wanted = {name: shape.get(name, {})}
-    if isinstance(data, Spooled):
-        return map_tree(data.path, wanted)[name]
-    return unpack(data, wanted)[name]
+    branch = {name: shape.get(name, {})}
+    return (map_tree(data.path, branch) if isinstance(data, Spooled) else unpack(data, branch))[name]
 
 
 def _remove(path: Path) -> None:

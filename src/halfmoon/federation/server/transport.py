@@ -1,4 +1,4 @@
-"""What carries bytes between a server and its sites, and a connection of which losses are waited out."""
+"""Transports of bytes between a server and its sites, and a connection that waits out their losses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class TransportReply(NamedTuple):
-    """What came for a ticket: the answer, or None and why there will be none.
+    """The result for a ticket: the answer, or None and why there will be none.
 
-    An answer with a problem is one that must not count: who sends such ones is set aside.
+    An answer with a problem must not count: it brings its sender nearer to quarantine.
     """
 
     message_id: str
@@ -22,14 +22,14 @@ class TransportReply(NamedTuple):
 
 
 class NodeIdentity(NamedTuple):
-    """Whose key a node has, and when its process connected, in any words: others mean that it is another process."""
+    """The site whose key a node has, and when its process connected, in any words: others mean another process."""
 
     name: str
     since: str = ""
 
 
 class Transport(Protocol):
-    """What carries bytes; every method but `holders` may raise ConnectionError, which is waited out."""
+    """Carries bytes; every method but `holders` may raise ConnectionError, which is waited out."""
 
     def nodes(self) -> Sequence[int]:
         """Return the nodes that are connected."""
@@ -40,14 +40,14 @@ class Transport(Protocol):
         ...
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
-        """Send each node its bytes, which it may take so many seconds for; return a ticket for each that was taken.
+        """Send each node its bytes, for which it has so many seconds; return a ticket for each that was accepted.
 
-        `asks` says that this is a question who is there, not work.
+        `asks` says that this is an offer, not a request.
         """
         ...
 
     def collect(self, message_ids: Sequence[str]) -> Iterable[TransportReply]:
-        """Return what has come for these tickets; an iterator fetches each when it is its turn."""
+        """Return the replies to these tickets that have come; an iterator fetches each when it is its turn."""
         ...
 
 
@@ -61,7 +61,7 @@ class Clock:
 
 @dataclass
 class Connection:
-    """A transport that may be cut off: what cannot be carried is left, and `say` hears of it once."""
+    """A transport that may be cut off: `say` hears of it once, and nothing is sent until it works again."""
 
     post: Transport
     say: Callable[[str], None]
@@ -69,26 +69,26 @@ class Connection:
 
     def nodes(self) -> set[int] | None:
         """Return the nodes that are connected, None where the connection is lost."""
-        return self._tried("nodes", lambda: set(self.post.nodes()))
+        return self._attempt("nodes", lambda: set(self.post.nodes()))
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         """Send as `Transport.send` does, and return the tickets: none where the connection is lost."""
-        return (self._tried("send", lambda: self.post.send(mail, seconds, asks)) or {}) if mail else {}
+        return (self._attempt("send", lambda: self.post.send(mail, seconds, asks)) or {}) if mail else {}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield what has come for these tickets, one by one; nothing more once the connection is lost."""
-        coming: list[Iterator[TransportReply]] = []
+        """Yield the replies to these tickets, one by one; nothing more once the connection is lost."""
+        replies: list[Iterator[TransportReply]] = []
 
         def following() -> TransportReply | None:
-            coming[:] = coming or [iter(self.post.collect(message_ids))]
-            return next(coming[0], None)
+            replies[:] = replies or [iter(self.post.collect(message_ids))]
+            return next(replies[0], None)
 
-        while (reply := self._tried("collect", following)) is not None:
+        while (reply := self._attempt("collect", following)) is not None:
             yield reply
 
-    def _tried(self, way: str, call: Callable[[], T]) -> T | None:
+    def _attempt(self, way: str, call: Callable[[], T]) -> T | None:
         try:
-            done = call()
+            result = call()
         except ConnectionError as error:
             if not self.cut:
                 self.say(f"the connection to the sites is lost ({error}); waiting for it")
@@ -97,4 +97,4 @@ class Connection:
         if self.cut == {way}:
             self.say("the connection to the sites is there again")
         self.cut.discard(way)
-        return done
+        return result

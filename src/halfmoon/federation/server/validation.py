@@ -1,7 +1,7 @@
-"""May a model learn from an upload? Names, shapes, finite values, plausible counts, and a norm like the others'.
+"""Checks of uploads before a model learns from them: names, shapes, finite values, plausible counts, and norms.
 
-Every check returns its reason in words that name no site: who asks knows which one it is. What a check quotes of an
-upload is cut and escaped, for it ends up in logs.
+Every check returns its reason in words that name no site: the caller knows which one it is. Quotes from an upload are
+cut and escaped, for they end up in logs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol.messages import Reply
-from halfmoon.federation.protocol.tree_spec import TreeSpec, parts
+from halfmoon.federation.protocol.tree_spec import TreeSpec, leaves
 
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 WHOLES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -30,24 +30,23 @@ TWICE = 2
 most."""
 
 SWEEPS = 1024
-"""How often a client update may look at each image outside its steps. `ClientUpdate.swept` is once the unlabeled rows
-in most methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers`
-times in SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense; what is swept is a cost
-that is reported, no more."""
+"""How often a client update may read each image outside its steps. `ClientUpdate.swept` is once the unlabeled rows in
+most methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers` times
+in SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense in a cost that is reported."""
 
 LARGEST = 2**40
-"""Bytes that a client update may be said to bring, or to leave at the site: 1 TiB, beyond any model of this library."""
+"""Bytes of a client update's traffic and memory, at most: 1 TiB, beyond any model of this library."""
 
 
 def check_schema(
     up: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None, uplink: Uplink | None = None
 ) -> str | None:
-    """Return why an upload and its samples cannot be used, None where they can: the first fault there is.
+    """Return the first fault of an upload and its samples, None where they are usable.
 
     With a pattern every name has to be there and no other one, with the same shape and dtype. Without one, names and
     shapes are not known; the rest holds all the same: plain number types, finite values, variances and squares from 0,
     samples that are three scalars with a count above 0. With an `uplink` the tree is that of an upload, and holds
-    nothing that its work does not declare.
+    nothing that its client update does not declare.
     """
     return next(_faults(up, samples, pattern, uplink), None)
 
@@ -56,69 +55,65 @@ def _faults(up: Any, samples: Any, pattern: TreeSpec | None, uplink: Uplink | No
     if not isinstance(up, dict) or not isinstance(samples, dict):
         yield "it is no tree of tensors"
         return
-    found = dict(parts(up))
+    own = dict(leaves(up))
+    statistics: set[tuple[str, ...]] = set()
     if uplink is not None:
         yield from _undeclared(up, uplink)
+        statistics |= {("update", name) for name in uplink.statistics}
+        statistics |= {("aux", name) for name in uplink.names("statistic")}
     if pattern is not None:
-        yield from _unlike(found, pattern)
-    measured = set() if uplink is None else _statistics(uplink)
-    for path, leaf in found.items():
+        yield from _differences(own, pattern)
+    for path, leaf in own.items():
         if leaf is None:
             continue
         if leaf.dtype not in FLOATS | WHOLES:
-            yield f"{_quoted(path)} holds {_kind(leaf.dtype)}, which no method sends"
+            yield f"{_quote(path)} holds {_kind(leaf.dtype)}, which no method sends"
         elif not bool(leaf.isfinite().all()):
-            yield f"{_quoted(path)} holds values that are not finite"
-        elif path[:2] in measured and path[-1] == "var" and bool((leaf < 0).any()):
-            yield f"{_quoted(path)} holds a variance below 0"
-    for name, each in samples.items():
-        fault = _unsound(each)
+            yield f"{_quote(path)} holds values that are not finite"
+        elif path[:2] in statistics and path[-1] == "var" and bool((leaf < 0).any()):
+            yield f"{_quote(path)} holds a variance below 0"
+    for name, sample in samples.items():
+        fault = _sample_fault(sample)
         if fault is not None:
-            yield f"its sample {_quoted((name,))} {fault}"
-
-
-def _statistics(uplink: Uplink) -> set[tuple[str, ...]]:
-    """Return where the statistics lie in an upload that travels."""
-    return {("update", name) for name in uplink.statistics} | {("aux", name) for name in uplink.names("statistic")}
+            yield f"its sample {_quote((name,))} {fault}"
 
 
 def _undeclared(up: Tree, uplink: Uplink) -> Iterator[str]:
-    """Yield why a tree is no upload as its work declares it."""
-    yield from (f"{_quoted((name,))} was not asked for" for name in up if name not in ("update", "weight", "aux"))
+    """Yield why a tree is no upload as its client update declares it."""
+    yield from (f"{_quote((name,))} was not asked for" for name in up if name not in ("update", "weight", "aux"))
     if "update" not in up or not isinstance(up.get("weight"), Tensor):
         yield "it is no update with a weight"
         return
     for part, names in (("update", uplink.update), ("aux", uplink.aux)):
-        held = up.get(part, {})
-        if not isinstance(held, dict):
+        branch = up.get(part, {})
+        if not isinstance(branch, dict):
             yield f"its {part} is no tree"
             return
-        yield from (f"{_quoted((part, name))} was not asked for" for name in held if name not in names)
+        yield from (f"{_quote((part, name))} was not asked for" for name in branch if name not in names)
 
 
-def _unlike(found: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
+def _differences(own: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
     """Yield where an upload departs from the pattern. Paths are compared part by part: a key may hold a "/" itself."""
-    wanted = {tuple(path.split("/")): kind for path, kind in pattern.items()}
-    yield from (f"{_quoted(path)} is missing" for path in wanted if path not in found)
-    yield from (f"{_quoted(path)} was not asked for" for path in found if path not in wanted)
-    for path, kind in wanted.items():
-        leaf = found[path]
+    spec = {tuple(path.split("/")): kind for path, kind in pattern.items()}
+    yield from (f"{_quote(path)} is missing" for path in spec if path not in own)
+    yield from (f"{_quote(path)} was not asked for" for path in own if path not in spec)
+    for path, kind in spec.items():
+        leaf = own[path]
         if kind is None or leaf is None:
             if (kind is None) != (leaf is None):
-                yield f"{_quoted(path)} is {'empty, not a tensor' if leaf is None else 'a tensor, not empty'}"
+                yield f"{_quote(path)} is {'empty, not a tensor' if leaf is None else 'a tensor, not empty'}"
             continue
         shape, dtype = kind
         if tuple(leaf.shape) != shape:
-            yield f"{_quoted(path)} has the shape {_cut(str(tuple(leaf.shape)))}, not {shape}"
+            yield f"{_quote(path)} has the shape {_cut(str(tuple(leaf.shape)))}, not {shape}"
         elif leaf.dtype != dtype:
-            yield f"{_quoted(path)} holds {_kind(leaf.dtype)}, not {_kind(dtype)}"
+            yield f"{_quote(path)} holds {_kind(leaf.dtype)}, not {_kind(dtype)}"
 
 
-def _unsound(each: Any) -> str | None:
-    """Return what is wrong with a sample (total, squares, count), None where nothing is."""
-    if not isinstance(each, dict) or set(each) != set(WeightedMetric._fields):
+def _sample_fault(sample: Any) -> str | None:
+    if not isinstance(sample, dict) or set(sample) != set(WeightedMetric._fields):
         return f"is not {', '.join(WeightedMetric._fields)}"
-    values: list[Any] = [each[name] for name in WeightedMetric._fields]
+    values: list[Any] = [sample[name] for name in WeightedMetric._fields]
     if not all(isinstance(v, Tensor) and v.dim() == 0 and v.dtype in FLOATS for v in values):
         return "is not three single numbers"
     total, squares, count = (float(value) for value in values)
@@ -132,18 +127,18 @@ def _unsound(each: Any) -> str | None:
 def check_counts(reply: Reply, most: Amount, images: int, uplink: Uplink | None = None) -> str | None:
     """Return which count of a reply cannot be, None where all can.
 
-    `most` is what the batch rule gives a site that said it has `images` images (labeled and unlabeled), field by field
-    the most that it can take. With an `uplink`, as the work declares it, a weight in rows is at most twice `images`,
-    another one and a mark at most 1, and a count not below 0.
+    `most` is the batch rule's amount for a site with `images` images (labeled and unlabeled), field by field the
+    largest. With the `uplink` of the client update, a weight in rows is at most twice `images`, another one and a mark
+    at most 1, and a count not below 0.
     """
     return next(_impossible(reply, most, images, uplink), None)
 
 
 def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) -> Iterator[str]:
-    for name, said, limit in zip(Amount._fields, reply.amount, most, strict=True):
-        if not 0 <= said <= limit:
+    for name, count, limit in zip(Amount._fields, reply.amount, most, strict=True):
+        if not 0 <= count <= limit:
             unit = "" if name in ("steps", "epochs") else " images a step"
-            yield f"it counts {_number(said)} {name}{unit}, of {limit} at most for its {images} images"
+            yield f"it counts {_digits(count)} {name}{unit}, of {limit} at most for its {images} images"
     if uplink is not None:
         yield from _out_of_range(Upload.of(reply.up), uplink, images)
     down, up = reply.traffic
@@ -153,9 +148,9 @@ def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) 
         "bytes sent": (up, tree.nbytes(reply.up)),
         "bytes remembered": (reply.kept, LARGEST),
     }
-    for what, (said, limit) in counts.items():
-        if not 0 <= said <= limit:
-            yield f"it counts {_number(said)} {what}, of {limit} at most"
+    for unit, (count, limit) in counts.items():
+        if not 0 <= count <= limit:
+            yield f"it counts {_digits(count)} {unit}, of {limit} at most"
 
 
 def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
@@ -173,23 +168,22 @@ def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
 
 
 def norms(ups: Mapping[str, Upload], downlinks: Mapping[str, Tree], uplink: Uplink) -> dict[str, float]:
-    """Return the Euclidean norm of each site's update, taken in float64; `downlinks` has what each of these sites was
-    sent.
+    """Return the Euclidean norm of each site's update, in float64; `downlinks` has the downlink of each of these sites.
 
     A floating leaf of the update counts as up - down, an auxiliary one that holds "number"s as it is. Weights, marks
     and counts are no update. Nor are statistics, running or counted: they measure a site's images and activations (a
     variance may be 1e4 where weights move by 1e-2), leave their start of 0 and 1 in one jump, and would drown the
-    parameters. Values beyond what squares in float64 give infinity.
+    parameters. Values whose squares overflow float64 give infinity.
     """
     return {name: _norm(up, tree.flatten(downlinks[name]), uplink) for name, up in ups.items()}
 
 
 def _norm(up: Upload, down: Mapping[str, Tensor], uplink: Uplink) -> float:
-    learned = {name: part for name, part in up.update.items() if name not in uplink.statistics}
-    moved = [leaf.double() - down[path] for path, leaf in tree.flatten(learned).items() if leaf.dtype in FLOATS]
-    beside = tree.flatten({name: up.aux[name] for name in uplink.names("number") if name in up.aux})
-    moved += [leaf.double() for leaf in beside.values() if leaf.dtype in FLOATS]
-    return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in moved))
+    update = {name: part for name, part in up.update.items() if name not in uplink.statistics}
+    changes = [leaf.double() - down[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOATS]
+    numbers = tree.flatten({name: up.aux[name] for name in uplink.names("number") if name in up.aux})
+    changes += [leaf.double() for leaf in numbers.values() if leaf.dtype in FLOATS]
+    return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in changes))
 
 
 def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
@@ -202,19 +196,19 @@ def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
     """
     if not bound or len(norms) < 3:
         return {}
-    middle = statistics.median_low([norm if math.isfinite(norm) else math.inf for norm in norms.values()])
-    found: dict[str, str] = {}
+    median = statistics.median_low([norm if math.isfinite(norm) else math.inf for norm in norms.values()])
+    faults: dict[str, str] = {}
     for name, norm in norms.items():
         if not math.isfinite(norm):
-            found[name] = f"its update has the norm {norm:g} (the cohort's median is {middle:.3g})"
-        elif middle > 0 and norm > bound * middle:
-            found[name] = (
-                f"its update has the norm {norm:.3g}, over {bound:g} times the cohort's median of {middle:.3g}"
+            faults[name] = f"its update has the norm {norm:g} (the cohort's median is {median:.3g})"
+        elif median > 0 and norm > bound * median:
+            faults[name] = (
+                f"its update has the norm {norm:.3g}, over {bound:g} times the cohort's median of {median:.3g}"
             )
-    return found
+    return faults
 
 
-def _quoted(path: tuple[str, ...]) -> str:
+def _quote(path: tuple[str, ...]) -> str:
     return _cut(repr("/".join(path)))
 
 
@@ -226,5 +220,5 @@ def _kind(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _number(count: int) -> str:
+def _digits(count: int) -> str:
     return str(count) if count < 10**18 else "more than 10^18"

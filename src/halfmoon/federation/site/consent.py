@@ -1,4 +1,4 @@
-"""What a site's people have said yes to: a site takes part on terms that they know, and on no others."""
+"""The consent of a site's people: a site takes part on terms that they know, and on no others."""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
-from halfmoon.federation.protocol.offered import Offered
+from halfmoon.federation.protocol.log import TermsSummary
 from halfmoon.storage import atomic_io
+
+T = TypeVar("T")
 
 ENDED = "ended.json"
 """The file in a site's home that says that its part is over, and why."""
 
 OFFERED, AGREED = "offered.json", "agreed.json"
-"""Files in a site's home: the terms that are offered and wait for a yes, and the hashes of those that have had one."""
+"""Files in a site's home: the terms that wait for a yes, and the hashes of those that have had one."""
 
 ANY = "any"
 PINNED = re.compile(r"any|[0-9a-f]{8,64}")
-"""What `--terms` may say: `ANY`, or a hash or its beginning."""
+"""Values of `--terms`: `ANY`, or a hash or its beginning."""
 
 
-class _Ended(TypedDict):
+@dataclass(frozen=True)
+class End:
+    """The end of a site's part: the exit code of its process, and why it is over."""
+
     code: int
-    said: str
+    reason: str
 
 
-class _Agreed(TypedDict):
+@dataclass(frozen=True)
+class _Agreements:
     terms: list[str]
 
 
 @dataclass(frozen=True)
 class Consent:
-    """What a site with this `home` takes part in.
+    """The federations in which a site with this `home` takes part.
 
     `terms` are the first digits of the hash of the only terms that will do, `ANY` for all, or "" for those that its
     people have agreed to (`agree`). `methods` are those that it accepts, all where none is named.
@@ -45,58 +51,56 @@ class Consent:
     terms: str = ANY
     methods: tuple[str, ...] = ()
 
-    def given(self, hash: str) -> bool:
+    def covers(self, hash: str) -> bool:
         """Say whether these terms will do."""
         if self.terms:
             return self.terms == ANY or hash.startswith(self.terms)
-        return hash in agreed(self.home)
+        return hash in agreements(self.home)
 
-    def takes(self, method: str) -> bool:
-        """Say whether a federation with this method will do."""
+    def accepts(self, method: str) -> bool:
         return not self.methods or method in self.methods
 
-    def ask(self, terms: Offered) -> None:
-        """Put down what is offered for people to see; raises OSError."""
-        atomic_io.replace(self.home / OFFERED, json.dumps(asdict(terms)).encode())
+
+def ask(home: Path, terms: TermsSummary) -> None:
+    """Write down an offer for people to see; raises OSError."""
+    atomic_io.replace(home / OFFERED, json.dumps(asdict(terms)).encode())
 
 
-def offered(home: Path) -> Offered | None:
-    """Return what is offered to a site and not agreed to, None where there is nothing."""
-    try:
-        return TypeAdapter(Offered).validate_json(atomic_io.read(home / OFFERED) or b"", strict=True)
-    except ValidationError:
-        return None
+def offer(home: Path) -> TermsSummary | None:
+    """Return the terms that wait for a yes, None where there are none."""
+    return _read(home / OFFERED, TypeAdapter(TermsSummary))
 
 
-def end(home: Path, code: int, words: str) -> None:
-    """Put down that this site's part is over, for the process that waits for it; raises OSError."""
-    atomic_io.replace(home / ENDED, json.dumps({"code": code, "said": words}).encode())
+def end(home: Path, code: int, reason: str) -> None:
+    """Write down that this site's part is over, for the process that waits for it; raises OSError."""
+    atomic_io.replace(home / ENDED, json.dumps(asdict(End(code, reason))).encode())
 
 
-def ended(home: Path) -> tuple[int, str] | None:
-    """Return with which exit code this site's part is over, and why; None where it is not."""
-    try:
-        held = TypeAdapter(_Ended).validate_json(atomic_io.read(home / ENDED) or b"", strict=True)
-    except ValidationError:
-        return None
-    return held["code"], held["said"]
+def ending(home: Path) -> End | None:
+    """Return how this site's part ended; None where it did not."""
+    return _read(home / ENDED, TypeAdapter(End))
 
 
 def withdraw(home: Path) -> None:
-    """Forget what was offered, and how an earlier part ended."""
+    """Forget an offer, and how an earlier part ended."""
     (home / ENDED).unlink(missing_ok=True)
     (home / OFFERED).unlink(missing_ok=True)
 
 
-def agreed(home: Path) -> list[str]:
+def agreements(home: Path) -> list[str]:
     """Return the hashes of the terms that a site's people have agreed to."""
-    try:
-        return TypeAdapter(_Agreed).validate_json(atomic_io.read(home / AGREED) or b"", strict=True)["terms"]
-    except ValidationError:
-        return []
+    record = _read(home / AGREED, TypeAdapter(_Agreements))
+    return record.terms if record else []
 
 
 def agree(home: Path, hash: str) -> None:
     """Remember a yes to these terms; raises OSError."""
-    atomic_io.replace(home / AGREED, json.dumps({"terms": sorted({*agreed(home), hash})}).encode())
+    atomic_io.replace(home / AGREED, json.dumps({"terms": sorted({*agreements(home), hash})}).encode())
     withdraw(home)
+
+
+def _read(path: Path, kind: TypeAdapter[T]) -> T | None:
+    try:
+        return kind.validate_json(atomic_io.read(path) or b"", strict=True)
+    except ValidationError:
+        return None
