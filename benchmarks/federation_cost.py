@@ -178,7 +178,7 @@ def in_simulator(here: Place, plan: Plan, file: Path) -> Measured:
 def in_process(here: Place, plan: Plan, file: Path) -> Measured:
     """Play (ii), and count the bytes of every request for work and its reply."""
     run, total = plan.folder / "rehearsed", [0]
-    original = local.LocalGrid._answered
+    original = local.LocalGrid._answer
 
     def answered(self: local.LocalGrid, asked: Any) -> Any:
         reply = original(self, asked)
@@ -186,9 +186,9 @@ def in_process(here: Place, plan: Plan, file: Path) -> Measured:
             total[0] += len(unwrapped(asked.content)) + len(unwrapped(reply.content))
         return reply
 
-    with mock.patch.object(local.LocalGrid, "_answered", answered):
+    with mock.patch.object(local.LocalGrid, "_answer", answered):
         local.rehearse(file, run, file.parent)
-    clients._member.cache_clear()  # who plays next begins anew
+    clients._client.cache_clear()  # who plays next begins anew
     return Measured(seconds(run), total[0] // plan.rounds)
 
 

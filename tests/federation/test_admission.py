@@ -23,7 +23,7 @@ from halfmoon.federation.flower import admission, site_process
 from halfmoon.federation.flower.admission import Admission
 from halfmoon.federation.flower.contact import Address
 from halfmoon.federation.flower.launch import Server, run_config, superlink
-from halfmoon.federation.flower.link import held
+from halfmoon.federation.flower.link import holders
 from halfmoon.federation.flower.processes import SUPERNODE, Home
 from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
@@ -194,7 +194,7 @@ class Door:
         made.poll()
 
     def holders(self) -> dict[str, int]:
-        return {holder.name: number for number, holder in held(self.file).items()}
+        return {holder.name: number for number, holder in holders(self.file).items()}
 
     def key(self, name: str) -> bytes:
         """Return a site's public key as Flower holds it, converted by OpenSSH's own program."""
@@ -212,7 +212,7 @@ def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down
     """Another start, of the server or of everything, registers nothing anew; numbers of 64 bits come through."""
     door.open()
     assert sorted(door.book.calls) == ["+north", "+south"]
-    assert {number: who.name for number, who in held(door.file).items()} == {
+    assert {number: who.name for number, who in holders(door.file).items()} == {
         number: next(name for name in ("north", "south") if door.key(name) == node.key)
         for number, node in door.book.held.items()
     }
@@ -272,7 +272,7 @@ def test_when_a_process_connected_is_written_down(door: Door):
     number = door.holders()["north"]
     door.book.held[number] = door.book.held[number]._replace(since="2026-11-21T20:28:38+00:00")
     door.look(made)
-    assert held(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
+    assert holders(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
 
 
 def test_what_fails_is_said_once_and_tried_again(door: Door):
@@ -337,9 +337,9 @@ def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
 
 def test_a_damaged_file_lets_nobody_in(tmp_path: Path):
     """Without the file nobody is known, rather than everybody."""
-    assert held(tmp_path / "keys.json") == {}
+    assert holders(tmp_path / "keys.json") == {}
     (tmp_path / "keys.json").write_text('{"nodes": {"1": ')
-    assert held(tmp_path / "keys.json") == {}
+    assert holders(tmp_path / "keys.json") == {}
 
 
 # The commands

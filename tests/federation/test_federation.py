@@ -370,10 +370,10 @@ def stubbed(town: Town, monkeypatch: pytest.MonkeyPatch, change: Callable[[SiteC
     original = SiteClient.answer
     monkeypatch.setattr(SiteClient, "answer", lambda self, data: change(self, original(self, data)))
     file = town.write("fedavg", "attempts = 1", rounds=1)
-    client_app._member.cache_clear()
+    client_app._client.cache_clear()
     with recorded() as letters, suppress(UserError):
         town.play(file)
-    client_app._member.cache_clear()
+    client_app._client.cache_clear()
     assert len(letters) in (3 + 2, 3 + 2 + 3)  # three joins and a round of two; where it counts, the final model to all
     return Played(town.runs / file.stem, Path(), letters, town)
 

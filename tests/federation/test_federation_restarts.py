@@ -88,7 +88,7 @@ def stop(there: Straight, name: str, after: bool) -> None:
     for visit in ((0, queries[0][0]), (1, queries[1][-1]), (3, queries[3][0]), (4, queries[4][-1])):
         with stopping(visit, after):
             there.town.play(there.file, name)
-        client_app._member.cache_clear()
+        client_app._client.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(
         data = downs.read_bytes()
         downs.write_bytes(data.replace(b"params", b"paramz", 1))
         assert downs.read_bytes() != data
-    client_app._member.cache_clear()  # sites start anew
+    client_app._client.cache_clear()  # sites start anew
     equal(there, there.town.play(there.file, run))
 
 
@@ -206,5 +206,5 @@ def test_a_site_that_starts_anew_for_each_message_changes_nothing(
     """All that a site needs lies in its folder, nothing in its process."""
     there = straight(method)
     there.town.forget()
-    with before_each_message(client_app._member.cache_clear):
+    with before_each_message(client_app._client.cache_clear):
         equal(there, there.town.play(there.file, f"{method}-anew"))

@@ -123,7 +123,7 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
     def full(self: SiteClient, unparsed: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(SiteClient, "_answered", full)
+    monkeypatch.setattr(SiteClient, "_answer", full)
     member = SiteClient.at(tmp_path, "site-00", tmp_path / "home")
     said = read(member.answer(write(Offer("0.1.0", "{}"))), Refusal)
     assert said.reason == "its disk: No space left on device."

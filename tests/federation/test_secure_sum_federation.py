@@ -79,9 +79,9 @@ def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SiteClient, "answer", answer)
-        client_app._member.cache_clear()
+        client_app._client.cache_clear()
         yield
-    client_app._member.cache_clear()
+    client_app._client.cache_clear()
 
 
 def far(one: Path, two: Path) -> float:
@@ -144,7 +144,7 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
     for visit, after in stops:
         with stopping(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
             town.play(file, "stopped")
-        client_app._member.cache_clear()
+        client_app._client.cache_clear()
     run = town.play(file, "stopped")
     assert bits(run) == bits(straight)
     assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
@@ -154,7 +154,7 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: Town) -> None:
     """All that a site needs lies in its folder: its secret, and what it put down."""
     file = town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
-    with before_each_message(client_app._member.cache_clear):
+    with before_each_message(client_app._client.cache_clear):
         anew = town.play(file, "anew")
     town.forget()
     assert bits(anew) == bits(town.play(file, "at-once"))
@@ -210,13 +210,13 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
     listed = tmp_path / "other.pub"
     listed.write_bytes(lines)
-    client_app._member.cache_clear()
+    client_app._client.cache_clear()
     file = town.write("fedavg", "attempts = 1", rounds=1, cohort=SITES, secure_aggregation=True)
     with pytest.raises(UserError, match="that have dealt shares, and a sum needs 3"):
         town.play(file)
     for log in ((town.folder / "site-00" / ".halfmoon" / "join.log"), *town.runs.glob(f"{file.stem}/serve.log")):
         assert "the server says that site-02 has another key (SHA256:" in log.read_text()
-    client_app._member.cache_clear()
+    client_app._client.cache_clear()
 
 
 def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town) -> None:

@@ -30,7 +30,7 @@ from attacking.sitecustomize import Creates
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from halfmoon.federation.flower.link import held
+from halfmoon.federation.flower.link import holders
 from halfmoon.federation.flower.processes import Home, free_port
 from halfmoon.sites.keys import make
 from halfmoon.storage import atomic_io
@@ -358,7 +358,7 @@ def pulls_for_another(fed: Besieged) -> None:
     from flwr.proto.fleet_pb2 import PullMessagesRequest
     from flwr.proto.node_pb2 import Node
 
-    numbers = {who.name: number for number, who in held(fed.run / "flower" / "keys.json").items()}
+    numbers = {who.name: number for number, who in holders(fed.run / "flower" / "keys.json").items()}
     body = PullMessagesRequest(node=Node(node_id=numbers["site-00"])).SerializeToString()
     if (status := fed.call("/v1/fleet/pull-messages", body, fed.signed(fed.key(MALLORY)))) != 401:
         raise Stuck(f"the messages of another were answered with {status}")

@@ -125,7 +125,7 @@ class Town:
 
     def forget(self) -> None:
         """Have all sites forget what they remember, and their processes end."""
-        client_app._member.cache_clear()
+        client_app._client.cache_clear()
         for name in self.names:
             shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
 
@@ -154,7 +154,7 @@ def quick() -> Iterator[None]:
 def recorded() -> Iterator[list[Letter]]:
     """Give a list that takes in all that crosses the grid, both ways."""
     letters: list[Letter] = []
-    original = local.LocalGrid._answered
+    original = local.LocalGrid._answer
 
     def answered(self: local.LocalGrid, message: Message) -> Message:
         reply = original(self, message)
@@ -162,7 +162,7 @@ def recorded() -> Iterator[list[Letter]]:
         return reply
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local.LocalGrid, "_answered", answered)
+        patch.setattr(local.LocalGrid, "_answer", answered)
         yield letters
 
 
@@ -207,14 +207,14 @@ def stopping(
 @contextmanager
 def before_each_message(do: Callable[[], None]) -> Iterator[None]:
     """Call `do` before every message to a site."""
-    original = local.LocalGrid._answered
+    original = local.LocalGrid._answer
 
     def answered(self: local.LocalGrid, message: Message) -> Message:
         do()
         return original(self, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local.LocalGrid, "_answered", answered)
+        patch.setattr(local.LocalGrid, "_answer", answered)
         yield
 
 

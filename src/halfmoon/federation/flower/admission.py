@@ -10,12 +10,10 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import internals
 from halfmoon.federation.flower.contact import Address, trust
-from halfmoon.federation.flower.internals import Node
+from halfmoon.federation.flower.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 
@@ -30,25 +28,8 @@ ANSWER = 10.0
 """Seconds that the SuperLink has for an answer."""
 
 
-class Registry(Protocol):
-    """A register of keys (`internals.ControlApi`); methods may raise ConnectionError, and ValueError for a refusal."""
-
-    def nodes(self) -> Sequence[Node]:
-        """Return the nodes that are registered."""
-        ...
-
-    def register(self, key: bytes, name: str) -> int:
-        """Register a public key (PEM), and return its node's number."""
-        ...
-
-    def unregister(self, number: int) -> None:
-        """Let a node not come in any more."""
-        ...
-
-
-def control(address: Address, ca: Path) -> Registry:
-    """Return the register of a SuperLink at an address of this machine, with a certificate of `ca`."""
-    return internals.ControlApi(f"https://{address}", trust(ca), ANSWER)
+def control(address: Address, ca: Path) -> ControlApi:
+    return ControlApi(f"https://{address}", trust(ca), ANSWER)
 
 
 def pem(line: bytes) -> bytes:
@@ -65,7 +46,7 @@ class Admission:
     """
 
     def __init__(
-        self, access: Access, registry: Registry, path: Path, names: Sequence[str], say: Callable[[str], None],
+        self, access: Access, registry: ControlApi, path: Path, names: Sequence[str], say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.folder, self.registry, self.path, self.names, self.say, self.now = (

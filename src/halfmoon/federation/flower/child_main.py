@@ -51,7 +51,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def lock_of(folder: Path, script: str) -> Path:
-    """Return the file that a process of `script` locks."""
     return folder / f"{script}.lock"
 
 
@@ -85,7 +84,6 @@ def _forked(folder: Path, arguments: Sequence[str]) -> int | None:
 
 
 def _script(name: str) -> Callable[[], int | None]:
-    """Return the function of one of Flower's console scripts."""
     scripts = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=name)
     return next(iter(scripts)).load()
 
@@ -98,7 +96,6 @@ def _answering(folder: Path) -> Callable[[], int | None]:
 
 
 def write_apps(folder: Path, apps: Sequence[str]) -> None:
-    """Write down the apps of a site's processes."""
     atomic_io.replace(folder / APPS_FILE, atomic_io.render({"apps": list(apps)}))
 
 
@@ -118,7 +115,6 @@ def log_of(folder: Path) -> Callable[[str], None]:
 
 
 def _begin(folder: Path) -> None:
-    """Do in a fork what every process does first."""
     _die_with_parent()
     _hold(lock_of(folder, CLIENT_APP), sole=True)
 

@@ -1,8 +1,7 @@
-"""The one ClientApp: whatever the method, it hands a message to the site's `SiteClient` and sends back what that
-answers.
+"""The one ClientApp: whatever the method, it hands a message to the site's `SiteClient` and sends its answer back.
 
-`node_config` says who it is: "name", "folder" (of the site), "home", "device", "tests" and "validations" (folders),
-and on what terms it takes part: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without
+`node_config` describes the site: "name", "folder" (of the site), "home", "device", "tests" and "validations" (folders),
+and its consent: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without
 "terms" its people are asked. "key" is the file of its lasting key, "site-keys" that of the keys of all sites. In a
 rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the folder of that name in `run_config`
 "sites", and takes part in whatever is played there.
@@ -27,61 +26,55 @@ from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.consent import ANY
 from halfmoon.federation.site.site_keys import KeyFiles
 
-FACTS = (
-    *("folder", "name", "home", "device", "tests", "validations", "terms", "methods", "trusted", "weights"),
-    *("key", "site-keys"),
-)
+PATHS = ("home", "tests", "validations", "key", "site-keys")
+FACTS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", *PATHS)
 
 app = ClientApp()
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Do a round's work."""
-    return _answered(message, context)
+    return _answer(message, context)
 
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Join, or say why not."""
-    return _answered(message, context)
+    return _answer(message, context)
 
 
-def _answered(message: Message, context: Context) -> Message:
-    said = {name: str(value) for name, value in context.node_config.items()}
-    if "name" not in said:
-        said |= _numbered(str(context.run_config["federation"]), str(context.run_config["sites"]), said["partition-id"])
-    member = _member(*(said.get(word, "") for word in FACTS))
-    return Message(wrapped(member.answer(unwrapped(message.content))), reply_to=message)
+def _answer(message: Message, context: Context) -> Message:
+    facts = {name: str(value) for name, value in context.node_config.items()}
+    if "name" not in facts:
+        config = context.run_config
+        facts |= _numbered(str(config["federation"]), str(config["sites"]), facts["partition-id"])
+    client = _client(tuple(facts.get(word, "") for word in FACTS))
+    return Message(wrapped(client.answer(unwrapped(message.content))), reply_to=message)
 
 
 @cache
-def _member(
-    folder: str,
-    name: str,
-    home: str,
-    device: str,
-    tests: str,
-    validations: str,
-    terms: str,
-    methods: str,
-    trusted: str,
-    weights: str,
-    key: str,
-    others: str,
-) -> SiteClient:
-    """Return the member; a process that answers several messages opens its images once."""
-    own, tested, chosen = (Path(each) if each else None for each in (home, tests, validations))
-    parts = tuple(methods.split()), tuple(trusted.split())
-    for path in filter(None, weights.split(os.pathsep)):
+def _client(values: tuple[str, ...]) -> SiteClient:
+    """Return the client of these `FACTS`; a process that answers several messages opens its images once."""
+    facts = dict(zip(FACTS, values, strict=True))
+    paths = {word: Path(facts[word]) if facts[word] else None for word in PATHS}
+    for path in filter(None, facts["weights"].split(os.pathsep)):
         with suppress(UserError):  # terms that want it say what is missing
             weight_files.offer(Path(path))
-    keys = KeyFiles(*(Path(each) if each else None for each in (key, others)))
-    return SiteClient.at(Path(folder), name, own, device or "auto", tested, terms, *parts, chosen, keys)
+    return SiteClient.at(
+        Path(facts["folder"]),
+        facts["name"],
+        paths["home"],
+        facts["device"] or "auto",
+        paths["tests"],
+        facts["terms"],
+        tuple(facts["methods"].split()),
+        tuple(facts["trusted"].split()),
+        paths["validations"],
+        KeyFiles(paths["key"], paths["site-keys"]),
+    )
 
 
 @cache
 def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
     terms = load(Path(federation)).terms  # of this very machine: what its file names may be loaded
-    name, trusted = terms.sites[int(number)], [each.part for each in origins(terms.config)]
+    name, trusted = terms.sites[int(number)], [plugin.part for plugin in origins(terms.config)]
     return {"name": name, "folder": str(Path(sites) / name), "terms": ANY, "trusted": " ".join(trusted)}

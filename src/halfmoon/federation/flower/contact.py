@@ -41,7 +41,6 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Return whether the address is on this machine, where nobody listens in."""
         with suppress(ValueError):
             return ip_address(self.host).is_loopback
         return self.host == "localhost"

@@ -319,7 +319,6 @@ class ControlApi:
         return number
 
     def unregister(self, number: int) -> None:
-        """Let a node not come in any more."""
         _call(lambda: self._client.UnregisterNode(self._words.UnregisterNodeRequest(node_id=number)))
 
 

@@ -116,25 +116,23 @@ class Server:
 
     @property
     def address(self) -> Address:
-        """Return where the server listens."""
         return Address(self.host, self.port)
 
     @property
     def home(self) -> Home:
-        """Return the folder of Flower's processes."""
         return Home(self.run / "flower")
 
 
 def superlink(server: Server) -> list[str]:
     """Return the arguments of `flower-superlink`."""
     files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
-    given = [word for flag, path in files.items() if path is not None for word in (flag, str(path.absolute()))]
+    tls = [word for flag, path in files.items() if path is not None for word in (flag, str(path.absolute()))]
     return [
         *("--host", server.host, "--port", str(server.port)),
         *("--database", str(server.home.folder / "state.db")),
         # Everything that the apps need is installed: it is what runs here.
         "--disable-runtime-dependency-installation",
-        *(given or ["--insecure"]),
+        *(tls or ["--insecure"]),
         *(["--enable-supernode-auth"] if server.access else []),
     ]
 
@@ -155,14 +153,12 @@ def connection(server: Server) -> str:
 
 
 def finished(run: Path) -> bool:
-    """Say whether a run folder's run is finished."""
     return atomic_io.read_json(run / SUMMARY) is not None
 
 
 def lacking(run: Path) -> list[str]:
-    """Return the sites that lack the model of a finished run."""
-    said = (atomic_io.read_json(run / DELIVERY) or {}).get("lacks") if finished(run) else None
-    return [str(each) for each in said] if isinstance(said, list) else []
+    names = (atomic_io.read_json(run / DELIVERY) or {}).get("lacks") if finished(run) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def serve(server: Server, show: Callable[[str], None]) -> None:
@@ -178,7 +174,7 @@ def serve(server: Server, show: Callable[[str], None]) -> None:
         _write(server)
         tail = Tail(server.run / LOG)
         try:
-            _Serving(server, tail, show).play()
+            _Session(server, tail, show).play()
         finally:
             for line in tail.lines():
                 show(line)
@@ -186,8 +182,8 @@ def serve(server: Server, show: Callable[[str], None]) -> None:
 
 def _write(server: Server) -> None:
     if server.again:  # the bundle, whose hash the sites know, has no word for it
-        said = atomic_io.read_json(server.run / DELIVERY) or {}
-        atomic_io.replace(server.run / DELIVERY, (json.dumps({**said, "again": True}) + "\n").encode())
+        record = atomic_io.read_json(server.run / DELIVERY) or {}
+        atomic_io.replace(server.run / DELIVERY, (json.dumps({**record, "again": True}) + "\n").encode())
     app = server.home.folder / "app"
     app.mkdir(exist_ok=True)
     atomic_io.replace(app / PROJECT, project(server.apps).encode())
@@ -197,8 +193,8 @@ def _write(server: Server) -> None:
         server.home.log(script).write_bytes(b"")
 
 
-class _Serving:
-    """What lives while a federation is served: the SuperLink's process, and in a file the number of Flower's run."""
+class _Session:
+    """A federation that is served: the SuperLink's process, and in a file the number of Flower's run."""
 
     def __init__(self, server: Server, tail: Tail, show: Callable[[str], None]) -> None:
         self.server, self.tail, self.show = server, tail, show
@@ -277,14 +273,14 @@ class _Serving:
         assert self.link is not None
         self.home.forget(SERVER_APP)
         with suppress(subprocess.TimeoutExpired):
-            given = ["--run-config", str(self.home.folder / RUN_CONFIG), "--format", "json"]
-            done = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, *given], STARTING)
+            options = ["--run-config", str(self.home.folder / RUN_CONFIG), "--format", "json"]
+            result = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, *options], STARTING)
             with suppress(ValueError, LookupError, TypeError):
-                atomic_io.replace(self.number, str(json.loads(done.stdout)["run-id"]).encode())
+                atomic_io.replace(self.number, str(json.loads(result.stdout)["run-id"]).encode())
                 return None
             if self.link.poll() is None:
-                said = " ".join((done.stdout + done.stderr).decode(errors="replace").split())
-                raise Halted(f"Flower did not take the run: {said}")
+                text = " ".join((result.stdout + result.stderr).decode(errors="replace").split())
+                raise Halted(f"Flower did not take the run: {text}")
         return "link"
 
     def _watch(self) -> Ended:
@@ -324,9 +320,9 @@ class _Serving:
 
     def _again(self, died: Ended) -> None:
         """Start again what died; raise Halted where that was done too often in a row."""
-        now = _rounds(self.server.run)
-        self.failures = 1 if now > self.rounds else self.failures + 1
-        self.rounds = now
+        rounds = _rounds(self.server.run)
+        self.failures = 1 if rounds > self.rounds else self.failures + 1
+        self.rounds = rounds
         what = "the SuperLink" if died == "link" else "the server's program"
         if self.failures > self.server.restarts:
             times = f"{self.failures} times" if self.failures > 1 else "once"
@@ -334,7 +330,7 @@ class _Serving:
                 f"{what} died, {times} in a row without a new round; {self.home.folder} has the logs, and "
                 "halfmoon serve goes on with the run."
             )
-        self.log.say(f"{what} died; it is started again, and the federation goes on after round {now}")
+        self.log.say(f"{what} died; it is started again, and the federation goes on after round {rounds}")
         self._show()
         time.sleep(min(2.0 ** (self.failures - 2), LONGEST_PAUSE) if self.failures > 1 else 0)
         if died == "app":
@@ -353,10 +349,10 @@ def _rounds(run: Path) -> int:
 def _taken(address: Address) -> bool:
     """Say whether somebody listens at an address; raise UserError where this machine does not have it."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+        places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        with socket.socket(places[0][0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
+            probe.bind(places[0][4])
     except PermissionError as error:
         raise UserError(f"port {address.port} may not be used by you: give a --port from 1024.") from error
     except OSError as error:

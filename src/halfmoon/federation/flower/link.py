@@ -1,5 +1,4 @@
-"""Flower's Grid as a `halfmoon.federation.server.transport.Transport`: bytes in the arrays of a record, which Flower
-cuts into pieces."""
+"""Flower's Grid as a `halfmoon.federation.server.transport.Transport`: bytes in the arrays of a record."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ PROBLEMS = {
     7: "it was sent another program",
     8: "its process was ended",
 }
-"""What the codes of `flwr.common.constant.ErrorCode` mean, as far as they can come."""
+"""The meaning of the codes of `flwr.common.constant.ErrorCode` that can come."""
 
 
 def wrapped(data: bytes) -> RecordDict:
@@ -53,10 +52,10 @@ def unwrapped(content: RecordDict) -> bytes:
         return b""
 
 
-def held(path: Path) -> dict[int, NodeIdentity]:
-    """Return whose key each node has, as `halfmoon serve` wrote it down; nobody's where it cannot be read."""
+def holders(path: Path) -> dict[int, NodeIdentity]:
+    """Return the site of each node's key, as `halfmoon serve` wrote it down; none where it cannot be read."""
     nodes = (atomic_io.read_json(path) or {}).get("nodes", {})
-    return {int(number): NodeIdentity(said["name"], said["since"]) for number, said in nodes.items()}
+    return {int(number): NodeIdentity(node["name"], node["since"]) for number, node in nodes.items()}
 
 
 class GridPost:
@@ -66,18 +65,15 @@ class GridPost:
     """
 
     def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
-        """Carry over `grid`."""
         self.grid, self.keys, self.most = grid, keys, most
         self._list: internals.MessageList | None = None
 
     def nodes(self) -> Sequence[int]:
-        """Return the nodes that are connected; raises ConnectionError where nobody can be asked."""
         with _connecting():
             return list(self.grid.get_node_ids())
 
     def holders(self) -> Mapping[int, NodeIdentity] | None:
-        """Return whose key each node has now; None where sites have no keys."""
-        return None if self.keys is None else held(self.keys)
+        return None if self.keys is None else holders(self.keys)
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""
@@ -90,7 +86,7 @@ class GridPost:
         return {node: message_id for node, message_id in zip(mail, message_ids, strict=False) if message_id}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield what has come for these tickets, each fetched when it is its turn; raises ConnectionError."""
+        """Yield the replies to these tickets, each fetched when it is its turn; raises ConnectionError."""
         with _connecting():
             if self._list is None or self._list.client is not internals.client_of(self.grid):
                 self._list = internals.MessageList(self.grid, self.most)
@@ -99,20 +95,20 @@ class GridPost:
             yield from self._collect(message_id)
 
     def _collect(self, message_id: str) -> list[TransportReply]:
-        """Return what has come for a ticket, and that it cannot be read where Flower fails over it.
+        """Return the reply to a ticket, or that it cannot be read where Flower fails over it.
 
-        Each is fetched alone: what comes together with an answer that Flower cannot put together is lost with it.
+        Each is fetched alone: an answer that Flower cannot put together would take others with it.
         """
         try:
             with _connecting():
-                return [_parcel(message) for message in self.grid.pull_messages([message_id])]
+                return [_reply(message) for message in self.grid.pull_messages([message_id])]
         except internals.Oversized:
             return [TransportReply(message_id, b"", OVERSIZED)]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
             return [TransportReply(message_id, None, UNREADABLE)]
 
 
-def _parcel(message: Message) -> TransportReply:
+def _reply(message: Message) -> TransportReply:
     message_id = message.metadata.reply_to_message_id
     if message.has_error():
         # The reason may hold a traceback with paths of the site: its code is enough.
@@ -121,7 +117,6 @@ def _parcel(message: Message) -> TransportReply:
 
 
 def problem(code: int) -> str:
-    """Return in words why Flower has an error instead of an answer."""
     return f"{PROBLEMS.get(code, 'nobody knows why')} (error {code} of Flower)"
 
 

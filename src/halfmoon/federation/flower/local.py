@@ -26,29 +26,25 @@ class LocalGrid(Grid):
         """Connect nodes that run `app`."""
         self.app = app
         self.contexts = {
-            node: Context(run_id=1, node_id=node, node_config=dict(said), state=RecordDict(), run_config={})
-            for node, said in sites.items()
+            node: Context(run_id=1, node_id=node, node_config=dict(facts), state=RecordDict(), run_config={})
+            for node, facts in sites.items()
         }
         self._replies: dict[str, Message] = {}
         self._count = 0
 
     def set_run(self, run: Any) -> None:
-        """Raise ValueError: there is one run."""
         raise ValueError("a grid in one process has one run")
 
     @property
     def run(self) -> Any:
-        """Raise ValueError: there is no SuperLink that would know a run."""
         raise ValueError("a grid in one process has no run of Flower's")
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Return a message, as Flower's constructor does."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the numbers of the nodes."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -58,19 +54,17 @@ class LocalGrid(Grid):
             self._count += 1
             number = f"message-{self._count}"
             internals.number(message, number)
-            self._replies[number] = self._answered(message)
+            self._replies[number] = self._answer(message)
             numbers.append(number)
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have not been pulled yet."""
         return [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Push and pull."""
         return self.pull_messages(self.push_messages(messages))
 
-    def _answered(self, message: Message) -> Message:
+    def _answer(self, message: Message) -> Message:
         try:
             return self.app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
@@ -96,10 +90,10 @@ def rehearse(
 
     names = load(federation).terms.sites
     nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY} for k, name in enumerate(names)}
-    for said in nodes.values():
+    for facts in nodes.values():
         for word, folders in {"tests": tests, "validations": validations}.items():
-            if folders and said["name"] in folders:
-                said[word] = str(folders[said["name"]])
+            if folders and facts["name"] in folders:
+                facts[word] = str(folders[facts["name"]])
     config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
     with internals.identity():
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)

@@ -69,7 +69,6 @@ class Home:
                 path.chmod(0o755)
 
     def log(self, script: str) -> Path:
-        """Return the file with what a process prints."""
         return self.folder / f"{script.removeprefix('flower-').removeprefix('flwr-')}.log"
 
     def environment(self) -> dict[str, str]:
@@ -108,11 +107,9 @@ class Home:
         return bool(atomic_io.read(lock_of(self.folder, script)))
 
     def forget(self, script: str) -> None:
-        """Forget a process that has ended."""
         atomic_io.cut(lock_of(self.folder, script), 0)
 
     def running(self, script: str) -> bool:
-        """Say whether a process of this script lives."""
         return locked(lock_of(self.folder, script))
 
     def kill(self) -> None:
@@ -171,7 +168,6 @@ def interruptible() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -57,7 +57,6 @@ class Ended(UserError):
     """A site's part that is over: `code` is 0 where the federation is finished, 1 where it can never take part."""
 
     def __init__(self, code: int, words: str) -> None:
-        """Say the words, and how the process ends."""
         super().__init__(words)
         self.code = code
 
@@ -140,22 +139,17 @@ class Joining:
 
     @property
     def processes(self) -> Home:
-        """Return the folder of Flower's processes."""
         return Home(self.home / "flower")
 
 
 def node(site: Joining) -> str:
     """Return what the site's own program is told, as TOML; it stays on this machine."""
-    folder, home = site.folder.absolute(), site.home.absolute()
-    facts = {"name": site.name, "folder": folder, "home": home, "device": site.device}
-    facts |= {} if site.tests is None else {"tests": site.tests.absolute()}
-    facts |= {} if site.validations is None else {"validations": site.validations.absolute()}
-    facts |= {"terms": site.terms} if site.terms else {}
-    facts |= {"methods": " ".join(site.methods)} if site.methods else {}
-    facts |= {"trusted": " ".join(site.trusted)} if site.trusted else {}
-    facts |= {"weights": os.pathsep.join(str(each.absolute()) for each in site.weights)} if site.weights else {}
-    facts |= {"key": site.key.absolute()} if site.key is not None else {}
-    facts |= {"site-keys": site.site_keys.absolute()} if site.site_keys is not None else {}
+    facts = {"name": site.name, "folder": site.folder.absolute(), "home": site.home.absolute(), "device": site.device}
+    texts = {"terms": site.terms, "methods": " ".join(site.methods), "trusted": " ".join(site.trusted)}
+    texts["weights"] = os.pathsep.join(str(path.absolute()) for path in site.weights)
+    paths = {"tests": site.tests, "validations": site.validations, "key": site.key, "site-keys": site.site_keys}
+    facts |= {name: text for name, text in texts.items() if text}
+    facts |= {name: path.absolute() for name, path in paths.items() if path is not None}
     return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
 
 

@@ -94,7 +94,6 @@ def digest_of(content: bytes) -> str:
 
 
 def check(content: bytes, apps: tuple[str, ...] = APPS) -> None:
-    """Raise `Foreign` for every bundle but the one of these apps."""
     if digest_of(content) != digest(apps):
         raise Foreign("it names another program")
 

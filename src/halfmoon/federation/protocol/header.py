@@ -122,7 +122,6 @@ def pattern(shape: dict[str, Any], tensors: Tensors, name: str) -> TreeSpec:
 
 
 def printable(text: str, longest: int) -> bool:
-    """Say whether a text may stand in a log: printable, and not too long."""
     return len(text) <= longest and text.isprintable()
 
 

@@ -157,7 +157,6 @@ def unsure(network: Network) -> int:
 
 
 def evaluation(classes: int) -> TreeSpec:
-    """Return the shape of `Reply.evaluation`."""
     test: TreeSpec = {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
     return {**test, **{f"validation/{name}": kind for name, kind in test.items()}}
 

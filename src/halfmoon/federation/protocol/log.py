@@ -32,7 +32,6 @@ class TermsSummary:
     brief: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return all of it but `brief` as lines of text."""
         first, second = (max((len(row[k]) for row in self.rows), default=0) for k in (0, 1))
         table = [f"  {name:{first}}  {value:{second}}  {about}" for name, value, about in self.rows]
         return [self.sentence, *table, f"  hash: {self.hash}"]

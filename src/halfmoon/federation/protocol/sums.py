@@ -34,7 +34,6 @@ LEAVES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
 
 
 def scene_of(request: Request, session: str) -> Scene:
-    """Return which sum a request is about; `session` in hexadecimal."""
     return Scene(request.federation, request.run, request.round, request.attempt, request.query, session)
 
 
@@ -44,5 +43,4 @@ def to_rows(rows: Sequence[bytes]) -> Tensor:
 
 
 def from_rows(leaf: Tensor) -> list[bytes]:
-    """Undo `to_rows`."""
     return [row.numpy().tobytes() for row in leaf]

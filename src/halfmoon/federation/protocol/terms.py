@@ -117,14 +117,12 @@ class Terms:
         return json.dumps(facts, sort_keys=True)
 
     def _options(self) -> dict[str, Any]:
-        """Return all options of the method, defaults included."""
         method = self.config.method
         defaults = {name: option.default for name, option in registry.options(method).items()}
         return {**defaults, **settings.method_options(self.config, method)}
 
     @cached_property
     def hash(self) -> str:
-        """The SHA-256 of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def sentence(self) -> str:

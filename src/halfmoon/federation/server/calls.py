@@ -71,7 +71,6 @@ class CheckedReply:
     norm: float
 
     def whole(self) -> Reply:
-        """Return the reply with its upload."""
         return replace(self.reply, up=part(self.data, self.shape, "up"))
 
 
@@ -104,7 +103,6 @@ class SiteCalls:
         self.validations = (lambda _: 0) if inspection is None else inspection.validations
 
     def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, Answer]:
-        """Send each named site its request, and return the answers."""
         return self.link.exchange(_serialize(requests), what)
 
     def masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:

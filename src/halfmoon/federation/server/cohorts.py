@@ -45,7 +45,6 @@ class CohortSampler:
         return torch.tensor(cohort, dtype=torch.int64).sort().values
 
     def lose(self, clients: Iterable[int]) -> None:
-        """Take note that clients had no usable answer."""
         lost = set(clients)
         self._failures |= lost
         self.remaining -= lost

@@ -48,7 +48,6 @@ class Membership:
 
     @property
     def complete(self) -> bool:
-        """Whether every site is connected."""
         return len(self.nodes) == len(self.terms.sites)
 
     def poll(self) -> None:
@@ -96,7 +95,6 @@ class Membership:
         return nodes & self._holders.keys()
 
     def speaks_for(self, node: int, name: str) -> bool:
-        """Say whether a node may speak for a site."""
         return self._holders is None or (node in self._holders and self._holders[node].name == name)
 
     def has_key(self, name: str) -> bool:

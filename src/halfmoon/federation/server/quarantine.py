@@ -39,7 +39,6 @@ class Quarantine:
 
     @property
     def sites(self) -> frozenset[str]:
-        """Return the sites in quarantine."""
         return frozenset(row.name for row in self.rows() if row.quarantined)
 
     def refuse(self, name: str, round: int, reason: str) -> bool:

@@ -69,11 +69,9 @@ class RemoteRuntime(ServerRuntime):
 
     @property
     def labeled(self) -> int:
-        """Return how many labeled images the server itself has."""
         return 0 if self.server is None else self.server.dataset.own(SERVER).labeled
 
     def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Return None: the server sees no unlabeled image."""
         return None
 
     def open(self, round: int) -> None:

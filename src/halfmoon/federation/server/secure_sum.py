@@ -163,7 +163,6 @@ def layout(upload: TreeSpec) -> dict[str, Tensor]:
 
 
 def sum_spec(leaves: Mapping[str, Tensor]) -> TreeSpec:
-    """Return the shape of a masked update."""
     count = sum(leaf.numel() for leaf in leaves.values()) + 1
     return {"sum": ((count,), torch.int64)}
 

@@ -86,12 +86,10 @@ class ClientManager:
 
     @property
     def acceptances(self) -> Mapping[str, Acceptance]:
-        """The messages by which sites joined, also of those that are gone."""
         return self.members.acceptances
 
     @property
     def present(self) -> list[str]:
-        """The names of the sites that are connected, in the order of their numbers."""
         return [name for name in self.terms.sites if name in self.members.nodes]
 
     def poll(self) -> list[str]:

@@ -46,7 +46,6 @@ class Spool:
         self._count = 0
 
     def clear(self) -> None:
-        """Remove the files of a server that was killed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def store(self, data: bytes) -> bytes | Spooled:
@@ -64,7 +63,6 @@ class Spool:
 
 
 def content(data: bytes | Spooled) -> bytes:
-    """Return bytes, wherever they lie."""
     return data.read() if isinstance(data, Spooled) else data
 
 

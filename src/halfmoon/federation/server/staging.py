@@ -31,7 +31,6 @@ class StagedStore:
         return sorted({*self.state_store.keys(), *self.changes})
 
     def commit(self) -> None:
-        """Write the changes."""
         for key, value in self.changes.items():
             self.state_store.put(key, value)
         self.changes.clear()
@@ -59,11 +58,9 @@ class MemoryVersions:
         return list(self._checkpoints[0].get(site, ()))
 
     def add(self, site: str, at: RoundKey) -> None:
-        """Record a client update of the round that is played."""
         self._new[site] = at
 
     def drop(self) -> None:
-        """Forget the client updates of the round that is played."""
         self._new = {}
 
     def commit(self) -> None:
@@ -78,7 +75,6 @@ class MemoryVersions:
         self._checkpoints = (self._checkpoints[1], dict(self._current))
 
     def restore(self) -> None:
-        """Go on from the store."""
         rows = {site: leaf.tolist() for site, leaf in (self.store.get(KEY) or {}).items()}
         self._current = {site: (row[0], row[1], row[2]) for site, row in rows.items()}
         self._new, self._checkpoints = {}, ({}, {})

@@ -52,7 +52,6 @@ class Consent:
     methods: tuple[str, ...] = ()
 
     def covers(self, hash: str) -> bool:
-        """Say whether these terms will do."""
         if self.terms:
             return self.terms == ANY or hash.startswith(self.terms)
         return hash in agreements(self.home)
@@ -82,7 +81,6 @@ def ending(home: Path) -> End | None:
 
 
 def withdraw(home: Path) -> None:
-    """Forget an offer, and how an earlier part ended."""
     (home / ENDED).unlink(missing_ok=True)
     (home / OFFERED).unlink(missing_ok=True)
 

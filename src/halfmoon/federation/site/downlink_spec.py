@@ -70,7 +70,6 @@ class DownlinkSpec:
         return cls(_map(dict(facts), lambda kind: (tuple(kind[0]), DTYPES[kind[1]])), sites)
 
     def facts(self) -> dict[str, Any]:
-        """Return the shapes as JSON can write them."""
         return _map(self.specs, lambda kind: [list(kind[0]), NAMES[kind[1]]])
 
     def fault(self, client_update: str, spec: TreeSpec) -> str | None:

@@ -125,7 +125,6 @@ class SiteRuntime:
             raise RefusalError(UNFIT, f"the server sends {size(len(unparsed.data))}, of {size(most)} at most.")
 
     def counts(self) -> tuple[int, int]:
-        """Return the numbers of labeled and unlabeled images."""
         rows = self.local_clients.dataset.split.labeled
         return int(rows.sum()), int((~rows).sum())
 

@@ -117,7 +117,6 @@ class Part:
 
     @cached_property
     def lasting(self) -> bytes:
-        """The public half of its lasting key."""
         return signing.public(self.key.public_key())
 
     def answer(self, request: Request, plain: Callable[[Request], Reply]) -> Reply:
