@@ -19,7 +19,7 @@ def run(given: argparse.Namespace) -> int:
     from halfmoon.federation.server.plan import load
 
     terms = load(given.config).terms
-    offered = terms.offered()
+    offered = terms.summary()
     if given.json:
         print_json({"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)})
         return 0
