@@ -318,7 +318,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     assert server.stdout is not None
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SiteRuntime, "do", do)
+            patch.setattr(SiteRuntime, "reply", do)
             while (reply := take(server.stdout)) is not None:
                 node, message_id, data = reply
                 answer = members[node].answer(data)
