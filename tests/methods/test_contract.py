@@ -80,7 +80,19 @@ def again(name: str, rule: str) -> Again:
     )
 
 
-EVERY = pytest.mark.parametrize("name", registry.names(), scope="module")  # all tests of a method stand together
+def pair(name: str) -> tuple[type, ...]:
+    """Return the classes that a row is made of: the method, and what it is put around."""
+    method = registry.entry(name).method
+    parts = [vars(method).get(field, method) for field in ("method", "objective")]
+    inner = vars(parts[0]).get("objective", parts[0])
+    return type(method), *map(type, parts), type(inner)
+
+
+DISTINCT = list({pair(name): name for name in reversed(registry.names())}.values())[::-1]
+"""The first row of every pair of a method and an objective: the others differ in options alone."""
+
+EVERY = pytest.mark.parametrize("name", DISTINCT, scope="module")  # all tests of a method stand together
+EVERY_ROW = pytest.mark.parametrize("name", registry.names())
 BOTH = pytest.mark.parametrize("rule", BATCHINGS)
 
 
@@ -94,7 +106,7 @@ def test_loop_equals_vmap(name, rule):
     checks.executors_agree(straight(name, rule), straight(name, rule, "vmap"))
 
 
-PLACES = [(name, place) for name in registry.names() for place in registry.entry(name).places]
+PLACES = [(name, place) for name in DISTINCT for place in registry.entry(name).places]
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES)
@@ -117,19 +129,16 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
     assert sizes == {1} if registry.entry(name).pooled else min(sizes) < 3
 
 
-@pytest.mark.parametrize(("name", "place"), PLACES)
-def test_guesses_that_are_never_confident_do_no_harm(name, place):
+@pytest.mark.parametrize("name", [name for name in DISTINCT if "threshold" in registry.options(name)])
+def test_guesses_that_are_never_confident_do_no_harm(name):
     """With a threshold that no probability reaches, every round ends, and with finite numbers."""
-    options = registry.options(name)
-    never = {key: 1.01 for key in ("threshold", "threshold") if key in options}
-    if not never:
-        return
+    options, never = registry.options(name), dict[str, Any](threshold=1.01)
     if "adaptive" in options:
         never["adaptive"] = False
     if "tail" in options:
         never["tail"] = None
     method = registry.make(name, never)
-    _, shared, simulation = scene(name, "both", place=place, cohort=2)
+    _, shared, simulation = scene(name, "both", cohort=2)
     simulation.method = method
     for one in play(method, simulation, begin(method, shared), range(2)):
         assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server) if leaf.is_floating_point())
@@ -183,7 +192,7 @@ def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
     checks.resumes(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
 
 
-@EVERY
+@EVERY_ROW
 def test_a_method_is_its_hyper_parameters(name):
     """A frozen dataclass, equal to another of the same fields, with nothing in it but hashable values."""
     method = method_of(name)
@@ -193,8 +202,8 @@ def test_a_method_is_its_hyper_parameters(name):
 
 
 @EVERY
-def test_a_method_and_its_work_keep_no_state(name):
-    """After a run, method and works are what they were: all state is in the trees."""
+def test_a_method_and_its_client_updates_keep_no_state(name):
+    """After a run, method and client updates are what they were: all state is in the trees."""
     _, simulation, client_updates, _, _ = again(name, "both")
     checks.keeps_no_state(row_of(name), simulation, client_updates)
 
@@ -216,7 +225,7 @@ def test_what_a_method_is_given_is_not_changed(name):
         checks.leaves_as_given(tree_given, copy)
 
 
-@EVERY
+@EVERY_ROW
 def test_options_build_the_method_again(name):
     """The catalog's options with their defaults are the catalog's method; a changed one changes it."""
     options = registry.options(name)
@@ -226,8 +235,8 @@ def test_options_build_the_method_again(name):
             assert registry.make(name, {key: option.default / 2 or 0.125}) != registry.make(name)
 
 
-@EVERY
-def test_every_work_counts_its_passes(name):
-    """A step looks at every image at least once, forward and backward; a visit without steps counts none."""
+@EVERY_ROW
+def test_every_client_update_counts_its_passes(name):
+    """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
     method, shared, _ = scene(name, "both")
     checks.counts_passes(method, shared)
