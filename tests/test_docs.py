@@ -206,7 +206,10 @@ def test_the_form_of_a_text_keeps_its_words() -> None:
     assert form("a: 1") != form("b: 1")
 
 
-PYTHON = [ROOT / name for name in ("docs/quickstart.md", "docs/trackers.md", "README.md", "CONTRIBUTING.md")]
+PYTHON = [
+    ROOT / name
+    for name in ("docs/quickstart.md", "docs/objective.md", "docs/trackers.md", "README.md", "CONTRIBUTING.md")
+]
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)

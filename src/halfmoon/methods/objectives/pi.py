@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Needs, Passes, Task
+from halfmoon.api.types import Batch, Needs, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
@@ -50,9 +50,6 @@ class PiModel(Objective):
         weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         loss = supervised(labeled, batch.y, batch.x_real) + weight * apart
         return loss, StepResult(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
-
-    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        return Passes(labeled + 2 * unlabeled, labeled + 2 * unlabeled)
 
 
 ROWS = (

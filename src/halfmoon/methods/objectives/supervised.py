@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Needs, Passes, Task
+from halfmoon.api.types import Batch, Needs, Task
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
 
@@ -24,9 +24,6 @@ class Supervised(Objective):
     ) -> tuple[Tensor, StepResult]:
         logits, moments = task.network.train(params, batch.x, real=batch.x_real)
         return supervised(logits, batch.y, batch.x_real), StepResult([moments], ())
-
-    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        return Passes(labeled, labeled)
 
 
 ROWS = (
