@@ -80,7 +80,7 @@ def options() -> str:
     """Return a table of all options for each section of `halfmoon run --help-all`."""
     takers = {command: set(flags(command)) for command in COMMANDS}
     defaults = {each.name: each.default for each in fields(settings.Config)}
-    parts = []
+    parts, other = [], dict[str, list[str]]()
     for title, section in settings.SECTIONS.items():
         names = [name for name in settings.names_of(section) if name in settings.kinds()]
         rows = []
@@ -88,13 +88,18 @@ def options() -> str:
             flag = f"--{name.replace('_', '-')}"
             kind = settings.kinds()[name]
             no = f", `--no-{flag[2:]}`" if kind in (bool, bool | None) else ""
-            where = " ".join(command for command in COMMANDS if flag in takers[command])
-            where = "" if where == "run compare" else where
-            cells = [f"`{flag}`{no}", expected(kind), _default(defaults[name]), where, settings.helps()[name]]
-            rows.append(cells)
-        header = ["flag", "value", "default", "commands", "meaning"]
+            for command in takers:
+                if (flag in takers[command]) != (command in ("run", "compare")):
+                    other.setdefault(command, []).append(f"`{flag}`")
+            meaning = shorten(settings.helps()[name], WIDEST, placeholder=" ...")
+            rows.append([f"`{flag}`{no}", expected(kind), _default(defaults[name]), meaning])
+        header = ["flag", "value", "default", "meaning"]
         parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(header, rows)}")
-    return "\n".join(parts)
+    lines = [
+        f"- `{command}` {'does not take' if command in ('run', 'compare') else 'takes'} {', '.join(names)}\n"
+        for command, names in other.items()
+    ]
+    return "\n".join([*parts, "**Which commands**\n", "".join(lines)])
 
 
 def methods() -> str:
@@ -146,10 +151,15 @@ def method_page(page: str) -> str:
         parts.append(f"## Traffic and memory\n\n{moves}\n\n{table(header, traffic)}")
     if page != "feddure":
         parts.append(f"## Options and defaults\n\n{_family_options(names)}")
-    readings = [_readings(part) for part in _parts(names[0]) if part.__module__.endswith(f".{page}")]
-    if readings:
-        parts.append("## Departures from the paper\n\n" + "\n\n".join(readings) + "\n")
+    parts.append("## Departures from the paper\n\n" + _sources(page) + "\n")
     return "\n".join(parts)
+
+
+def _sources(page: str) -> str:
+    """Return where the departures of a page's methods are written: the file's docstring, which the site shows here."""
+    folder = "objectives/" if not (ROOT / "src" / "halfmoon" / "methods" / f"{page}.py").exists() else ""
+    path = f"src/halfmoon/methods/{folder}{page}.py"
+    return f"<!-- docstring: {path} -->\nWhat differs, and why, is in the docstring of [`{path}`](../../{path})."
 
 
 def _family_options(names: list[str]) -> str:

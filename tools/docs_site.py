@@ -76,6 +76,19 @@ def moved(text: str, name: str, known: dict[str, str]) -> str:
     return "".join([*parts, LINK.sub(link, text[last:])])
 
 
+def departures(text: str) -> str:
+    """Return a method's page with the departures of its docstring in place of the link to the file."""
+
+    def paragraphs(found: re.Match[str]) -> str:
+        tree = ast.parse((ROOT / found[1]).read_text(encoding="utf-8"))
+        if "/objectives/" not in found[1]:
+            return re.split(r"(?:^|\n\n)server:.*?\n\n", ast.get_docstring(tree) or "", flags=re.DOTALL)[-1]
+        words = [ast.get_docstring(each) or "" for each in tree.body if isinstance(each, ast.ClassDef)]
+        return re.sub(r"\s*\bRaises\b.*", "", max(words, key=len), flags=re.DOTALL)
+
+    return re.sub(r"<!-- docstring: (\S+) -->\n.*", lambda found: paragraphs(found).replace("<", "&lt;"), text)
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the sections `results/` and `api/` of the navigation, the first in the order of its index."""
     results = [place for place in places().values() if place.startswith("results/") and place.endswith(".md")]
@@ -103,4 +116,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     known = places()
     names = {place: name for name, place in known.items()}
     name = names.get(page.file.src_uri)
-    return markdown if name is None else moved(markdown, name, known)
+    return markdown if name is None else moved(departures(markdown), name, known)
