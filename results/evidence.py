@@ -28,7 +28,6 @@ LINES, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "cs
 PAGES = (
     HERE / "evidence.md",
     HERE / "evidence_older.md",
-    HERE / "which_method.md",
     HERE.parent / "docs" / "index.md",
 )
 """Where tables stand, between `<!-- table: NAME -->` and `<!-- /table -->`."""
