@@ -92,7 +92,7 @@ def options() -> str:
                 if (flag in takers[command]) != (command in ("run", "compare")):
                     other.setdefault(command, []).append(f"`{flag}`")
             meaning = shorten(settings.helps()[name], WIDEST, placeholder=" ...")
-            rows.append([f"`{flag}`{no}", expected(kind), _default(defaults[name]), meaning])
+            rows.append([f"`{flag}`{no}", _brief(expected(kind)), _default(defaults[name]), meaning])
         header = ["flag", "value", "default", "meaning"]
         parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(header, rows)}")
     lines = [
@@ -100,6 +100,13 @@ def options() -> str:
         for command, names in other.items()
     ]
     return "\n".join([*parts, "**Which commands**\n", "".join(lines)])
+
+
+def _brief(kind: str) -> str:
+    """Return the words for a type as short as a column of them may have them."""
+    for words, short in (("a whole number", "integer"), ("a list of ", ""), ("true or false", "yes or no"), ("a ", "")):
+        kind = kind.replace(words, short)
+    return kind.replace("'", "`")
 
 
 def methods() -> str:
@@ -159,7 +166,7 @@ def _sources(page: str) -> str:
     """Return where the departures of a page's methods are written: the file's docstring, which the site shows here."""
     folder = "objectives/" if not (ROOT / "src" / "halfmoon" / "methods" / f"{page}.py").exists() else ""
     path = f"src/halfmoon/methods/{folder}{page}.py"
-    return f"<!-- docstring: {path} -->\nWhat differs, and why, is in the docstring of [`{path}`](../../{path})."
+    return f"<!-- docstring: {path} -->\nThey are in [the file's docstring](../../{path})."
 
 
 def _family_options(names: list[str]) -> str:
@@ -356,7 +363,7 @@ def learned() -> str:
     for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
         runtime, _ = _played(entry.name, entry.places[0])
         parts = _named(set().union(*(names for names, _ in runtime.heard.values())))
-        hidden = f"cannot be: {entry.singles}" if entry.singles else "the sums of updates and of weights"
+        hidden = "not available" if entry.singles else "the sums of updates and of weights"
         passed = f"uploads of others, in {_named(runtime.passed)}" if runtime.passed else "nothing but models"
         rows.setdefault((parts, hidden, passed), []).append(f"`{entry.name}`")
     header = [
@@ -448,16 +455,9 @@ def recipes() -> str:
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
         rows.append(
-            [
-                f"`{name}`",
-                found.title,
-                shorten(found.about, WIDEST, placeholder=" ..."),
-                found.kind,
-                str(count),
-                str(len(found.seeds)),
-            ]
+            [f"`{name}`", shorten(found.about, 110, placeholder=" ..."), found.kind, str(count), str(len(found.seeds))]
         )
-    return table(["recipe", "of", "what is played", "kind", "cells", "seeds"], rows)
+    return table(["recipe", "what is run", "kind", "cells", "seeds"], rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -153,7 +153,9 @@ def test_links_of_the_repository_hold_on_the_site() -> None:
         assert moved(text, name, known) == wanted
 
 
-@pytest.mark.parametrize(("page", "words"), [("semifl", "fine_tune"), ("mixmatch", "Beta(concentration, concentration)")])
+@pytest.mark.parametrize(
+    ("page", "words"), [("semifl", "fine_tune"), ("mixmatch", "Beta(concentration, concentration)")]
+)
 def test_a_method_s_page_has_the_departures_of_its_file(page: str, words: str) -> None:
     """On the site they stand in place of the link to the file, which readers of the repository follow."""
     text = (ROOT / "docs" / "methods" / f"{page}.md").read_text()
