@@ -1,7 +1,7 @@
 """Write into the pages what the code knows: `python docs/generate.py` renews README.md and docs/*.md.
 
 A page holds a block between `<!-- generated: NAME -->` and `<!-- /generated -->`, which is written anew as a whole. A
-page of a method has one between `<!-- method: FILE -->` and `<!-- /method -->`. Between `<!-- defaults: METHOD -->` and
+method's page has one between `<!-- method: FILE -->` and `<!-- /method -->`. Between `<!-- defaults: METHOD -->` and
 `<!-- /defaults -->` stands a table written by hand: of its rows (name, default, values, meaning) only the default and
 the values are renewed. A test demands that nothing is left to renew.
 """
