@@ -1,7 +1,7 @@
 """What mkdocs does not know: pages outside docs/, links to them, and the pages of the API (mkdocs.yml names this file).
 
-A link to README.md leads to docs/index.md; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a file of the
-repository that is no page (a test, a script) becomes its name. The API has a page a package.
+A link to README.md leads to docs/index.md; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a
+file of the repository that is no page (a test, a script) becomes its name. The API has a page a package.
 """
 
 from __future__ import annotations
