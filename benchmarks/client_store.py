@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from halfmoon.core import rng, tree
-from halfmoon.core.allocator import keep_memory
 from halfmoon.core.tree import Tree
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.models import ResNet9
 from halfmoon.storage.manifest import sweep, verify
 from halfmoon.storage.state_store import StateView, Store

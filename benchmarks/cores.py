@@ -23,8 +23,8 @@ import torch
 from peer_rounds import ours
 from peer_side import processor
 
-from halfmoon.core.allocator import keep_memory
-from halfmoon.runs.workers import Workers
+from halfmoon.engine.allocator import keep_memory
+from halfmoon.runs.pools import Workers
 
 
 def timed(play: Callable[[], object]) -> tuple[float, float, float]:

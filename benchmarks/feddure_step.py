@@ -47,8 +47,8 @@ from torch_models import TorchResNet9, twin
 
 from halfmoon.api.types import Batch, Local, Statistics, Task
 from halfmoon.core import tree
-from halfmoon.core.allocator import keep_memory
 from halfmoon.core.optim import Adam
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
 from halfmoon.models.normalize import Normalize

@@ -28,7 +28,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.runs.workers import Workers
+from halfmoon.runs.pools import Workers
 
 METHODS = {"fedavg": "fedavg", "fixmatch": "fedavg-fixmatch"}
 SIZES = {"tiny": "tiny", "large": "resnet9"}

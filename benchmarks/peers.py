@@ -44,8 +44,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from peer_rounds import METHODS, SIZES, chosen, ours, plain
 
-from halfmoon.core.allocator import keep_memory
-from halfmoon.runs.workers import Workers
+from halfmoon.engine.allocator import keep_memory
+from halfmoon.runs.pools import Workers
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"pfl": "pfl[pytorch]==0.6.0", "flower": "flwr[simulation]>=1.41,<1.43"}

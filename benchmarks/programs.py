@@ -19,8 +19,8 @@ import torch
 from peer_rounds import one_round
 
 from halfmoon import Config
-from halfmoon.core.allocator import keep_memory
 from halfmoon.data import Scenario
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, Training

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from halfmoon.api.types import Task
 from halfmoon.core import rng, tree
-from halfmoon.core.allocator import keep_memory
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.partition.scenario import Scenario
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, Training

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from halfmoon import Config
-from halfmoon.core.allocator import keep_memory
 from halfmoon.data.partition.split import Split
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.programs import PADDED

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from page_scenes import METHODS, accuracy_of, entry, split_of, sweep, write_run, write_sweep
+from page_scenes import METHODS, accuracy_of, entry, note_sums, split_of, sweep, write_run, write_sweep
 from scipy.stats import kendalltau
 
 from halfmoon.cli.commands import report
@@ -690,6 +690,7 @@ def ends(tmp_path: Path, *shares: tuple[str, str, float], **changes: Any) -> str
             (tmp_path / str(n) / "config.toml").read_text().replace('"fedavg"', f'"{method}"').replace(f"x = {n}", "")
         )
         (tmp_path / str(n) / "config.toml").write_text(config)
+        note_sums(tmp_path / str(n))
         runs.append(tmp_path / str(n))
     return headline(gather(runs)[0])
 
@@ -741,6 +742,7 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
         write_run(tmp_path / str(n), 2, 0, config=config)
         file = tmp_path / str(n) / "config.toml"
         file.write_text(file.read_text().replace('data = "digits"', f'data = "{place}"'))
+        note_sums(file.parent)
     (study,) = gather([tmp_path / "0", tmp_path / "1"])
     assert study.column_axes == ["data", "configuration"]
     assert [study.column_title(column) for column in study.columns] == [
@@ -762,6 +764,7 @@ def test_data_sets_of_one_name_get_a_folder_more(tmp_path: Path) -> None:
         write_run(tmp_path / str(n), 2, 0)
         file = tmp_path / str(n) / "config.toml"
         file.write_text(file.read_text().replace('data = "digits"', f'data = "{place}"'))
+        note_sums(file.parent)
     (study,) = gather([tmp_path / "0", tmp_path / "1"])
     assert [study.column_title(column) for column in study.columns] == ["north/mri", "south/mri"]
 

@@ -25,6 +25,7 @@ from halfmoon.report.figures import style
 from halfmoon.report.run_reader import Run, find
 from halfmoon.report.styles import _HOMES, SLOTS, slots, styles
 from halfmoon.report.tables import Result, comparison, spread
+from halfmoon.storage import integrity
 
 
 def summary(method: str, seed: int, last: float | None, best: float | None, steps: int = 1200) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def write_run(path: Path, metrics: str, done: dict[str, Any] | None) -> Path:
     (path / "metrics.jsonl").write_text(metrics)
     if done is not None:
         (path / "summary.json").write_text(json.dumps(done))
+        integrity.note_files(path, "config.toml", "metrics.jsonl", "summary.json")
     return path
 
 
@@ -106,6 +108,7 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     (path / "metrics.jsonl").unlink()
     assert Run.read(path).rows == []
     (path / "summary.json").write_text("{")
+    integrity.note_files(path, "config.toml", "summary.json")
     with pytest.raises(UserError, match="not a summary"):
         Run.read(path)
 

@@ -20,8 +20,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine.driver import Diverged
 from halfmoon.runs import factory, workers
-from halfmoon.runs.worker_main import packed, unpacked
-from halfmoon.runs.workers import Workers
+from halfmoon.runs.pools import Workers, packed, unpacked
 
 TINY: dict[str, Any] = {
     "method": "feddure", "clients": 5, "cohort": 3, "rounds": 3, "steps": 2, "width": 4, "labels_per_class": 2.0,
@@ -97,7 +96,7 @@ def test_a_killed_process_ends_the_run_with_a_sentence() -> None:
             list(made(os._exit, [1, 1, 1]))
     finally:
         made.close()
-    assert made._processes == []
+    assert made._pool is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.report.run_reader import Run
@@ -185,14 +186,50 @@ def test_a_damaged_file_is_refused_or_changes_no_number(stopped: Path, finished:
         damaged(stopped, tmp_path / "run", name, act, chance, resumed)
 
 
-def test_a_folder_without_checksums_is_read_unchecked_and_damaged_checksums_are_said(finished: Path, tmp_path: Path):
-    """Their loss loses no number; what they say is believed only where they are whole."""
+@pytest.mark.parametrize("deleted", ["file", "line"])
+def test_a_forged_summary_is_refused_without_its_checksum(finished: Path, tmp_path: Path, deleted: str):
+    """The accuracy of an edited summary is no number of the run, whether its checksum differs or is gone."""
+    folder = copy(finished, tmp_path / "run")
+    path = folder / "summary.json"
+    path.write_text(path.read_text().replace('"last": 0', '"last": 9'))
+    sums = integrity.sums(folder)
+    (folder / integrity.SUMS).unlink()
+    if deleted == "line":
+        del sums["summary.json"]
+        integrity.note(folder, sums)
+    for read in (runner.resume, Run.read, runner.finished):
+        with pytest.raises(UserError, match=r"checksums\.json has no checksum of \S+, .* --unchecked"):
+            read(folder)
+    with integrity.unchecked():
+        assert runner.resume(folder).summaries[0]["accuracy"]["last"] > 9
+
+
+def test_a_split_without_its_checksum_is_refused(stopped: Path, tmp_path: Path):
+    """A run that goes on deals the images by it; before the first checkpoint a kill may have left it without one."""
+    folder = copy(stopped, tmp_path / "run")
+    (folder / integrity.SUMS).unlink()
+    with pytest.raises(UserError, match=r"no checksum of split\.parquet"):
+        runner.resume(folder)
+    for path in folder.glob("checkpoint-*"):
+        path.unlink()
+    (folder / "metrics.jsonl").unlink()
+    assert runner.resume(folder).summaries[0]["finished"]
+
+
+def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_path: Path, capsys: Any):
+    """--unchecked says that nothing is compared; damaged checksums are refused all the same."""
     folder = copy(finished, tmp_path / "run")
     (folder / integrity.SUMS).unlink()
-    assert numbers(folder) == numbers(finished)
-    (folder / integrity.SUMS).write_text("{}")
-    with pytest.raises(UserError, match=r"checksums\.json is damaged"):
-        Run.read(folder)
+    words = ["report", str(folder), "--out", str(tmp_path / "page.html")]
+    assert cli.main(words) == 2
+    assert "say --unchecked" in capsys.readouterr().err
+    assert cli.main([*words, "--unchecked"]) == 0
+    assert "files without a checksum are not checked" in capsys.readouterr().err
+    with integrity.unchecked():
+        assert numbers(folder) == numbers(finished)
+        (folder / integrity.SUMS).write_text("{}")
+        with pytest.raises(UserError, match=r"checksums\.json is damaged"):
+            Run.read(folder)
 
 
 def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from halfmoon.storage import integrity
+
 METHODS = {"fedavg": "FedAvg (labeled only)", "fixmatch": "FedAvg + FixMatch", "feddure": "FedDure"}
 ROUNDS = 12
 
@@ -93,7 +95,13 @@ def write_run(
         (path / "split.json").write_text(json.dumps(split or split_of(4, names)))
     if finished:
         (path / "summary.json").write_text(json.dumps(summary))
+        note_sums(path)
     return summary
+
+
+def note_sums(path: Path) -> None:
+    """Write down the checksums of a run that is made up."""
+    integrity.note_files(path, "config.toml", "metrics.jsonl", "summary.json", "split.json")
 
 
 def sweep(**changes: Any) -> dict[str, Any]:

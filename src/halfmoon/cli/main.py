@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfmoon.cli import own_sites
 from halfmoon.cli.commands import (
+    base,
     calibrate,
     check_method,
     data,
@@ -162,7 +163,7 @@ def _main(words: list[str]) -> int:
     if given.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
     given.words = words
-    return commands[given.command](given)
+    return base.reading(given, commands[given.command])
 
 
 # The parser
@@ -194,6 +195,7 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
 
     resume = command(commands, "resume", "go on with a run that was stopped", "DIR ")
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
+    base.checked(resume)
     tracked(resume)
     _shown(resume)
 

@@ -254,9 +254,9 @@ def private_cache() -> Path:
     from torch._inductor import codecache
 
     # Precompiled headers go into PyTorch's default folder whatever the variable says.
-    headers = folder / "precompiled_headers"
-    for name, path in (("_HEADER_DIR", headers), ("_HEADER_LOCK_DIR", headers / "locks")):
-        setattr(codecache, name, str(path))
+    module: Any = codecache
+    module._HEADER_DIR = str(folder / "precompiled_headers")
+    module._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
     return folder
 
 

@@ -134,8 +134,7 @@ class Run:
             config = (path / "config.toml").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error}).") from error
-        integrity.check(path, "config.toml", "summary.json")
-        integrity.check_metrics(path)
+        integrity.check_run(path)
         rows = valid(list[_Row], read_rows(path / "metrics.jsonl"), path / "metrics.jsonl")
         return cls(path, config, rows, _summary(path / "summary.json"))
 

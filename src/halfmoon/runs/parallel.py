@@ -23,7 +23,8 @@ from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import device, threads
-from halfmoon.runs.workers import processors, share
+from halfmoon.runs.pools import processors
+from halfmoon.runs.workers import share
 
 WORTHWHILE = 100
 """Rounds of all runs together below which starting processes takes longer than it saves."""

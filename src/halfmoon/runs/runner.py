@@ -12,11 +12,11 @@ from typing import Any
 
 from halfmoon.aggregation.attacks import Hostile, hostile
 from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, text
-from halfmoon.core.allocator import keep_memory
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.engine import calibration
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings

@@ -31,9 +31,8 @@ def note(path: Path) -> None:
     """Write down the checksums of a split, where a kill has left it without them."""
     if SPLIT in integrity.sums(path):
         return
-    digests = {name: integrity.digest_of(path / name) for name in (HOLDINGS, SPLIT)}
     try:
-        integrity.note(path, {name: digest for name, digest in digests.items() if digest})
+        integrity.note_files(path, HOLDINGS, SPLIT)
     except OSError as error:
         raise Unwritable(
             f"{path}: {integrity.SUMS} cannot be written ({atomic_io.reason(error)}). "

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def sums(folder: Path) -> dict[str, str]:
         files = unseal(data)["files"]
     except (Unsealed, LookupError) as error:
         raise UserError(
-            f"{folder / SUMS} is damaged ({error}): put it back from a backup, or remove it to read the folder "
-            "unchecked."
+            f"{folder / SUMS} is damaged ({error}): put it back from a backup, or remove it and say --unchecked to "
+            "take the folder as it is."
         ) from error
     return {str(name): str(value) for name, value in files.items()}
 
@@ -101,35 +102,70 @@ def note(folder: Path, digests: Mapping[str, str]) -> None:
     atomic_io.replace(folder / SUMS, seal({"files": dict(sorted({**held, **digests}.items()))}))
 
 
+_UNCHECKED = [False]
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Let files without a checksum pass in this block: those of a folder that an older version wrote."""
+    _UNCHECKED.append(True)
+    try:
+        yield
+    finally:
+        _UNCHECKED.pop()
+
+
 def check(folder: Path, *names: str) -> None:
-    """Raise UserError where one of these files is not the one that was written; files without a checksum pass."""
-    known = sums(folder)
+    """Raise UserError where one of these files is not the one that was written, or its checksum is missing.
+
+    A file that is not there, and has no checksum, passes. So does any file of a run that has not begun: its checksums
+    are written before its first checkpoint.
+    """
+    sums_by_name = sums(folder)
     for name in names:
-        if name not in known:
+        if name not in sums_by_name:
+            if not _UNCHECKED[-1] and (folder / name).exists() and _begun(folder):
+                raise UserError(
+                    f"{folder / SUMS} has no checksum of {name}, which may have been changed: put {SUMS} back from a "
+                    "backup, or say --unchecked to take the folder as it is."
+                )
             continue
         try:
-            found = digest_of(folder / name)
+            digest = digest_of(folder / name)
         except OSError as error:
             raise UserError(f"{folder / name} cannot be read ({atomic_io.reason(error)}).") from error
-        if found is None:
+        if digest is None:
             raise UserError(f"{folder / name} is missing: put it back from a backup.")
-        if found != known[name]:
+        if digest != sums_by_name[name]:
             raise UserError(f"{folder / name} was changed since it was written (its checksum differs): restore it.")
 
 
-def check_metrics(folder: Path) -> None:
-    """Raise UserError where the rows of a run are not those that were written, as far as anything tells.
+def note_files(folder: Path, *names: str) -> None:
+    """Write down the checksums of those of these files that are there; raise OSError as the system does."""
+    note(folder, {name: digest for name in names if (digest := digest_of(folder / name))})
 
-    Of a run that goes on, the rows up to its newest checkpoint are compared with that.
+
+def _begun(folder: Path) -> bool:
+    return (folder / SUMMARY).exists() or any(_NOTE.fullmatch(path.name) for path in folder.iterdir())
+
+
+def check_run(folder: Path) -> None:
+    """Raise UserError where configuration, summary or rows of a run are not those that were written.
+
+    Of a run that goes on, the rows up to its newest checkpoint are compared with that; `run.json` has the checksum of
+    its configuration.
     """
-    check(folder, METRICS)
-    if METRICS in sums(folder):
+    if (folder / SUMMARY).exists() or SUMMARY in sums(folder):
+        check(folder, "config.toml", SUMMARY, METRICS)
         return
+    for name in ("config.toml", METRICS):
+        if name in sums(folder):
+            check(folder, name)
     notes = sorted(path.name for path in folder.glob("checkpoint-*.json") if _NOTE.fullmatch(path.name))
     for name in reversed(notes):
         try:
-            held = unseal(atomic_io.read(folder / name) or b"")
-            length, digest = int(held["metrics"]), str(held["metrics_sha256"])
+            note = unseal(atomic_io.read(folder / name) or b"")
+            length, digest = int(note["metrics"]), str(note["metrics_sha256"])
         except (Unsealed, LookupError, ValueError, TypeError):
             continue  # a damaged one, or one that is being removed: the one before counts
         if atomic_io.digest((atomic_io.read(folder / METRICS) or b"")[:length]) != digest:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
-from halfmoon.runs.ray_cluster import installed, join
+from halfmoon.runs.ray_workers import installed, join
 from halfmoon.sweep.engines import TRIES, Done, Note, SweepTask, Unit, play_unit, units
 
 
@@ -41,9 +41,7 @@ class Rays:
         cluster answers.
         """
         self._ray = installed()
-        self._joined = not self._ray.is_initialized()
-        if self._joined:
-            join(self._ray, address)
+        self._joined = join(self._ray, address)
         self._share = share(self._ray.nodes(), jobs)
         self._watch = watch
 

@@ -144,6 +144,23 @@ def _metavar(kind: Any) -> str:
     return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
 
 
+def checked(parser: argparse.ArgumentParser) -> None:
+    """Let a command that reads run folders take --unchecked, for those that an older halfmoon wrote."""
+    about = "read run folders without checksums as they are: nobody knows whether their files were changed"
+    parser.add_argument("--unchecked", action="store_true", help=about)
+
+
+def reading(given: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command, with --unchecked on folders without checksums as well, and return its exit code."""
+    if not getattr(given, "unchecked", False):
+        return command(given)
+    from halfmoon.storage import integrity
+
+    complain("files without a checksum are not checked: their numbers are those that the folder says now.", 0)
+    with integrity.unchecked():
+        return command(given)
+
+
 def tracked(parser: argparse.ArgumentParser) -> None:
     about = "also write every round for a tracker: tensorboard (needs halfmoon[tensorboard])"
     parser.add_argument("--tracker", metavar="NAME", help=about)

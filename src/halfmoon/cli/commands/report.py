@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import command, print_json, say
+from halfmoon.cli.commands.base import checked, command, print_json, say
 
 PAGE = Path("report.html")
 
@@ -17,6 +17,7 @@ def add(commands: Any) -> None:
     about = "the folder of a run, of a comparison or of a sweep, or a sweep.json"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=about)
     about = f"the page; CSV and LaTeX go beside it under the same name (default: {PAGE})"
+    checked(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help=about)
 
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from halfmoon.core import allocator
+from halfmoon.engine import allocator
 
 FAULTS = """
 import ctypes, resource, sys
-from halfmoon.core.allocator import keep_memory
+from halfmoon.engine.allocator import keep_memory
 c = ctypes.CDLL(None)
 c.malloc.argtypes, c.malloc.restype, c.free.argtypes = (ctypes.c_size_t,), ctypes.c_void_p, (ctypes.c_void_p,)
 def take(size):
