@@ -406,7 +406,7 @@ def test_a_program_that_says_something_else_is_not_written(tmp_path: Path, monke
 
 def test_without_the_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(UserError, match=r"--onnx needs onnxruntime: pip install 'halfmoon\[onnx\]'"):
+    with pytest.raises(UserError, match=r"--onnx needs onnxruntime: pip install -c constraints.txt '\.\[onnx\]'"):
         export.export_onnx(build("small", "none", (1, 4, 4), (4, 4), width=1), tmp_path / "m.onnx")
 
 
@@ -429,7 +429,7 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
     ("words", "said"),
     [
         ("predict run", "required: FOLDER"),
-        ("predict test", "required: --model"),
+        ("predict", "required: MODEL, FOLDER"),
         ("predict run test --sure 1.5", "--sure is 1.5: it must be a probability"),
         ("predict run test --sure nan", "--sure is nan: it must be a probability"),
         ("predict run test --sure much", "--sure"),

@@ -132,8 +132,8 @@ class Quiet:
 
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
-        given = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
-        said = [f"{name} {shown(value)}" for name, (value, default) in given.items() if value != default]
+        args = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
+        said = [f"{name} {shown(value)}" for name, (value, default) in args.items() if value != default]
         if said:
             self.say(f"{run.title}: {', '.join(said)}.")
 

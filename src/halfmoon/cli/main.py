@@ -15,28 +15,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfmoon.cli import own_sites
 from halfmoon.cli.commands import (
     base,
-    calibrate,
     check_method,
     data,
-    evaluate,
-    export,
     federation,
     leaderboard,
     methods,
-    predict,
     privacy,
     recipes,
     report,
-    review,
     serve,
     site,
     sweep,
+    trained,
     tune,
     watch,
 )
@@ -75,13 +70,11 @@ MAIN_JOB: dict[str, Any] = {
 OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
-MODULES: dict[str, ModuleType] = {
-    "methods": methods, "data": data,
-    "recipes": recipes, "sweep": sweep, "report": report, "leaderboard": leaderboard, "federation": federation,
-    "site": site, "serve": serve, "predict": predict, "evaluate": evaluate, "review": review, "watch": watch,
-    "calibrate": calibrate, "export": export, "privacy": privacy, "check-method": check_method,
-}  # fmt: skip
-"""The commands that are modules of their own, by name."""
+MODULES = (
+    *(methods, data, recipes, sweep, report, leaderboard, federation, site, serve, trained, watch, privacy),
+    check_method,
+)
+"""The modules of the other commands."""
 
 OTHER_NAMES = {
     "train": "run",
@@ -139,31 +132,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     """Parse and do; every mistake is raised."""
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "run": _run,
-        "compare": _compare,
-        "tune": lambda given: tune.tune(given, *layers(given)),
-        "resume": _resume,
-        **{name: module.run for name, module in MODULES.items()},
-    }
+    parser, commands = _parser("--help-all" in words)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = OTHER_NAMES.get(words[0])
         hint = f"did you mean {near!r}?" if near else nearest(words[0], commands)
         raise UserError(f"unknown command {words[0]!r}: {hint}")
     if words and words[0] in TRAINED and any(word.split("=")[0] == "--model" for word in words):
         raise model_first(words[0])
-    parser, known = _parser("--help-all" in words)
     words = ["--help" if word == "--help-all" else word for word in words]
     if not words:
         parser.print_help()
         return 0
-    given, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(words)
     if rest:
-        raise leftover(given, rest, known)
-    if given.command is None:
+        raise leftover(args, rest, commands)
+    if args.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
-    given.words = words
-    return base.reading(given, commands[given.command])
+    args.words = words
+    return base.reading(args, args.do)
 
 
 # The parser
@@ -175,31 +161,35 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
-    run = command(commands, "run", "train a method; without --method and --config: the main job on digits")
+    run = command(commands, "run", "train a method; without --method and --config: the main job on digits", "", _run)
     own_sites.add(run)
     tracked(run)
     _shown(run)
     options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
 
-    compare = command(commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ")
+    compare = command(
+        commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ", _compare
+    )
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     tracked(compare)
     _shown(compare)
     options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
-    searching = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ")
+    searching = command(
+        commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", tune.tune
+    )
     tune.add_flags(searching)
     left_out = ("baselines", "seed", "seeds_together")
     options(searching, [name for name in settings.kinds() if name not in left_out], full)
 
-    resume = command(commands, "resume", "go on with a run that was stopped", "DIR ")
+    resume = command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
     base.checked(resume)
     tracked(resume)
     _shown(resume)
 
-    for module in MODULES.values():
+    for module in MODULES:
         module.add(commands)
     return parser, commands.choices
 
@@ -211,17 +201,17 @@ def _shown(parser: argparse.ArgumentParser) -> None:
 # The commands
 
 
-def _run(given: argparse.Namespace) -> int:
-    values, flags, file = layers(given)
-    if given.sites:
-        config, folders = own_sites.asked(given, {**values, **flags}, file)
+def _run(args: argparse.Namespace) -> int:
+    values, flags, file = layers(args)
+    if args.sites:
+        config, folders = own_sites.asked(args, {**values, **flags}, file)
         assert config.run_dir is not None
         from halfmoon.sweep.own_sites import rehearse
 
         root, again = config.run_dir, "the same command goes on"
-        return _play(given, root, lambda watch: rehearse(config, folders, root, watch), own_sites.print_rows, again)
-    own_sites.refuse_federation(given.config, values, flags)
-    if given.config is None and not {"method", "baselines"} & flags.keys():
+        return _play(args, root, lambda watch: rehearse(config, folders, root, watch), own_sites.print_rows, again)
+    own_sites.refuse_federation(args.config, values, flags)
+    if args.config is None and not {"method", "baselines"} & flags.keys():
         flags = _main_job(flags)
     config = settings.resolve(values, _at_once(values, flags), file)
     if {**values, **flags}.get("method") == settings.RECOMMENDED:
@@ -230,7 +220,7 @@ def _run(given: argparse.Namespace) -> int:
     folder = config.run_dir or settings.free_folder(config, config.method)
     from halfmoon.runs import runner
 
-    return _play(given, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch))
+    return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch))
 
 
 def _note(config: Config, requested: Mapping[str, Any]) -> None:
@@ -265,10 +255,10 @@ def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]
     return flags if "processes" in values else {"processes": "auto", **flags}
 
 
-def _compare(given: argparse.Namespace) -> int:
-    values, flags, file = layers(given)
+def _compare(args: argparse.Namespace) -> int:
+    values, flags, file = layers(args)
     seeds = []
-    for word in given.seeds:
+    for word in args.seeds:
         if not word.isdecimal():
             raise UserError(f"--seeds is {word!r}: it must be whole numbers from 0.")
         seeds.append(int(word))
@@ -276,29 +266,29 @@ def _compare(given: argparse.Namespace) -> int:
         bare = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
         if bare:
             raise UserError(
-                f"option {bare[0]!r} does not say of which method: in a comparison write {given.methods[0]}.{bare[0]}."
+                f"option {bare[0]!r} does not say of which method: in a comparison write {args.methods[0]}.{bare[0]}."
             )
-    flags |= {"method": given.methods[0], "baselines": ()}
+    flags |= {"method": args.methods[0], "baselines": ()}
     config = settings.resolve(values, _at_once(values, flags), file)
     folder = config.run_dir or settings.free_folder(config, "compare")
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)
-    return _play(given, folder, lambda watch: runner.compare(config, given.methods, seeds, watch))
+    return _play(args, folder, lambda watch: runner.compare(config, args.methods, seeds, watch))
 
 
-def _resume(given: argparse.Namespace) -> int:
+def _resume(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
 
-    return _play(given, given.folder, lambda watch: runner.resume(given.folder, watch))
+    return _play(args, args.folder, lambda watch: runner.resume(args.folder, watch))
 
 
-def _outcome(given: argparse.Namespace, folder: Path, outcome: RunResult) -> None:
-    print_outcome(outcome, as_json=given.json, wide=given.wide)
+def _outcome(args: argparse.Namespace, folder: Path, outcome: RunResult) -> None:
+    print_outcome(outcome, as_json=args.json, wide=args.wide)
 
 
 def _play(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     folder: Path,
     play: Callable[[Callback], Outcome],
     show: Callable[[argparse.Namespace, Path, Outcome], None] = _outcome,
@@ -311,29 +301,29 @@ def _play(
     from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callbacks
 
-    watch = watcher(Console(stderr=True), given.json)
+    watch = watcher(Console(stderr=True), args.json)
     catch_end()
-    tracking = trackers(given)
+    tracking = trackers(args)
     try:
         with watch:
             outcome = play(Callbacks(watch, *tracking, warn=watch.say))
     except KeyboardInterrupt:
-        if given.debug:
+        if args.debug:
             raise
         kept = any((folder / name).exists() for name in ("run.json", "comparison.json"))
         again = again or (f"go on with: {_resuming(folder)}" if kept else "nothing was saved yet.")
         return complain(f"stopped; {again}", 130)
     except Diverged as error:
-        if given.debug:
+        if args.debug:
             raise
         return complain(f"{error} The run folder is {folder}.", 1)
     except (MemoryError, RuntimeError) as error:
-        if given.debug or (words := out_of_memory(error)) is None:
+        if args.debug or (words := out_of_memory(error)) is None:
             raise
         return complain(f"{words} What was saved is intact: {again or f'go on with: {_resuming(folder)}'}", 1)
     if not watch.played:
         watch.say(f"{folder} is finished already; this is what came out.")
-    show(given, folder, outcome)
+    show(args, folder, outcome)
     return 0
 
 

@@ -43,16 +43,16 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
     )
 
 
-def asked(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
+def asked(args: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
     """Return the configuration of a rehearsal, with the folder that it is played in, and the sites' folders.
 
     What a federation's file says is played as it says; without a file `RECIPE` fills in what is not said. Raise
     `UserError` for a folder whose name is none of the federation's sites.
     """
-    values = {"method": RECIPE["method"], **layer} if given.config else _filled(layer)
-    folders = given.sites
-    if isinstance(table := settings.read(given.config).get(settings.TABLE) if given.config else None, Mapping):
-        folders = _of_federation(folders, table, given.config)
+    values = {"method": RECIPE["method"], **layer} if args.config else _filled(layer)
+    folders = args.sites
+    if isinstance(table := settings.read(args.config).get(settings.TABLE) if args.config else None, Mapping):
+        folders = _of_federation(folders, table, args.config)
         values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
     config = settings.resolve({}, values, file)
@@ -60,9 +60,9 @@ def asked(given: argparse.Namespace, layer: Mapping[str, Any], file: Path | str)
     return replace(config, run_dir=root), folders
 
 
-def print_rows(given: argparse.Namespace, folder: Path, table: Sequence[Played]) -> None:
+def print_rows(args: argparse.Namespace, folder: Path, table: Sequence[Played]) -> None:
     """Print the table of a rehearsal that lies in `folder`."""
-    if given.json:
+    if args.json:
         print_json({"folder": str(folder), "rows": [asdict(each) for each in table]})
         return
     from halfmoon.sweep.own_sites import HELD_OUT

@@ -36,6 +36,7 @@ OTHER_TRACKERS = {
 }
 """Trackers that people ask for, and the way to them."""
 
+Command = Callable[[argparse.Namespace], int]
 EVERY = 5.0
 """Seconds between two lines about how far a command is."""
 
@@ -57,18 +58,38 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removesuffix(".") + ".")
 
 
-def command(commands: Any, name: str, about: str, usage: str = "") -> argparse.ArgumentParser:
-    """Return the parser of a new command; `usage` stands between its name and its options."""
-    parser = commands.add_parser(
-        name,
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        usage=f"halfmoon {name} {usage}[options]",
-        allow_abbrev=False,
-    )
+def command(commands: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
+    """Return the parser of a new command, which `do` plays; `usage` stands between its name and its options.
+
+    `commands` are those of halfmoon, or the actions of a command, which `actions` gives.
+    """
+    parser = _parser(commands, name, about, usage)
+    parser.set_defaults(do=do)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
     return parser
+
+
+def actions(commands: Any, name: str, about: str) -> Any:
+    """Return the actions of a new command, to which `command` adds; without one the command raises `UserError`."""
+    parser = _parser(commands, name, about, "ACTION ")
+    found = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
+
+    def refuse(args: argparse.Namespace) -> NoReturn:
+        raise UserError(f"{name} needs to know what to do: {nearest('', found.choices)}")
+
+    parser.set_defaults(do=refuse)
+    return found
+
+
+def _parser(commands: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        usage=f"{commands._prog_prefix} {name} {usage}[options]",
+        allow_abbrev=False,
+    )
 
 
 def option(group: Any, name: str, hidden: bool = False) -> None:
@@ -106,17 +127,17 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
 
 
-def said(given: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def said(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return those of a run's options that were given, in their types; raise UserError where a value is none."""
-    found = {name: vars(given)[name] for name in names if name in vars(given)}
+    found = {name: vars(args)[name] for name in names if name in vars(args)}
     return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in found.items()}
 
 
-def layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
+def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
     """Return the values of the file, those of the flags, and the file's name."""
-    flags = said(given, settings.kinds())
+    flags = said(args, settings.kinds())
     own: dict[str, Any] = {}
-    for words in getattr(given, "option", []):
+    for words in getattr(args, "option", []):
         path, sign, value = words.partition("=")
         if not sign or not path:
             raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
@@ -124,8 +145,8 @@ def layers(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], P
         (own.setdefault(method, {}) if dot else own)[name] = _value(value)
     if own:
         flags["options"] = own
-    values = settings.load(given.config) if given.config else {}
-    return values, settings.anchored(flags, Path()), given.config or "the file"
+    values = settings.load(args.config) if args.config else {}
+    return values, settings.anchored(flags, Path()), args.config or "the file"
 
 
 def _value(words: str) -> Any:
@@ -166,22 +187,22 @@ def tracked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tracker", metavar="NAME", help=about)
 
 
-def trackers(given: argparse.Namespace) -> list[Callback]:
+def trackers(args: argparse.Namespace) -> list[Callback]:
     """Return the tracker that --tracker names, if any; raise `UserError` for one that is not there."""
     from halfmoon.runs.trackers import tracker
 
-    if given.tracker in OTHER_TRACKERS:
-        raise UserError(f"there is no tracker {given.tracker!r} here: {OTHER_TRACKERS[given.tracker]}.")
-    return [] if given.tracker is None else [tracker(given.tracker)]
+    if args.tracker in OTHER_TRACKERS:
+        raise UserError(f"there is no tracker {args.tracker!r} here: {OTHER_TRACKERS[args.tracker]}.")
+    return [] if args.tracker is None else [tracker(args.tracker)]
 
 
-def flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[str]:
+def flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
     """Return the long flags that a parser takes, and those of its action that is given, or of all where none is."""
     found = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for nested in (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)):
-        named = getattr(given, nested.dest, None)
+        named = getattr(args, nested.dest, None)
         for each in nested.choices.values() if named is None else [nested.choices[named]]:
-            found += flags(each, given)
+            found += flags(each, args)
     return found
 
 
@@ -189,9 +210,9 @@ def model_first(command: str) -> UserError:
     return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
 
 
-def leftover(given: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]) -> UserError:
+def leftover(args: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]) -> UserError:
     """Return the complaint about the first argument that nobody takes; `known` are the parsers of the commands."""
-    command: str | None = given.command
+    command: str | None = args.command
     if command in TRAINED and any(word.split("=")[0] == "--model" for word in rest):
         return model_first(command)
     flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
@@ -210,7 +231,7 @@ def leftover(given: argparse.Namespace, rest: Sequence[str], known: Mapping[str,
         )
     if name in settings.RENAMED:
         return settings.unknown_option(name, None)
-    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], given))}")
+    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], args))}")
 
 
 def say(words: str) -> None:

@@ -15,7 +15,7 @@ from halfmoon.core.errors import UserError
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "try a method of your own on a small federation: loop = vmap, resume, messages, what leaves a site"
-    parser = command(commands, "check-method", about, "my_module:Mine ")
+    parser = command(commands, "check-method", about, "my_module:Mine ", run)
     parser.add_argument("method", metavar="METHOD", help="my_module:Mine, or the name of any method")
     about = "the method's options, such as threshold=0.5"
     parser.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
@@ -23,33 +23,33 @@ def add(commands: Any) -> None:
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Say of every promise whether it is kept; return 1 where one is not."""
     from halfmoon.contract import check
 
-    show, kept = shower(given.json), []
-    for each in check(given.method, _options(given), given.network):
+    show, kept = shower(args.json), []
+    for each in check(args.method, _options(args), args.network):
         kept.append(each)
-        if not given.json:
+        if not args.json:
             words = f": {each.said}" if each.said else ""
             show(f"{'kept' if each.kept else 'BROKEN':7} {each.promise}{words}")
     broken = [each for each in kept if not each.kept]
-    if given.json:
-        print_json({"method": given.method, "kept": not broken, "promises": [asdict(each) for each in kept]})
+    if args.json:
+        print_json({"method": args.method, "kept": not broken, "promises": [asdict(each) for each in kept]})
     elif broken:
-        show(f"\n{given.method} breaks {len(broken)} of {len(kept)} promises.")
+        show(f"\n{args.method} breaks {len(broken)} of {len(kept)} promises.")
     else:
-        show(f"\n{given.method} keeps all {len(kept)} promises: it can be simulated, resumed and deployed.")
+        show(f"\n{args.method} keeps all {len(kept)} promises: it can be simulated, resumed and deployed.")
     return 1 if broken else 0
 
 
-def _options(given: argparse.Namespace) -> dict[str, Any]:
+def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of --option in the types of the method's options; raise UserError for an unknown one."""
     from halfmoon.methods import registry
 
-    known = registry.options(given.method)
+    known = registry.options(args.method)
     chosen = {}
-    for said in given.option:
+    for said in args.option:
         name, equals, words = said.partition("=")
         if not equals or name not in known:
             raise UserError(f"--option {said}: write NAME=VALUE, NAME one of: {', '.join(known) or '(none)'}.")

@@ -22,21 +22,21 @@ SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ")
+    parser = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
     parser.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
     options(parser, ["data", *SPLIT_OPTIONS], own=False)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Show data sets and splits, and write the files that are asked for."""
-    values, flags, file = layers(given)
-    names = given.names
+    values, flags, file = layers(args)
+    names = args.names
     if names and "data" in flags:
         raise UserError("data sets are given twice: name them either before the flags or by --data.")
-    if len(names) > 1 and (given.png or given.save or "split" in flags):
-        one = "--png" if given.png else "--save" if given.save else "--split"
+    if len(names) > 1 and (args.png or args.save or "split" in flags):
+        one = "--png" if args.png else "--save" if args.save else "--split"
         raise UserError(f"{one} goes with one data set, not with {len(names)}.")
     # How many clients train in a round is nobody's business here.
     named = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
@@ -45,8 +45,8 @@ def run(given: argparse.Namespace) -> int:
         config = settings.merge(values, layer, file)
         if config.split is not None and "data" not in {**values, **layer}:
             config = _of_split(config, config.split)
-        found.append(_facts(config, given))
-    if given.json:
+        found.append(_facts(config, args))
+    if args.json:
         print_json({"data": found})
         return 0
 
@@ -61,7 +61,7 @@ def _of_split(config: Config, path: Path) -> Config:
     return replace(config, data=Split.load(path).origin.source or config.data)
 
 
-def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
+def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
     from halfmoon.data import fit, shrink, summary
     from halfmoon.runs.factory import images, split_of
@@ -70,12 +70,12 @@ def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
     source = source if config.image_size is None else fit(source, config.image_size)
     split = split_of(config, source)
     facts = summary(split, source.train.labels, source.classes)
-    if given.png:
+    if args.png:
         from halfmoon.report.bubbles import bubbles
 
-        bubbles(facts, given.png)
-    if given.save:
-        split.save(given.save)
+        bubbles(facts, args.png)
+    if args.save:
+        split.save(args.save)
     numbers = range(len(source.classes))
     return {
         "name": source.name,
@@ -88,8 +88,8 @@ def _facts(config: Config, given: argparse.Namespace) -> dict[str, Any]:
         "remark": source.remark,
         "scenario": split.origin.scenario,
         "split": facts,
-        "png": given.png and str(given.png),
-        "saved": given.save and str(given.save),
+        "png": args.png and str(args.png),
+        "saved": args.save and str(args.save),
     }
 
 

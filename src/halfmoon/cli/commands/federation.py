@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import Parser, command, print_json, say, show
+from halfmoon.cli.commands.base import Command, actions, command, print_json, say, show
 from halfmoon.cli.commands.serve import whole
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
 
 if TYPE_CHECKING:
@@ -21,16 +21,9 @@ FOLDER = "FOLDER "
 def add(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
     about = "manage certificates and keys of a federation: make, show and replace them"
-    parser = commands.add_parser(
-        "federation",
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        usage="halfmoon federation ACTION [options]",
-        allow_abbrev=False,
-    )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    group = actions(commands, "federation", about)
 
-    init = _action(actions, "init", "make a folder with all that server and sites need to know each other", FOLDER)
+    init = _action(group, "init", "make a folder with all that server and sites need to know each other", FOLDER, _init)
     init.add_argument("--sites", metavar="NAME", nargs="+", default=[], help="sites that get a key made here")
     init.add_argument("--host", metavar="HOST", nargs="+", default=[], help=_HOSTS)
     about = "how many images each of --sites has, as known here: it counts for no more"
@@ -42,14 +35,14 @@ def add(commands: Any) -> None:
     about = f"the port where nginx listens for the sites (default: {LISTEN})"
     init.add_argument("--listen", metavar="N", default=str(LISTEN), help=about)
 
-    more = _action(actions, "add-site", "let one more site come in", "FOLDER NAME ")
+    more = _action(group, "add-site", "let one more site come in", "FOLDER NAME ", _add)
     more.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
     more.add_argument("--public-key", metavar="FILE", type=Path, help=_PUBLIC)
 
-    less = _action(actions, "remove-site", "let a site come in no more; its key never comes back", "FOLDER NAME ")
+    less = _action(group, "remove-site", "refuse a site from now on; its key never comes back", "FOLDER NAME ", _remove)
     less.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
 
-    rotate = _action(actions, "rotate", "replace certificates and keys by new ones", FOLDER)
+    rotate = _action(group, "rotate", "replace certificates and keys by new ones", FOLDER, _rotate)
     rotate.add_argument("--server", action="store_true", help="the server's key and certificate")
     rotate.add_argument("--ca", action="store_true", help="the authority, and the server's certificate under it")
     rotate.add_argument("--site", metavar="NAME", help="the key of this site")
@@ -58,98 +51,89 @@ def add(commands: Any) -> None:
     about = "how long the server's new certificate is valid (default: as before)"
     rotate.add_argument("--days", metavar="N", help=about)
 
-    _action(actions, "show", "list certificates and keys, and how long they are valid", FOLDER)
+    _action(group, "show", "list certificates and keys, and how long they are valid", FOLDER, _show)
 
 
 _HOSTS = "names and addresses by which sites call the server"
 _PUBLIC = "the site's public key, made at the site: no private key is ever here"
 
 
-def run(given: argparse.Namespace) -> int:
-    """Do what is asked for; what runs out within a month is said on stderr."""
-    actions = {"init": _init, "add-site": _add, "remove-site": _remove, "rotate": _rotate, "show": _show}
-    if given.action is None:
-        raise UserError(f"federation needs to know what to do: {nearest('', actions)}")
-    actions[given.action](given)
-    return 0
-
-
-def _action(actions: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
-    parser = command(actions, name, about)
-    parser.usage = f"halfmoon federation {name} {usage}[options]"
+def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
+    parser = command(group, name, about, usage, do)
     about = "a new folder" if name == "init" else "the folder that halfmoon federation init has made"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
     return parser
 
 
-def _init(given: argparse.Namespace) -> None:
+def _init(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import init
 
-    days = whole("--days", given.days, 1, MOST_DAYS)
-    port, listen = whole("--port", given.port, 1, 2**16 - 1), whole("--listen", given.listen, 1, 2**16 - 1)
-    done = init(given.folder, given.sites, given.host, days, port, listen, given.images)
-    _tell(given, f"{done.facts['folder']} is made.", done)
+    days = whole("--days", args.days, 1, MOST_DAYS)
+    port, listen = whole("--port", args.port, 1, 2**16 - 1), whole("--listen", args.listen, 1, 2**16 - 1)
+    done = init(args.folder, args.sites, args.host, days, port, listen, args.images)
+    return _tell(args, f"{done.facts['folder']} is made.", done)
 
 
-def _add(given: argparse.Namespace) -> None:
+def _add(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import add
 
-    done = add(given.folder, given.name, given.public_key)
-    _tell(given, f"{given.name} may come in.", done)
+    done = add(args.folder, args.name, args.public_key)
+    return _tell(args, f"{args.name} may come in.", done)
 
 
-def _remove(given: argparse.Namespace) -> None:
+def _remove(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import remove
 
-    done = remove(given.folder, given.name)
-    _tell(given, f"{given.name} may not come in any more, and its key never again.", done)
+    done = remove(args.folder, args.name)
+    return _tell(args, f"{args.name} may not come in any more, and its key never again.", done)
 
 
-def _rotate(given: argparse.Namespace) -> None:
+def _rotate(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import rekey, renew
 
-    renewing = given.server or given.ca
-    if renewing == (given.site is not None):
+    renewing = args.server or args.ca
+    if renewing == (args.site is not None):
         raise UserError("rotate replaces one thing at a time: give --server, --ca or --site NAME.")
-    if renewing and given.public_key is not None:
+    if renewing and args.public_key is not None:
         raise UserError("--public-key is that of a site: it goes with --site NAME.")
-    if not renewing and (given.host or given.days is not None):
+    if not renewing and (args.host or args.days is not None):
         raise UserError("--host and --days stand in the server's certificate: they go with --server or --ca.")
-    if given.site is not None:
-        done = rekey(given.folder, given.site, given.public_key)
-        _tell(given, f"the key of {given.site} is new; the one before never comes back.", done)
-        return
-    days = None if given.days is None else whole("--days", given.days, 1, MOST_DAYS)
-    done = renew(given.folder, given.host, days, given.ca)
-    what = "the authority and the server's certificate are" if given.ca else "the server's certificate is"
-    _tell(given, f"{what} new.", done)
+    if args.site is not None:
+        done = rekey(args.folder, args.site, args.public_key)
+        return _tell(args, f"the key of {args.site} is new; the one before never comes back.", done)
+    days = None if args.days is None else whole("--days", args.days, 1, MOST_DAYS)
+    done = renew(args.folder, args.host, days, args.ca)
+    what = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
+    return _tell(args, f"{what} new.", done)
 
 
-def _tell(given: argparse.Namespace, words: str, done: Done) -> None:
+def _tell(args: argparse.Namespace, words: str, done: Done) -> int:
     """Print what was done, its fingerprints, and what is to be done now."""
     from halfmoon.sites.keys import Access
 
-    if given.json:
+    if args.json:
         print_json({**done.facts, "advice": list(done.advice)})
     else:
         say("\n".join([words, *done.advice]))
     try:
-        _warn(Access.open(given.folder).warnings())
+        _warn(Access.open(args.folder).warnings())
     except UserError as error:  # something else is wrong with the folder; what was asked for is done
         _warn([str(error)])
+    return 0
 
 
-def _show(given: argparse.Namespace) -> None:
+def _show(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.listing import listing
 
-    found = listing(given.folder)
-    if given.json:
+    found = listing(args.folder)
+    if args.json:
         print_json(found)
     else:
         hosts = ", ".join(found["hosts"]) or "this machine alone"
         say(f"{found['folder']}: sites call {hosts}, port {found['listen']}")
         show(["what", "runs out", "fingerprint (SHA-256)"], _rows(found))
     _warn(found["warnings"])
+    return 0
 
 
 def _rows(found: dict[str, Any]) -> list[list[str]]:

@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", metavar="N", help=about)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Take part until interrupted, then return 130; 1 where the people here do not want to."""
     from halfmoon.federation.flower.contact import Address
     from halfmoon.federation.flower.processes import interruptible, require_flower
@@ -61,56 +61,56 @@ def run(given: argparse.Namespace) -> int:
     from halfmoon.sites.folders.prepare import HOME
     from halfmoon.sites.folders.site_folder import read
 
-    server = Address.parse(given.server)
-    port = None if given.port is None else whole("--port", given.port, 1, 2**16 - 1)
-    if given.device not in DEVICES:
-        raise UserError(f"--device is {given.device!r}: it must be one of {', '.join(DEVICES)}.")
+    server = Address.parse(args.server)
+    port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
+    if args.device not in DEVICES:
+        raise UserError(f"--device is {args.device!r}: it must be one of {', '.join(DEVICES)}.")
     require_flower()
-    _check_methods(given.accept)
-    for path in given.weights:
+    _check_methods(args.accept)
+    for path in args.weights:
         weight_files.offer(path)  # one that cannot be read is told now
-    found = read(given.site)
-    for flag, folder in {"--test": given.test, "--validation": given.validation}.items():
+    found = read(args.site)
+    for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read(folder).labels >= 0).any():
             raise UserError(f"{flag} {folder} has no labeled image: name some in its labels.csv.")
     site = Joining(
         server,
-        given.name,
-        given.site,
+        args.name,
+        args.site,
         images=len(found),
         labeled=int((found.labels >= 0).sum()),
-        home=given.home or given.site / HOME,
-        ca=given.ca,
-        insecure=given.insecure,
-        key=given.key,
-        device=given.device,
+        home=args.home or args.site / HOME,
+        ca=args.ca,
+        insecure=args.insecure,
+        key=args.key,
+        device=args.device,
         port=port,
-        tests=given.test,
-        validations=given.validation,
-        terms=given.terms.lower(),
-        methods=tuple(given.accept),
-        trusted=tuple(given.trust),
-        weights=tuple(given.weights),
-        site_keys=given.site_keys,
-        all=given.all,
+        tests=args.test,
+        validations=args.validation,
+        terms=args.terms.lower(),
+        methods=tuple(args.accept),
+        trusted=tuple(args.trust),
+        weights=tuple(args.weights),
+        site_keys=args.site_keys,
+        all=args.all,
     )
     try:
         with interruptible():
-            join(site, shower(given.json), None if given.json else terminal())
+            join(site, shower(args.json), None if args.json else terminal())
     except Ended as over:
         if over.code:
-            return complain(f"{over} This cannot change by waiting: {given.name} does not join.", over.code)
-        if not given.json:
+            return complain(f"{over} This cannot change by waiting: {args.name} does not join.", over.code)
+        if not args.json:
             shower(False)(str(over))
         return 0
     except Declined as error:
-        if given.debug:
+        if args.debug:
             raise
         return complain(f"{error} The same command asks again.", 1)
     except KeyboardInterrupt:
-        if given.debug:
+        if args.debug:
             raise
-        return complain(f"{given.name} has left; the same command joins again, with all that it remembers.", 130)
+        return complain(f"{args.name} has left; the same command joins again, with all that it remembers.", 130)
     return 0
 
 

@@ -30,36 +30,36 @@ def add(parser: argparse.ArgumentParser) -> None:
     served(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted, then return 130; with --list print the order and return 0."""
     from halfmoon.pages.label import Options, open_folder
     from halfmoon.pages.label import run as label
 
-    seed = whole("--seed", given.seed, 0, 2**32 - 1)
-    count = None if given.list is None else whole("--list", given.list, 1, 10**9)
-    port = place(given) if count is None else None
-    if given.by is not None and (len(given.by) > 100 or any(ord(letter) < 32 for letter in given.by)):
+    seed = whole("--seed", args.seed, 0, 2**32 - 1)
+    count = None if args.list is None else whole("--list", args.list, 1, 10**9)
+    port = place(args) if count is None else None
+    if args.by is not None and (len(args.by) > 100 or any(ord(letter) < 32 for letter in args.by)):
         raise UserError("--by is no short name of one line.")
-    site = open_folder(given.folder, given.classes)
-    load = None if given.model is None else loader(given.model, given.device, given.network)
+    site = open_folder(args.folder, args.classes)
+    load = None if args.model is None else loader(args.model, args.device, args.network)
     classes: tuple[str, ...] = ()
     if load is not None and not site.classes:
         model = load()
         classes, load = model.classes, lambda: model
     if count is not None:
-        return _list(given, count, seed, site, load)
-    if given.model is not None and not given.model.exists():
-        raise UserError(f"{given.model}: there is no such file or folder; give the folder of a finished run.")
+        return _list(args, count, seed, site, load)
+    if args.model is not None and not args.model.exists():
+        raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     try:
-        label(site, load, classes, Options(given.by, seed), port, not given.no_browser, tell)
+        label(site, load, classes, Options(args.by, seed), port, not args.no_browser, tell)
     except KeyboardInterrupt:
-        if given.debug:
+        if args.debug:
             raise
         return complain("the page is closed.", 130)
     return 0
 
 
-def _list(given: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
+def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
     from halfmoon.pages.book import Book
     from halfmoon.pages.choice import ranks
     from halfmoon.pages.label import ranked
@@ -73,7 +73,7 @@ def _list(given: argparse.Namespace, count: int, seed: int, site: Any, load: Any
     rows = ranked(guesses, names, Book(site, site.classes or names), seed)
     rank = ranks(guesses.uncertainty[rows]).tolist() if guesses is not None else []
     rows = rows[:count]
-    if not given.json:
+    if not args.json:
         for row in rows:
             tell(site.paths[row])
         return 0

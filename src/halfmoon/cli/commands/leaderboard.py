@@ -14,7 +14,7 @@ RESULTS, PAGE = Path("results"), Path("results/published.md")
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "leaderboard", "write the page of committed results")
+    parser = command(commands, "leaderboard", "write the page of committed results", "", run)
     about = "first copy the summaries of these sweeps' folders into the results"
     parser.add_argument("--add", metavar="SWEEP", nargs="+", type=Path, default=[], help=about)
     about = f"the folder of committed results (default: {RESULTS})"
@@ -23,28 +23,28 @@ def add(commands: Any) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where page and results differ")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write the page, or say whether it is as the results are."""
     from halfmoon.report import leaderboard
     from halfmoon.storage import atomic_io
 
-    if given.check and given.add:
+    if args.check and args.add:
         raise UserError("--check writes nothing, so it cannot --add: give one of them.")
-    added = [leaderboard.add(folder, given.results) for folder in given.add]
-    page = leaderboard.board(given.results).encode()
-    if given.check:
-        if atomic_io.read(given.out) == page:
+    added = [leaderboard.add(folder, args.results) for folder in args.add]
+    page = leaderboard.board(args.results).encode()
+    if args.check:
+        if atomic_io.read(args.out) == page:
             return 0
-        return complain(f"{given.out} is not what {given.results} says; write it anew: halfmoon leaderboard.", 1)
+        return complain(f"{args.out} is not what {args.results} says; write it anew: halfmoon leaderboard.", 1)
     try:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(given.out, page)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.replace(args.out, page)
     except OSError as error:
         raise UserError(
-            f"{given.out}: it cannot be written ({atomic_io.reason(error)}); choose another --out."
+            f"{args.out}: it cannot be written ({atomic_io.reason(error)}); choose another --out."
         ) from error
-    if given.json:
-        print_json({"page": str(given.out), "added": [str(path) for path in added]})
+    if args.json:
+        print_json({"page": str(args.out), "added": [str(path) for path in added]})
     else:
-        say("\n".join([*(f"added: {path}" for path in added), f"page: {given.out}"]))
+        say("\n".join([*(f"added: {path}" for path in added), f"page: {args.out}"]))
     return 0

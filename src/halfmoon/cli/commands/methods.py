@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "methods", "list the methods and their options", "[NAME ...] ")
+    parser = command(commands, "methods", "list the methods and their options", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """List the methods."""
     from halfmoon.methods import registry
 
-    entries = [registry.entry(name) for name in given.names or registry.names()]
-    if given.json:
+    entries = [registry.entry(name) for name in args.names or registry.names()]
+    if args.json:
         print_json([_method(each.name) for each in entries])
         return 0
     options = {

@@ -22,16 +22,14 @@ def served(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-browser", action="store_true", help="print the page's address, and open no browser")
 
 
-def place(given: argparse.Namespace) -> int | None:
+def place(args: argparse.Namespace) -> int | None:
     """Return the port that was given, None for a free one; raise UserError where no page can be served."""
     from halfmoon.pages.server import require_pages
 
-    port = None if given.port is None else whole("--port", given.port, 1, 2**16 - 1)
-    if given.json:
+    port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
+    if args.json:
         raise UserError(
-            "--json goes with --list, which prints: a page is looked at."
-            if "list" in given
-            else "a page has no --json."
+            "--json goes with --list, which prints: a page is looked at." if "list" in args else "a page has no --json."
         )
     require_pages()
     return port

@@ -23,25 +23,25 @@ REAL = {
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "say what a plan costs in epsilon, or how much noise an epsilon needs"
-    parser = command(commands, "privacy", about, "--clients N --cohort K --rounds T (--noise Z | --epsilon E) ")
+    parser = command(commands, "privacy", about, "--clients N --cohort K --rounds T (--noise Z | --epsilon E) ", run)
     for names, metavar in ((WHOLE, "N"), (REAL, "X")):
         for name, about in names.items():
             parser.add_argument(f"--{name}", metavar=metavar, help=about)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print epsilon of a plan, or the noise that keeps one."""
     from halfmoon.aggregation.privacy import accounting
 
-    plan = {name: _number(given, name, int) for name in WHOLE}
+    plan = {name: _number(args, name, int) for name in WHOLE}
     missing = [name for name, value in plan.items() if value is None]
     if missing:
         raise UserError(f"--{missing[0]} is missing: give the number of {WHOLE[missing[0]]}.")
     clients, cohort, rounds = (int(plan[name] or 0) for name in ("clients", "cohort", "rounds"))
     if cohort > clients:
         raise UserError(f"--cohort is {cohort}, but --clients is {clients}: it must be at most {clients}.")
-    noise, target = _number(given, "noise", float), _number(given, "epsilon", float)
-    delta = _number(given, "delta", float) or Config.dp_delta
+    noise, target = _number(args, "noise", float), _number(args, "epsilon", float)
+    delta = _number(args, "delta", float) or Config.dp_delta
     if delta >= 1:
         raise UserError(f"--delta is {delta:g}: it must be above 0 and below 1.")
     if (noise is None) == (target is None):
@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
         noise = accounting.noise_for(float(target or 0), cohort, clients, rounds, delta)
     cost = accounting.planned(cohort, clients, rounds, noise, delta)
     facts = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
-    if given.json:
+    if args.json:
         print_json(facts)
         return 0
     say(
@@ -60,9 +60,9 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _number(given: argparse.Namespace, name: str, kind: type[int] | type[float]) -> float | None:
+def _number(args: argparse.Namespace, name: str, kind: type[int] | type[float]) -> float | None:
     """Return the number that a flag gives, None where it is left out; raise UserError where it is none above 0."""
-    words = getattr(given, name)
+    words = getattr(args, name)
     if words is None:
         return None
     value = parse(f"--{name}", kind, words)

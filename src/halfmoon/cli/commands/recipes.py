@@ -20,7 +20,7 @@ PLACE = ("data_dir", "cache", "device", "executor", "compile", "threads", "worke
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "list the tables and figures that sweep plays, and with --time what one costs on this machine"
-    parser = command(commands, "recipes", about, "[NAME ...] ")
+    parser = command(commands, "recipes", about, "[NAME ...] ", run)
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these, one alone in detail; a TOML file too")
     about = "play a round of one cell of each row of the recipe, and multiply its seconds"
     parser.add_argument("--time", action="store_true", help=about)
@@ -32,19 +32,19 @@ def add(commands: Any) -> None:
         option(group, name)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """List the recipes."""
     from halfmoon.sweep import recipe
 
-    found = [recipe.load(name) for name in given.names or recipe.names()]
-    if given.time and len(found) != 1:
+    found = [recipe.load(name) for name in args.names or recipe.names()]
+    if args.time and len(found) != 1:
         raise UserError("--time is about one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
-    if not given.time and (given.scale or given.only):
+    if not args.time and (args.scale or args.only):
         raise UserError("--scale and --only go with --time.")
     facts = [_facts(each) for each in found]
-    if given.time:
-        facts[0]["cost"] = _cost(found[0], given)
-    if given.json:
+    if args.time:
+        facts[0]["cost"] = _cost(found[0], args)
+    if args.json:
         print_json({"recipes": facts})
     elif len(facts) == 1:
         _detail(facts[0])
@@ -89,15 +89,15 @@ def _axis(axis: str, values: Sequence[Any]) -> dict[str, Any]:
     return {"name": axis, "values": named}
 
 
-def _cost(found: Recipe, given: argparse.Namespace) -> dict[str, Any]:
+def _cost(found: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     """Return what the cells that are asked for cost on this machine: a timed round of each row, multiplied."""
     from halfmoon.config import schema
     from halfmoon.sweep import cost, grid
     from halfmoon.sweep.sweep_folder import machine
 
-    scale = found.scale(given.scale) if given.scale else None
-    over = said(given, PLACE)
-    cells = grid.cells(found, grid.selection(found, given.only), None, scale, schema.anchored(over, Path()))
+    scale = found.scale(args.scale) if args.scale else None
+    over = said(args, PLACE)
+    cells = grid.cells(found, grid.selection(found, args.only), None, scale, schema.anchored(over, Path()))
     rows = {
         name: {
             "cell": row.cell,

@@ -13,7 +13,7 @@ PAGE = Path("report.html")
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "report", "write one page of runs, comparisons and sweeps", "RUN... ")
+    parser = command(commands, "report", "write one page of runs, comparisons and sweeps", "RUN... ", run)
     about = "the folder of a run, of a comparison or of a sweep, or a sweep.json"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=about)
     about = f"the page; CSV and LaTeX go beside it under the same name (default: {PAGE})"
@@ -21,13 +21,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help=about)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write the page and say where it is, and what is missing in it."""
     from halfmoon.report.writer import write_report
 
-    files, missing = write_report(given.runs, given.out)
+    files, missing = write_report(args.runs, args.out)
     page, sheet, latex = (str(file) for file in files)
-    if given.json:
+    if args.json:
         print_json({"page": page, "csv": sheet, "latex": latex, "missing": missing})
         return 0
     say("\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))

@@ -23,7 +23,7 @@ HOST, PORT, RESTARTS = "127.0.0.1", 9092, 5
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "play a federation with sites over the network"
-    parser = command(commands, "serve", about, "CONFIG.toml ")
+    parser = command(commands, "serve", about, "CONFIG.toml ", run)
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, help="options of a run, and a table [federation]")
     about = "the run folder, a new one or one to go on with (default: runs/NAME)"
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help=about)
@@ -44,25 +44,25 @@ def add(commands: Any) -> None:
     parser.add_argument("--restarts", metavar="N", default=str(RESTARTS), help=about)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve until the run is finished; return 1 where it cannot go on, 130 where it was interrupted."""
     from halfmoon.federation.flower.launch import MODEL, Halted, finished, lacking, serve
     from halfmoon.federation.flower.processes import interruptible, require_flower
     from halfmoon.federation.server.plan import load
     from halfmoon.federation.server.server import FederationServer
 
-    port = None if given.port is None else whole("--port", given.port, 1, 2**16 - 1)
-    restarts = whole("--restarts", given.restarts, 0, 10**6)
-    _agreeing(given)
+    port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
+    restarts = whole("--restarts", args.restarts, 0, 10**6)
+    _agreeing(args)
     require_flower()
-    plan = load(given.config)
-    folder = given.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
-    server = _server(given, folder, port, plan.terms.sites, restarts)
-    show = shower(given.json)
+    plan = load(args.config)
+    folder = args.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
+    server = _server(args, folder, port, plan.terms.sites, restarts)
+    show = shower(args.json)
     # Before anything of Flower's lies in it: a folder that holds something else is not a run's.
     host = FederationServer(plan, folder)
     host.make()
-    for name in given.readmit or ():
+    for name in args.readmit or ():
         host.readmit(name)
         show(f"{name} is let back in.")
     away = lacking(folder)
@@ -73,57 +73,57 @@ def run(given: argparse.Namespace) -> int:
             show(f"{folder} is finished; it is served until {', '.join(away)} have the model (Ctrl-C ends this).")
             server = replace(server, again=True)
         try:
-            with interruptible(), _page(given, folder, show):
+            with interruptible(), _page(args, folder, show):
                 serve(server, show)
         except KeyboardInterrupt:
-            if given.debug:
+            if args.debug:
                 raise
-            return complain(f"stopped; go on with: {shlex.join(['halfmoon', *given.words])}", 130)
+            return complain(f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}", 130)
         except Halted as error:
-            if given.debug:
+            if args.debug:
                 raise
             return complain(str(error), 1)
     model = folder / MODEL
-    if given.json:
+    if args.json:
         print_json({"folder": str(folder), "model": str(model)})
     else:
         show(f"model: {model}")
     return 0
 
 
-def _page(given: argparse.Namespace, folder: Path, show: Callable[[str], None]) -> AbstractContextManager[object]:
-    if given.page is None:
+def _page(args: argparse.Namespace, folder: Path, show: Callable[[str], None]) -> AbstractContextManager[object]:
+    if args.page is None:
         return nullcontext()
     from halfmoon.pages.server import beside
     from halfmoon.pages.watch import Watching
 
-    return beside(Watching(folder).app(), "page", whole("--page", given.page, 0, 2**16 - 1) or None, show)
+    return beside(Watching(folder).app(), "page", whole("--page", args.page, 0, 2**16 - 1) or None, show)
 
 
-def _agreeing(given: argparse.Namespace) -> None:
+def _agreeing(args: argparse.Namespace) -> None:
     """Raise UserError for a flag that contradicts --access."""
-    flags = {"--host": given.host, "--ca": given.ca, "--certificate": given.certificate, "--key": given.key}
-    for flag, value in {**flags, "--insecure": given.insecure or None}.items():
-        if given.access is not None and value is not None:
+    flags = {"--host": args.host, "--ca": args.ca, "--certificate": args.certificate, "--key": args.key}
+    for flag, value in {**flags, "--insecure": args.insecure or None}.items():
+        if args.access is not None and value is not None:
             raise UserError(f"--access and {flag} contradict each other: the folder says it; leave {flag} out.")
 
 
-def _server(given: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
+def _server(args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
     """Return how the flags say that the federation is served; raise UserError where that cannot be."""
     from halfmoon.federation.flower.launch import Server
     from halfmoon.sites.keys import Access
 
-    if given.access is None:
-        tls = {"ca": given.ca, "certificate": given.certificate, "key": given.key}
-        where = given.host or HOST, port or PORT
-        return Server(given.config, folder, *where, **tls, insecure=given.insecure, restarts=restarts)
-    access = Access.open(given.access)
+    if args.access is None:
+        tls = {"ca": args.ca, "certificate": args.certificate, "key": args.key}
+        where = args.host or HOST, port or PORT
+        return Server(args.config, folder, *where, **tls, insecure=args.insecure, restarts=restarts)
+    access = Access.open(args.access)
     if port not in (None, access.port):
         raise UserError(
-            f"--port is {port}, but the proxy of {given.access} calls port {access.port}: leave --port out, or make "
+            f"--port is {port}, but the proxy of {args.access} calls port {access.port}: leave --port out, or make "
             "another folder with that port."
         )
-    return Server.guarded(given.config, folder, access, sites, restarts)
+    return Server.guarded(args.config, folder, access, sites, restarts)
 
 
 def whole(flag: str, words: str, least: int, most: int) -> int:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands import join, label, terms
-from halfmoon.cli.commands.base import Parser, command, option, print_json, progress, said, say, show
+from halfmoon.cli.commands.base import actions, command, option, print_json, progress, said, say, show
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import SCENARIO, Config
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
     from halfmoon.sites.folders import Survey
@@ -30,15 +30,9 @@ SHOWN_SIZES = 8
 def add(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
     about = "check, label and prepare a site's folder of images, join a federation, or write a data set as such folders"
-    parser = commands.add_parser(
-        "site",
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        usage="halfmoon site ACTION [options]",
-        allow_abbrev=False,
-    )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
-    check = _action(actions, "check", "say what is in a site folder, and whether it can take part", "FOLDER ")
+    group = actions(commands, "site", about)
+    about = "say what is in a site folder, and whether it can take part"
+    check = command(group, "check", about, "FOLDER ", _check)
     check.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
     check.add_argument("--classes", metavar="NAME", nargs="+", default=[], help="the classes of a federation")
     about = "a folder of test images, none of which may be in this one"
@@ -47,23 +41,23 @@ def add(commands: Any) -> None:
     check.add_argument("--sheet", metavar="FILE.png", type=Path, help=about)
     _forming(check)
 
-    prepare = _action(actions, "prepare", "decode the images of a site folder once", "FOLDER ")
+    prepare = command(group, "prepare", "decode the images of a site folder once", "FOLDER ", _prepare)
     prepare.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
     _forming(prepare)
     about = "a folder for the decoded images (default: FOLDER/.halfmoon)"
     prepare.add_argument("--out", metavar="DIR", type=Path, help=about)
 
     about = "label images in the browser, the most useful first"
-    label.add(_action(actions, "label", about, "FOLDER "))
+    label.add(command(group, "label", about, "FOLDER ", label.run))
 
     about = "say what the sites of a federation are asked to take part in"
-    terms.add(_action(actions, "terms", about, "CONFIG.toml "))
+    terms.add(command(group, "terms", about, "CONFIG.toml ", terms.run))
 
     about = "take part in a federation; no image leaves the folder"
-    join.add(_action(actions, "join", about, "--server HOST:PORT --site FOLDER --name NAME "))
+    join.add(command(group, "join", about, "--server HOST:PORT --site FOLDER --name NAME ", join.run))
 
     about = "write a data set as the folders of several sites, split as a run splits it"
-    export = _action(actions, "export", about, "DATASET --sites K --out FOLDER ")
+    export = command(group, "export", about, "DATASET --sites K --out FOLDER ", _export)
     export.add_argument("data", metavar="DATASET", help=settings.helps()["data"])
     export.add_argument("--sites", metavar="K", required=True, help="how many site folders")
     about = "the folder for all of them, new or empty, or with an unfinished export of the same sites"
@@ -71,15 +65,6 @@ def add(commands: Any) -> None:
     export.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for name in OPTIONS:
         option(export, name)
-
-
-def run(given: argparse.Namespace) -> int:
-    """Do what is asked for; `check` returns 1 for a folder that cannot take part, `join` and `label` 130 once ended."""
-    actions = {"check": _check, "prepare": _prepare, "label": label.run, "terms": terms.run, "join": join.run}
-    actions |= {"export": _export}
-    if given.action is None:
-        raise UserError(f"site needs to know what to do: {nearest('', actions)}")
-    return actions[given.action](given)
 
 
 def _forming(parser: argparse.ArgumentParser) -> None:
@@ -91,28 +76,22 @@ def _forming(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
 
 
-def _action(actions: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
-    parser = command(actions, name, about)
-    parser.usage = f"halfmoon site {name} {usage}[options]"
-    return parser
-
-
 # Check
 
 
-def _check(given: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import Preparation, checked_window
     from halfmoon.sites.folders import check, look
     from halfmoon.sites.folders.contact_sheet import ContactSheet
 
-    how = Preparation(_size(given.size), _channels(given.channels), given.crop, checked_window(given.window))
-    sheet = None if given.sheet is None else ContactSheet(len(look(given.folder)[0]), how)
+    how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
+    sheet = None if args.sheet is None else ContactSheet(len(look(args.folder)[0]), how)
     seen = None if sheet is None else sheet.add
-    found = check(given.folder, progress(), classes=given.classes, tests=given.test, seen=seen)
-    if sheet is not None and given.sheet is not None:
-        count = sheet.write(given.sheet)
-        sys.stderr.write(f"halfmoon: {given.sheet} shows {count} images\n")
-    if given.json:
+    found = check(args.folder, progress(), classes=args.classes, tests=args.test, seen=seen)
+    if sheet is not None and args.sheet is not None:
+        count = sheet.write(args.sheet)
+        sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
+    if args.json:
         print_json(found.as_json())
     else:
         _show(found)
@@ -162,17 +141,17 @@ def _show_finding(finding: Any) -> None:
 # Prepare
 
 
-def _prepare(given: argparse.Namespace) -> int:
+def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import checked_window
     from halfmoon.sites.folders import prepare
 
-    how = (given.crop, checked_window(given.window))
-    done = prepare(given.folder, _size(given.size), _channels(given.channels), given.out, progress(), *how)
+    how = (args.crop, checked_window(args.window))
+    done = prepare(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
     assert done.site.images is not None
     count, height, width, channels = done.site.images.shape
-    if given.json:
+    if args.json:
         left_out = [{"path": path, "reason": reason} for path, reason in done.left_out.items()]
-        facts = {"folder": str(given.folder), "home": str(done.home), "shape": [count, height, width, channels]}
+        facts = {"folder": str(args.folder), "home": str(done.home), "shape": [count, height, width, channels]}
         print_json(facts | {"written": done.fresh, "decoded": done.decoded, "left_out": left_out})
         return 0
     from halfmoon.sites.folders.site_folder import SHOWN
@@ -207,23 +186,23 @@ def _channels(words: str | None) -> int | None:
 # Export
 
 
-def _export(given: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
     from halfmoon.runs.factory import source, split_of
     from halfmoon.sites.folders import export
     from halfmoon.sites.folders.export import FEDERATION
 
-    config, sites = _config(given)
+    config, sites = _config(args)
     images = source(config)
     split = split_of(config, images)
     if split.clients != sites:
         raise UserError(f"--sites is {sites}, but {config.split} is a split among {split.clients} clients; say that.")
-    written = export(config, images, split, given.out, _tell)
-    file = given.out / FEDERATION
-    if given.json:
-        print_json({"folder": str(given.out), "federation": str(file), "written": written, "sites": sites})
+    written = export(config, images, split, args.out, _tell)
+    file = args.out / FEDERATION
+    if args.json:
+        print_json({"folder": str(args.out), "federation": str(file), "written": written, "sites": sites})
         return 0
     if not written:
-        say(f"{given.out} has these very sites already; nothing was written.")
+        say(f"{args.out} has these very sites already; nothing was written.")
     say(f"the same split in the simulator: halfmoon run --config {file}")
     return 0
 
@@ -232,15 +211,15 @@ def _tell(words: str) -> None:
     sys.stderr.write(f"halfmoon: {words}\n")
 
 
-def _config(given: argparse.Namespace) -> tuple[Config, int]:
+def _config(args: argparse.Namespace) -> tuple[Config, int]:
     """Return the configuration that export's options make, and how many sites there are."""
-    if not given.sites.isdecimal() or not int(given.sites):
-        raise UserError(f"--sites is {given.sites!r}: it must be a whole number from 1.")
-    sites = int(given.sites)
-    flags = said(given, OPTIONS)
-    values = settings.load(given.config) if given.config else {}
+    if not args.sites.isdecimal() or not int(args.sites):
+        raise UserError(f"--sites is {args.sites!r}: it must be a whole number from 1.")
+    sites = int(args.sites)
+    flags = said(args, OPTIONS)
+    values = settings.load(args.config) if args.config else {}
     # Which clients train in a round is decided later.
-    flags |= {"data": given.data, "cohort": 1}
+    flags |= {"data": args.data, "cohort": 1}
     if "split" not in {**values, **flags}:
         flags["clients"] = sites
-    return settings.merge(values, settings.anchored(flags, Path()), given.config or "the file"), sites
+    return settings.merge(values, settings.anchored(flags, Path()), args.config or "the file"), sites

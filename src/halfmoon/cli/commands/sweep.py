@@ -28,7 +28,7 @@ PLACE = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ")
+    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ", run)
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a TOML file of one's own")
     about = "only these cells: AXIS=VALUE,AXIS=VALUE; a further value of one axis is one more; may be repeated"
     parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
         option(group, name)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Play the sweep; 1 where a run failed."""
     from rich.console import Console
 
@@ -55,25 +55,25 @@ def run(given: argparse.Namespace) -> int:
     from halfmoon.sweep import grid, recipe
     from halfmoon.sweep.sweep_folder import SweepFolder, cores
 
-    found = recipe.load(given.recipe)
-    scale = found.scale(given.scale) if given.scale else None
-    jobs = _whole("--jobs", given.jobs, 1)
-    over = said(given, PLACE)
+    found = recipe.load(args.recipe)
+    scale = found.scale(args.scale) if args.scale else None
+    jobs = _whole("--jobs", args.jobs, 1)
+    over = said(args, PLACE)
     over = settings.anchored(over, Path())
-    if jobs > 1 and given.engine == "local" and "threads" not in over:
+    if jobs > 1 and args.engine == "local" and "threads" not in over:
         over["threads"] = max(1, cores() // jobs)
-    seeds = [_whole("--seeds", word, 0) for word in given.seeds] if given.seeds else None
-    cells = grid.cells(found, grid.selection(found, given.only), seeds, scale, over)
-    words = shlex.join(["halfmoon", *given.words])
-    folder = SweepFolder(given.out, found, scale)
-    if given.dry_run:
-        return _list(cells, given.json)
+    seeds = [_whole("--seeds", word, 0) for word in args.seeds] if args.seeds else None
+    cells = grid.cells(found, grid.selection(found, args.only), seeds, scale, over)
+    words = shlex.join(["halfmoon", *args.words])
+    folder = SweepFolder(args.out, found, scale)
+    if args.dry_run:
+        return _list(cells, args.json)
     # The table of several commands names them all.
     commands = [*folder.read().get("command", "").splitlines(), words]
     folder = replace(folder, command="\n".join(dict.fromkeys(commands)))
-    code = _play(given, folder, cells, jobs)
+    code = _play(args, folder, cells, jobs)
     facts = folder.read()
-    if given.json:
+    if args.json:
         print_json({"folder": str(folder.path), **facts})
     else:
         console = Console()
@@ -84,7 +84,7 @@ def run(given: argparse.Namespace) -> int:
     return code
 
 
-def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
+def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
     from rich.console import Console
 
     from halfmoon.cli.console import duration, say, watcher
@@ -104,28 +104,28 @@ def _play(given: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs
             words += "finished"
         say(console, words)
 
-    watch = watcher(console, given.json or jobs > 1 or given.engine == "ray")
+    watch = watcher(console, args.json or jobs > 1 or args.engine == "ray")
     try:
         with redirect_stdout(sys.stderr), watch, ExitStack() as ends:  # Ray prints remarks; results alone go to stdout
-            failed = sweep(folder, cells, _engine(given, watch, jobs, ends), tell)
+            failed = sweep(folder, cells, _engine(args, watch, jobs, ends), tell)
     except KeyboardInterrupt:
-        if given.debug:
+        if args.debug:
             raise
         return complain("stopped; the same command goes on where it was.", 130)
     return 1 if failed else 0
 
 
-def _engine(given: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
+def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
     from halfmoon.runs.callbacks import NULL_CALLBACK, Callbacks
     from halfmoon.sweep import engines
 
-    if given.ray_address is not None and given.engine != "ray":
+    if args.ray_address is not None and args.engine != "ray":
         raise UserError("--ray-address goes with --engine ray.")
-    watching = next(iter(trackers(given)), NULL_CALLBACK)
-    if given.engine == "ray":
+    watching = next(iter(trackers(args)), NULL_CALLBACK)
+    if args.engine == "ray":
         from halfmoon.sweep.ray_engine import Rays
 
-        rays = Rays(jobs, given.ray_address, watching)
+        rays = Rays(jobs, args.ray_address, watching)
         ends.callback(rays.close)
         return rays
     return engines.Processes(jobs, watching) if jobs > 1 else engines.Here(Callbacks(watch, watching, warn=watch.say))

@@ -14,13 +14,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, help=about)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the terms."""
     from halfmoon.federation.server.plan import load
 
-    terms = load(given.config).terms
+    terms = load(args.config).terms
     offered = terms.summary()
-    if given.json:
+    if args.json:
         print_json({"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)})
         return 0
     say(f"{offered.sentence}\n")

@@ -1,14 +1,17 @@
-"""What the commands share that use a trained model."""
+"""The commands that use a trained model: predict, evaluate, review, calibrate, export."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import complain
+from halfmoon.cli.commands.base import command, complain, print_json, say, show
+from halfmoon.cli.commands.paged import loader, place, served, tell
 from halfmoon.config import schema as settings
+from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +19,57 @@ if TYPE_CHECKING:
     from halfmoon.sites.inference import Model
     from halfmoon.sites.inference.image_folder import UnreadableImage
 
+OUT = Path("predictions.csv")
 
-def of_model(parser: argparse.ArgumentParser) -> None:
+SHOWN = 12
+"""The most classes whose confusion matrix is printed."""
+
+
+def add(commands: Any) -> None:
+    """Add the parsers of the commands."""
+    parser = command(
+        commands, "predict", "label the images of a folder with a trained model", "MODEL FOLDER ", _predict
+    )
+    _of_model(parser)
+    on_device(parser)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images of any size, also in folders below it")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=OUT, help=f"the table (default: {OUT})")
+    _sure(parser)
+
+    about = "measure a trained model on labeled images"
+    parser = command(commands, "evaluate", about, "MODEL FOLDER ", _evaluate)
+    _of_model(parser)
+    on_device(parser)
+    about = "a folder for each class, or images with a labels.csv (path,label)"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
+    about = "also write evaluation.json, classes.csv, confusion.csv, reliability.csv and reliability.png there"
+    parser.add_argument("--out", metavar="DIR", type=Path, help=about)
+    _sure(parser)
+
+    about = "look through a model's predictions in the browser, and correct labels"
+    parser = command(commands, "review", about, "MODEL FOLDER ", _review)
+    _of_model(parser)
+    about = "images, and perhaps a labels.csv or a folder for each class"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
+    on_device(parser)
+    served(parser)
+
+    about = "calibrate a trained model on labeled images that it was not trained on"
+    parser = command(commands, "calibrate", about, "MODEL FOLDER ", _calibrate)
+    _of_model(parser)
+    on_device(parser)
+    about = "validation images: a folder for each class, or images with a labels.csv (path,label)"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
+
+    parser = command(commands, "export", "write a trained model for other programs", "MODEL ", _export)
+    _of_model(parser)
+    parser.add_argument("--onnx", metavar="FILE", type=Path, help="an ONNX file (needs halfmoon[onnx])")
+    parser.add_argument("--torch", metavar="FILE", type=Path, help="a program of torch.export (.pt2)")
+    about = "a folder of real images on which the files are compared with the model, besides random ones"
+    parser.add_argument("--images", metavar="FOLDER", type=Path, help=about)
+
+
+def _of_model(parser: argparse.ArgumentParser) -> None:
     about = "the folder of a finished run, or its model.safetensors"
     parser.add_argument("model", metavar="MODEL", type=Path, help=about)
     from_outside(parser)
@@ -33,12 +85,12 @@ def on_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="auto|cpu|cuda", default="auto", help=about)
 
 
-def sure(parser: argparse.ArgumentParser) -> None:
+def _sure(parser: argparse.ArgumentParser) -> None:
     about = "probability from which a label counts as sure (default: 0.9)"
     parser.add_argument("--sure", metavar="X", type=float, default=0.9, help=about)
 
 
-def complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
+def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
     """Name the images that could not be read, and return the exit code: 1 where there are any."""
     for each in unreadable:
         complain(f"{each.path}: {each.reason}", 1)
@@ -47,15 +99,150 @@ def complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
     return complain(f"{len(unreadable)} image(s) could not be read; the results are of the others.", 1)
 
 
-def place(given: argparse.Namespace) -> torch.device:
+def device_of(args: argparse.Namespace) -> torch.device:
     """Return the device of --device; raise `UserError` where there is none."""
     from halfmoon.runs.factory import device
 
-    return device(settings.Config(device=settings.parse("device", given.device)))
+    return device(settings.Config(device=settings.parse("device", args.device)))
 
 
-def loaded(given: argparse.Namespace) -> Model:
+def _loaded(args: argparse.Namespace) -> Model:
     """Return the model of a command on --device; raise `UserError` where there is none."""
     from halfmoon.sites.inference import load_model
 
-    return load_model(given.model, place(given), given.network)
+    return load_model(args.model, device_of(args), args.network)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    """Write the table, and say what is in it and which images could not be read."""
+    from halfmoon.sites.inference.predict import predict
+
+    model = _loaded(args)
+    found = predict(model, args.folder, args.out, args.sure)
+    if args.json:
+        facts = {"out": str(found.out), "images": found.images, "sure": args.sure, "unsure": found.unsure}
+        print_json({**facts, "labels": found.labels, "unreadable": [each._asdict() for each in found.unreadable]})
+    else:
+        show(["label", "images"], [[name, f"{count:,}"] for name, count in found.labels.items()])
+        say(f"unsure, below {args.sure:g}: {found.unsure:,} of {found.images:,} images\ntable: {found.out}")
+    return _complain_unreadable(found.unreadable)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Measure, print and, with --out, write what was found."""
+    from halfmoon.sites.inference.measure import evaluate, write
+
+    model = _loaded(args)
+    found, unreadable = evaluate(model, args.folder, args.sure)
+    found["temperature"] = model.card.temperature
+    files = [str(path) for path in write(found, unreadable, args.out)] if args.out is not None else []
+    if args.out is not None:
+        from halfmoon.report.reliability import reliability  # Matplotlib is slow to import
+
+        picture = args.out / "reliability.png"
+        reliability(found, picture)
+        files.append(str(picture))
+    if args.json:
+        print_json({**found, "unreadable": [each._asdict() for each in unreadable], "files": files})
+    else:
+        _show_metrics(found, files)
+    return _complain_unreadable(unreadable)
+
+
+def _show_metrics(found: dict[str, Any], files: Sequence[str]) -> None:
+    rows = [
+        [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
+        for each in found["per_class"]
+    ]
+    show(["class", "precision %", "recall %", "F1 %", "images"], rows)
+    if len(found["classes"]) <= SHOWN:
+        say("\nconfusion (rows: true class, columns: predicted class)")
+        matrix = zip(found["classes"], found["confusion"], strict=True)
+        show(["", *found["classes"]], [[name, *map(str, row)] for name, row in matrix])
+    say("\nreliability (images by the probability of their label)")
+    rows = [
+        [
+            f"{each['above']:.3f} to {each['to']:.3f}",
+            f"{each['images']:,}",
+            *(_percent(each[name]) for name in ("confidence", "accuracy")),
+        ]
+        for each in found["reliability"]
+        if each["images"]
+    ]
+    show(["probability", "images", "mean probability %", "accuracy %"], rows)
+    certain = found["sure"]
+    lines = [
+        "",
+        f"images: {found['images']:,}",
+        f"accuracy: {_percent(found['accuracy'])} %",
+        f"balanced accuracy: {_percent(found['balanced_accuracy'])} %",
+        f"area under the ROC curve: {_percent(found['auc'])} %",
+        f"expected calibration error: {_percent(found['calibration_error'])} % "
+        f"(temperature {found['temperature']:.3g})",
+        f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images, "
+        f"accuracy among them: {_percent(certain['accuracy'])} %",
+        *(f"written: {file}" for file in files),
+    ]
+    say("\n".join(lines))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
+def _review(args: argparse.Namespace) -> int:
+    """Serve the page until interrupted, then return 130."""
+    from halfmoon.pages.review import run as review
+
+    port = place(args)
+    model = loader(args.model, args.device, args.network)()
+    try:
+        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, tell)
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        return complain("the page is closed.", 130)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Fit, write the temperature into the model's file, and say what it brings."""
+    from halfmoon.sites.inference.calibrate import calibrate
+
+    found = calibrate(args.model, args.folder, str(device_of(args)), args.network)
+    if args.json:
+        facts = {"model": str(found.model), "images": found.images, "before": asdict(found.before)}
+        print_json({**facts, "after": asdict(found.after), "unreadable": [each._asdict() for each in found.unreadable]})
+    else:
+        rows = [
+            [name, f"{each.temperature:.3f}", f"{100 * each.calibration_error:.2f}", f"{each.loss:.4f}"]
+            for name, each in (("before", found.before), ("after", found.after))
+        ]
+        show(["", "temperature", "calibration error %", "cross-entropy"], rows)
+        words = f"measured on the {found.images:,} images that it was fitted on; measure others with halfmoon evaluate"
+        say(f"{words}\nwritten: {found.model}")
+    return _complain_unreadable(found.unreadable)
+
+
+def _export(args: argparse.Namespace) -> int:
+    """Write the files that are asked for, and say how they compare with the model."""
+    if args.onnx is None and args.torch is None:
+        raise UserError("nothing is to be written: give --onnx FILE, --torch FILE or both.")
+    from halfmoon.sites.inference import load_model
+    from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
+
+    model = load_model(args.model)
+    real = real_images(model, args.images)
+    makers = {"onnx": (export_onnx, args.onnx), "torch": (export_torch, args.torch)}
+    found = {name: make(model, path, real) for name, (make, path) in makers.items() if path is not None}
+    if args.json:
+        facts = {
+            name: {"path": str(each.path), "images": each.images, "difference": each.difference}
+            for name, each in found.items()
+        }
+        print_json(facts)
+        return 0
+    for name, each in found.items():
+        words = f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
+        say(f"{name}: {each.path} ({words})")
+    return 0

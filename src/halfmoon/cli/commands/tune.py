@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from halfmoon.cli.commands.base import print_json
+from halfmoon.cli.commands.base import layers, print_json
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -21,7 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[100], help=about)
 
 
-def tune(given: argparse.Namespace, values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str) -> int:
+def tune(args: argparse.Namespace) -> int:
     """Search, and say what came out."""
     from rich.console import Console
 
@@ -29,14 +26,15 @@ def tune(given: argparse.Namespace, values: Mapping[str, Any], flags: Mapping[st
     from halfmoon.sweep.tuning import BEST, KNOBS, TABLE, Knob
     from halfmoon.sweep.tuning import tune as search
 
-    if given.trials < 1 or min(given.seeds) < 0:
+    if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")
-    knobs = [Knob.parse(words) for words in given.knob or KNOBS]
+    values, flags, file = layers(args)
+    knobs = [Knob.parse(words) for words in args.knob or KNOBS]
     config = settings.resolve(values, flags, file)
     folder = config.run_dir or settings.free_folder(config, "tune")
     console = Console(stderr=True)
-    trials = search(config, knobs, given.trials, given.seeds, folder, lambda words: say(console, words))
-    if given.json:
+    trials = search(config, knobs, args.trials, args.seeds, folder, lambda words: say(console, words))
+    if args.json:
         rows = [{"trial": each.number, "validation_accuracy": each.accuracy, "values": each.values} for each in trials]
         print_json({"folder": str(folder), "best": str(folder / BEST), "trials": rows})
         return 0

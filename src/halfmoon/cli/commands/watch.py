@@ -13,21 +13,21 @@ from halfmoon.cli.commands.paged import place, served, tell
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "follow a run, a comparison, a sweep, a federation or a site's part in the browser"
-    parser = command(commands, "watch", about, "FOLDER ")
+    parser = command(commands, "watch", about, "FOLDER ", run)
     about = "the folder of a run, a comparison, a sweep, or a server's run; or a site's folder"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
     served(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted, then return 130."""
     from halfmoon.pages.watch import run as watch
 
-    port = place(given)
+    port = place(args)
     try:
-        watch(given.folder, port, not given.no_browser, tell)
+        watch(args.folder, port, not args.no_browser, tell)
     except KeyboardInterrupt:
-        if given.debug:
+        if args.debug:
             raise
         return complain("the page is closed; what it showed goes on.", 130)
     return 0
