@@ -139,7 +139,7 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
 
     def asked(config: Path | None = None, **said: object) -> Config:
         given = argparse.Namespace(config=config, sites=[tmp_path / "a", tmp_path / "b"])
-        return command.asked(given, said, "the file")[0]
+        return command.rehearsal_of(given, said, "the file")[0]
 
     plain = asked()
     recipe = {name: getattr(plain, name) for name in command.RECIPE}

@@ -133,9 +133,9 @@ class Quiet:
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
         args = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
-        said = [f"{name} {shown(value)}" for name, (value, default) in args.items() if value != default]
-        if said:
-            self.say(f"{run.title}: {', '.join(said)}.")
+        guards = [f"{name} {shown(value)}" for name, (value, default) in args.items() if value != default]
+        if guards:
+            self.say(f"{run.title}: {', '.join(guards)}.")
 
 
 class Lines(Quiet):
@@ -209,16 +209,16 @@ def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], i
 
     Round and time are always there.
     """
-    kept = {"round", "time"}
+    columns = {"round", "time"}
     room = width - SHORTEST
-    order = [*kept, "accuracy", "epsilon", "pseudo-labels", "confident", BAR]
+    order = [*columns, "accuracy", "epsilon", "pseudo-labels", "confident", BAR]
     for name in order:
         if name in cells[0]:
             needed = GAP + max(len(name) if name != BAR else 0, *(len(each[name]) for each in cells))
             if needed <= room or name in ("round", "time"):
-                kept.add(name)
+                columns.add(name)
                 room -= needed
-    return kept, max(1, SHORTEST + room)
+    return columns, max(1, SHORTEST + room)
 
 
 def watcher(console: Console, json: bool = False) -> Watcher:

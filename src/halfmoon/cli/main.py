@@ -204,7 +204,7 @@ def _shown(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     values, flags, file = layers(args)
     if args.sites:
-        config, folders = own_sites.asked(args, {**values, **flags}, file)
+        config, folders = own_sites.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
         from halfmoon.sweep.own_sites import rehearse
 
@@ -243,8 +243,8 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
     if flags.get("data", Config.data) != Config.data:
         return {"baselines": OTHER_DATA, "protocol": "few-labels", **flags}
     without = preset.overruled(flags)
-    said = {name: value for name, value in MAIN_JOB.items() if name not in without}
-    return {**said, **flags, "options": settings.joined(said["options"], flags.get("options", {}), "--option")}
+    recipe = {name: value for name, value in MAIN_JOB.items() if name not in without}
+    return {**recipe, **flags, "options": settings.joined(recipe["options"], flags.get("options", {}), "--option")}
 
 
 def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
@@ -310,8 +310,8 @@ def _play(
     except KeyboardInterrupt:
         if args.debug:
             raise
-        kept = any((folder / name).exists() for name in ("run.json", "comparison.json"))
-        again = again or (f"go on with: {_resuming(folder)}" if kept else "nothing was saved yet.")
+        saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
+        again = again or (f"go on with: {_resuming(folder)}" if saved else "nothing was saved yet.")
         return complain(f"stopped; {again}", 130)
     except Diverged as error:
         if args.debug:

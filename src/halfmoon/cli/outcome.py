@@ -19,7 +19,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
     from halfmoon.report.remarks import remarks
 
     table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
-    said = gain(outcome.summaries, registry.ceilings())
+    sentence = gain(outcome.summaries, registry.ceilings())
     notes = remarks(outcome.summaries, registry.ceilings())
     if as_json:
         print_json(
@@ -28,7 +28,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
                 "curves": str(outcome.curves),
                 "tables": [str(path) for path in outcome.tables],
                 "comparison": table.as_json(),
-                "gain": said,
+                "gain": sentence,
                 "remarks": notes,
                 "runs": [
                     {**summary, "folder": str(path)}
@@ -37,8 +37,8 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
             }
         )
         return
-    shown = replace(table, wide=wide)
-    show(shown.headings, shown.cells)
-    for sentence in (*([said] if said else ()), *notes):
-        say(sentence)
+    wide_table = replace(table, wide=wide)
+    show(wide_table.headings, wide_table.cells)
+    for words in (*([sentence] if sentence else ()), *notes):
+        say(words)
     say(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")

@@ -43,7 +43,7 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
     )
 
 
-def asked(args: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
+def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
     """Return the configuration of a rehearsal, with the folder that it is played in, and the sites' folders.
 
     What a federation's file says is played as it says; without a file `RECIPE` fills in what is not said. Raise
@@ -77,11 +77,11 @@ def print_rows(args: argparse.Namespace, folder: Path, table: Sequence[Played]) 
     say(f"runs: {folder}")
 
 
-def _filled(said: Mapping[str, Any]) -> dict[str, Any]:
-    without = preset.overruled(said) | ({"options"} if "method" in said else set())
+def _filled(requested: Mapping[str, Any]) -> dict[str, Any]:
+    without = preset.overruled(requested) | ({"options"} if "method" in requested else set())
     rest = {name: value for name, value in RECIPE.items() if name not in without}
-    own = settings.joined(rest.get("options", {}), said.get("options", {}), "--option")
-    return {**rest, **said, "options": own}
+    own = settings.joined(rest.get("options", {}), requested.get("options", {}), "--option")
+    return {**rest, **requested, "options": own}
 
 
 def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:

@@ -39,12 +39,10 @@ class Known:
 
 def _read() -> dict[str, Known]:
     content = (resources.files("halfmoon.data") / "known.toml").read_text("utf-8")
-    sets: dict[str, dict[str, Any]] = toml.loads(content)
-    known: dict[str, Known] = {}
-    for name, table in sets.items():
-        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
-        known[name] = Known(**values)
-    return known
+    tables: dict[str, dict[str, Any]] = toml.loads(content)
+    for table in tables.values():
+        table |= {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+    return {name: Known(**table) for name, table in tables.items()}
 
 
 KNOWN: Mapping[str, Known] = _read()

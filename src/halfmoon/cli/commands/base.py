@@ -73,13 +73,13 @@ def command(commands: Any, name: str, about: str, usage: str, do: Command) -> ar
 def actions(commands: Any, name: str, about: str) -> Any:
     """Return the actions of a new command, to which `command` adds; without one the command raises `UserError`."""
     parser = _parser(commands, name, about, "ACTION ")
-    found = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
+    matches = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
 
     def refuse(args: argparse.Namespace) -> NoReturn:
-        raise UserError(f"{name} needs to know what to do: {nearest('', found.choices)}")
+        raise UserError(f"{name} needs to know what to do: {nearest('', matches.choices)}")
 
     parser.set_defaults(do=refuse)
-    return found
+    return matches
 
 
 def _parser(commands: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
@@ -127,15 +127,15 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
 
 
-def said(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return those of a run's options that were given, in their types; raise UserError where a value is none."""
-    found = {name: vars(args)[name] for name in names if name in vars(args)}
-    return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in found.items()}
+    matches = {name: vars(args)[name] for name in names if name in vars(args)}
+    return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in matches.items()}
 
 
 def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
     """Return the values of the file, those of the flags, and the file's name."""
-    flags = said(args, settings.kinds())
+    flags = requested(args, settings.kinds())
     own: dict[str, Any] = {}
     for words in getattr(args, "option", []):
         path, sign, value = words.partition("=")
@@ -198,12 +198,12 @@ def trackers(args: argparse.Namespace) -> list[Callback]:
 
 def flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
     """Return the long flags that a parser takes, and those of its action that is given, or of all where none is."""
-    found = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    matches = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for nested in (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)):
         named = getattr(args, nested.dest, None)
         for each in nested.choices.values() if named is None else [nested.choices[named]]:
-            found += flags(each, args)
-    return found
+            matches += flags(each, args)
+    return matches
 
 
 def model_first(command: str) -> UserError:

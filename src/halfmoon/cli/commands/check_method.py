@@ -27,19 +27,19 @@ def run(args: argparse.Namespace) -> int:
     """Say of every promise whether it is kept; return 1 where one is not."""
     from halfmoon.contract import check
 
-    show, kept = shower(args.json), []
+    show, promises = shower(args.json), []
     for each in check(args.method, _options(args), args.network):
-        kept.append(each)
+        promises.append(each)
         if not args.json:
             words = f": {each.said}" if each.said else ""
             show(f"{'kept' if each.kept else 'BROKEN':7} {each.promise}{words}")
-    broken = [each for each in kept if not each.kept]
+    broken = [each for each in promises if not each.kept]
     if args.json:
-        print_json({"method": args.method, "kept": not broken, "promises": [asdict(each) for each in kept]})
+        print_json({"method": args.method, "kept": not broken, "promises": [asdict(each) for each in promises]})
     elif broken:
-        show(f"\n{args.method} breaks {len(broken)} of {len(kept)} promises.")
+        show(f"\n{args.method} breaks {len(broken)} of {len(promises)} promises.")
     else:
-        show(f"\n{args.method} keeps all {len(kept)} promises: it can be simulated, resumed and deployed.")
+        show(f"\n{args.method} keeps all {len(promises)} promises: it can be simulated, resumed and deployed.")
     return 1 if broken else 0
 
 

@@ -40,17 +40,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{one} goes with one data set, not with {len(names)}.")
     # How many clients train in a round is nobody's business here.
     named = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
-    found = []
+    facts_of_sets = []
     for layer in named or [{**flags, "cohort": 1}]:
         config = settings.merge(values, layer, file)
         if config.split is not None and "data" not in {**values, **layer}:
             config = _of_split(config, config.split)
-        found.append(_facts(config, args))
+        facts_of_sets.append(_facts(config, args))
     if args.json:
-        print_json({"data": found})
+        print_json({"data": facts_of_sets})
         return 0
 
-    for facts in found:
+    for facts in facts_of_sets:
         show_data(facts)
     return 0
 
@@ -126,11 +126,11 @@ def show_data(facts: Mapping[str, Any]) -> None:
 def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
     """Return in a sentence how a split was made and what it holds."""
     counts, setting = split["counts"], scenario.get("setting", "of your own")
-    made = setting
+    rule = setting
     if "dir" in setting or "fedloke" in setting:
-        made += f" (alpha {scenario['dirichlet_alpha']:g})"
+        rule += f" (alpha {scenario['dirichlet_alpha']:g})"
     elif "shards" in setting:
-        made += f" ({scenario['classes_per_client']} shards a client)"
+        rule += f" ({scenario['classes_per_client']} shards a client)"
     seed = f", seed {scenario['seed']}" if "seed" in scenario else ""
     labeled = f"{counts['labeled']:,} labeled"
     holders = sum(client["labeled"] > 0 for client in split["each"])
@@ -140,7 +140,7 @@ def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
         labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
     nobody = f"; {counts['nobody']:,} left to nobody" if counts["nobody"] else ""
     return (
-        f"split: {made}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
+        f"split: {rule}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
         f"images{nobody}"
     )
 

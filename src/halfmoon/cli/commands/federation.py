@@ -125,27 +125,27 @@ def _tell(args: argparse.Namespace, words: str, done: Done) -> int:
 def _show(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.listing import listing
 
-    found = listing(args.folder)
+    result = listing(args.folder)
     if args.json:
-        print_json(found)
+        print_json(result)
     else:
-        hosts = ", ".join(found["hosts"]) or "this machine alone"
-        say(f"{found['folder']}: sites call {hosts}, port {found['listen']}")
-        show(["what", "runs out", "fingerprint (SHA-256)"], _rows(found))
-    _warn(found["warnings"])
+        hosts = ", ".join(result["hosts"]) or "this machine alone"
+        say(f"{result['folder']}: sites call {hosts}, port {result['listen']}")
+        show(["what", "runs out", "fingerprint (SHA-256)"], _rows(result))
+    _warn(result["warnings"])
     return 0
 
 
-def _rows(found: dict[str, Any]) -> list[list[str]]:
+def _rows(result: dict[str, Any]) -> list[list[str]]:
     """Return what is shown of certificates and keys."""
     rows = [
-        [f"certificate of the {name}", f"{found[name]['left']} ({found[name]['until']})", found[name]["fingerprint"]]
+        [f"certificate of the {name}", f"{result[name]['left']} ({result[name]['until']})", result[name]["fingerprint"]]
         for name in ("authority", "server")
     ]
-    for site in found["sites"]:
+    for site in result["sites"]:
         still = "; the private key is still here" if site["private_key"] else ""
         rows.append([f"key of {site['name']}", f"never{still}", site["fingerprint"]])
-    for key in found["refused"]:
+    for key in result["refused"]:
         rows.append([f"key of {key['name']}", f"{key['why'].upper()} on {key['since'][:10]}", key["fingerprint"]])
     return rows
 

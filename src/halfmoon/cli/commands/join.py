@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     _check_methods(args.accept)
     for path in args.weights:
         weight_files.offer(path)  # one that cannot be read is told now
-    found = read(args.site)
+    result = read(args.site)
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read(folder).labels >= 0).any():
             raise UserError(f"{flag} {folder} has no labeled image: name some in its labels.csv.")
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         server,
         args.name,
         args.site,
-        images=len(found),
-        labeled=int((found.labels >= 0).sum()),
+        images=len(result),
+        labeled=int((result.labels >= 0).sum()),
         home=args.home or args.site / HOME,
         ca=args.ca,
         insecure=args.insecure,

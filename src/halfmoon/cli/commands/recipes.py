@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, option, print_json, said, say, show
+from halfmoon.cli.commands.base import command, option, print_json, requested, say, show
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
     """List the recipes."""
     from halfmoon.sweep import recipe
 
-    found = [recipe.load(name) for name in args.names or recipe.names()]
-    if args.time and len(found) != 1:
+    loaded = [recipe.load(name) for name in args.names or recipe.names()]
+    if args.time and len(loaded) != 1:
         raise UserError("--time is about one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
     if not args.time and (args.scale or args.only):
         raise UserError("--scale and --only go with --time.")
-    facts = [_facts(each) for each in found]
+    facts = [_facts(each) for each in loaded]
     if args.time:
-        facts[0]["cost"] = _cost(found[0], args)
+        facts[0]["cost"] = _cost(loaded[0], args)
     if args.json:
         print_json({"recipes": facts})
     elif len(facts) == 1:
@@ -63,24 +63,24 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def _facts(found: Recipe) -> dict[str, Any]:
+def _facts(loaded: Recipe) -> dict[str, Any]:
     """Return what there is to say of a recipe, ready for JSON."""
     from halfmoon.sweep import grid
 
     return {
-        "name": found.name,
-        "title": found.title,
-        "paper": found.paper,
-        "item": found.item,
-        "about": found.about,
-        "reading": found.reading,
-        "kind": found.kind,
-        "cells": len(grid.combinations(found, {})),
-        "seeds": list(found.seeds),
-        "panels": {name: {axis: list(names) for axis, names in at.items()} for name, at in found.panels.items()},
-        "scales": [{"name": each.name, "about": each.about} for each in found.scales.values()],
-        "axes": [_axis(axis, values) for axis, values in found.axes.items()],
-        "protocol": dict(found.protocol),
+        "name": loaded.name,
+        "title": loaded.title,
+        "paper": loaded.paper,
+        "item": loaded.item,
+        "about": loaded.about,
+        "reading": loaded.reading,
+        "kind": loaded.kind,
+        "cells": len(grid.combinations(loaded, {})),
+        "seeds": list(loaded.seeds),
+        "panels": {name: {axis: list(names) for axis, names in at.items()} for name, at in loaded.panels.items()},
+        "scales": [{"name": each.name, "about": each.about} for each in loaded.scales.values()],
+        "axes": [_axis(axis, values) for axis, values in loaded.axes.items()],
+        "protocol": dict(loaded.protocol),
     }
 
 
@@ -89,15 +89,15 @@ def _axis(axis: str, values: Sequence[Any]) -> dict[str, Any]:
     return {"name": axis, "values": named}
 
 
-def _cost(found: Recipe, args: argparse.Namespace) -> dict[str, Any]:
+def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     """Return what the cells that are asked for cost on this machine: a timed round of each row, multiplied."""
     from halfmoon.config import schema
     from halfmoon.sweep import cost, grid
     from halfmoon.sweep.sweep_folder import machine
 
-    scale = found.scale(args.scale) if args.scale else None
-    over = said(args, PLACE)
-    cells = grid.cells(found, grid.selection(found, args.only), None, scale, schema.anchored(over, Path()))
+    scale = loaded.scale(args.scale) if args.scale else None
+    over = requested(args, PLACE)
+    cells = grid.cells(loaded, grid.selection(loaded, args.only), None, scale, schema.anchored(over, Path()))
     rows = {
         name: {
             "cell": row.cell,
@@ -105,12 +105,12 @@ def _cost(found: Recipe, args: argparse.Namespace) -> dict[str, Any]:
             "runs": row.runs,
             "seconds": round(row.seconds, 3),
         }
-        for name, row in cost.price(found, cells).items()
+        for name, row in cost.price(loaded, cells).items()
     }
     return {
         "machine": cost.words_of(machine()),
         "scale": scale and {"name": scale.name, "about": scale.about},
-        "of": found.rows,
+        "of": loaded.rows,
         "rows": rows,
         "runs": sum(row["runs"] for row in rows.values()),
         "seconds": round(sum(row["seconds"] for row in rows.values()), 3),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands import join, label, terms
-from halfmoon.cli.commands.base import actions, command, option, print_json, progress, said, say, show
+from halfmoon.cli.commands.base import actions, command, option, print_json, progress, requested, say, show
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import SCENARIO, Config
 from halfmoon.core.errors import UserError
@@ -87,43 +87,43 @@ def _check(args: argparse.Namespace) -> int:
     how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
     sheet = None if args.sheet is None else ContactSheet(len(look(args.folder)[0]), how)
     seen = None if sheet is None else sheet.add
-    found = check(args.folder, progress(), classes=args.classes, tests=args.test, seen=seen)
+    result = check(args.folder, progress(), classes=args.classes, tests=args.test, seen=seen)
     if sheet is not None and args.sheet is not None:
         count = sheet.write(args.sheet)
         sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
     if args.json:
-        print_json(found.as_json())
+        print_json(result.as_json())
     else:
-        _show(found)
-    return 0 if found.can_take_part else 1
+        _show(result)
+    return 0 if result.can_take_part else 1
 
 
-def _show(found: Survey) -> None:
+def _show(result: Survey) -> None:
     from halfmoon.api.requirements import PLACES
 
-    share = f" ({found.labeled / found.readable:.1%})" if found.readable else ""
+    share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
     say(
-        f"{found.folder}: {found.images:,} images, {found.readable:,} readable, {found.labeled:,} labeled{share}, "
-        f"{len(found.mix)} classes",
+        f"{result.folder}: {result.images:,} images, {result.readable:,} readable, {result.labeled:,} labeled{share}, "
+        f"{len(result.mix)} classes",
     )
-    if found.labeled:
-        rows = [[name, f"{count:,}", f"{count / found.labeled:.1%}"] for name, count in found.mix.items()]
+    if result.labeled:
+        rows = [[name, f"{count:,}", f"{count / result.labeled:.1%}"] for name, count in result.mix.items()]
         show(["class", "labeled", "share"], rows)
-    if found.sizes:
-        rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in found.sizes.items()]
-        more = sum(list(found.sizes.values())[SHOWN_SIZES:])
+    if result.sizes:
+        rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in result.sizes.items()]
+        more = sum(list(result.sizes.values())[SHOWN_SIZES:])
         rest = [[f"{len(rows) - SHOWN_SIZES} others", "", f"{more:,}"]] if more else []
         say("")
         show(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
-    for each in found.findings:
+    for each in result.findings:
         _show_finding(each)
-    if not found.can_take_part:
-        faults = [each.kind for each in found.findings if each.blocks]
+    if not result.can_take_part:
+        faults = [each.kind for each in result.findings if each.blocks]
         why = f"mend this first: {'; '.join(faults)}" if faults else "no image can be read"
         say(f"\nThis folder cannot take part: {why}.")
         return
     say("\nThis folder can take part, where a federation has its labels at")
-    for place, methods in found.methods.items():
+    for place, methods in result.methods.items():
         say(f"  {PLACES[place]}: {', '.join(methods)}")
 
 
@@ -216,7 +216,7 @@ def _config(args: argparse.Namespace) -> tuple[Config, int]:
     if not args.sites.isdecimal() or not int(args.sites):
         raise UserError(f"--sites is {args.sites!r}: it must be a whole number from 1.")
     sites = int(args.sites)
-    flags = said(args, OPTIONS)
+    flags = requested(args, OPTIONS)
     values = settings.load(args.config) if args.config else {}
     # Which clients train in a round is decided later.
     flags |= {"data": args.data, "cohort": 1}

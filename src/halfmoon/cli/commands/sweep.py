@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, option, print_json, said, tracked, trackers
+from halfmoon.cli.commands.base import command, complain, option, print_json, requested, tracked, trackers
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
     from halfmoon.sweep import grid, recipe
     from halfmoon.sweep.sweep_folder import SweepFolder, cores
 
-    found = recipe.load(args.recipe)
-    scale = found.scale(args.scale) if args.scale else None
+    plan = recipe.load(args.recipe)
+    scale = plan.scale(args.scale) if args.scale else None
     jobs = _whole("--jobs", args.jobs, 1)
-    over = said(args, PLACE)
+    over = requested(args, PLACE)
     over = settings.anchored(over, Path())
     if jobs > 1 and args.engine == "local" and "threads" not in over:
         over["threads"] = max(1, cores() // jobs)
     seeds = [_whole("--seeds", word, 0) for word in args.seeds] if args.seeds else None
-    cells = grid.cells(found, grid.selection(found, args.only), seeds, scale, over)
+    cells = grid.cells(plan, grid.selection(plan, args.only), seeds, scale, over)
     words = shlex.join(["halfmoon", *args.words])
-    folder = SweepFolder(args.out, found, scale)
+    folder = SweepFolder(args.out, plan, scale)
     if args.dry_run:
         return _list(cells, args.json)
     # The table of several commands names them all.

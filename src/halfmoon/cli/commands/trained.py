@@ -118,14 +118,14 @@ def _predict(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.predict import predict
 
     model = _loaded(args)
-    found = predict(model, args.folder, args.out, args.sure)
+    result = predict(model, args.folder, args.out, args.sure)
     if args.json:
-        facts = {"out": str(found.out), "images": found.images, "sure": args.sure, "unsure": found.unsure}
-        print_json({**facts, "labels": found.labels, "unreadable": [each._asdict() for each in found.unreadable]})
+        facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.unsure}
+        print_json({**facts, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
     else:
-        show(["label", "images"], [[name, f"{count:,}"] for name, count in found.labels.items()])
-        say(f"unsure, below {args.sure:g}: {found.unsure:,} of {found.images:,} images\ntable: {found.out}")
-    return _complain_unreadable(found.unreadable)
+        show(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
+        say(f"unsure, below {args.sure:g}: {result.unsure:,} of {result.images:,} images\ntable: {result.out}")
+    return _complain_unreadable(result.unreadable)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -133,32 +133,32 @@ def _evaluate(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.measure import evaluate, write
 
     model = _loaded(args)
-    found, unreadable = evaluate(model, args.folder, args.sure)
-    found["temperature"] = model.card.temperature
-    files = [str(path) for path in write(found, unreadable, args.out)] if args.out is not None else []
+    result, unreadable = evaluate(model, args.folder, args.sure)
+    result["temperature"] = model.card.temperature
+    files = [str(path) for path in write(result, unreadable, args.out)] if args.out is not None else []
     if args.out is not None:
         from halfmoon.report.reliability import reliability  # Matplotlib is slow to import
 
         picture = args.out / "reliability.png"
-        reliability(found, picture)
+        reliability(result, picture)
         files.append(str(picture))
     if args.json:
-        print_json({**found, "unreadable": [each._asdict() for each in unreadable], "files": files})
+        print_json({**result, "unreadable": [each._asdict() for each in unreadable], "files": files})
     else:
-        _show_metrics(found, files)
+        _show_metrics(result, files)
     return _complain_unreadable(unreadable)
 
 
-def _show_metrics(found: dict[str, Any], files: Sequence[str]) -> None:
+def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
     rows = [
         [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
-        for each in found["per_class"]
+        for each in result["per_class"]
     ]
     show(["class", "precision %", "recall %", "F1 %", "images"], rows)
-    if len(found["classes"]) <= SHOWN:
+    if len(result["classes"]) <= SHOWN:
         say("\nconfusion (rows: true class, columns: predicted class)")
-        matrix = zip(found["classes"], found["confusion"], strict=True)
-        show(["", *found["classes"]], [[name, *map(str, row)] for name, row in matrix])
+        matrix = zip(result["classes"], result["confusion"], strict=True)
+        show(["", *result["classes"]], [[name, *map(str, row)] for name, row in matrix])
     say("\nreliability (images by the probability of their label)")
     rows = [
         [
@@ -166,19 +166,19 @@ def _show_metrics(found: dict[str, Any], files: Sequence[str]) -> None:
             f"{each['images']:,}",
             *(_percent(each[name]) for name in ("confidence", "accuracy")),
         ]
-        for each in found["reliability"]
+        for each in result["reliability"]
         if each["images"]
     ]
     show(["probability", "images", "mean probability %", "accuracy %"], rows)
-    certain = found["sure"]
+    certain = result["sure"]
     lines = [
         "",
-        f"images: {found['images']:,}",
-        f"accuracy: {_percent(found['accuracy'])} %",
-        f"balanced accuracy: {_percent(found['balanced_accuracy'])} %",
-        f"area under the ROC curve: {_percent(found['auc'])} %",
-        f"expected calibration error: {_percent(found['calibration_error'])} % "
-        f"(temperature {found['temperature']:.3g})",
+        f"images: {result['images']:,}",
+        f"accuracy: {_percent(result['accuracy'])} %",
+        f"balanced accuracy: {_percent(result['balanced_accuracy'])} %",
+        f"area under the ROC curve: {_percent(result['auc'])} %",
+        f"expected calibration error: {_percent(result['calibration_error'])} % "
+        f"(temperature {result['temperature']:.3g})",
         f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images, "
         f"accuracy among them: {_percent(certain['accuracy'])} %",
         *(f"written: {file}" for file in files),
@@ -209,19 +209,21 @@ def _calibrate(args: argparse.Namespace) -> int:
     """Fit, write the temperature into the model's file, and say what it brings."""
     from halfmoon.sites.inference.calibrate import calibrate
 
-    found = calibrate(args.model, args.folder, str(device_of(args)), args.network)
+    result = calibrate(args.model, args.folder, str(device_of(args)), args.network)
     if args.json:
-        facts = {"model": str(found.model), "images": found.images, "before": asdict(found.before)}
-        print_json({**facts, "after": asdict(found.after), "unreadable": [each._asdict() for each in found.unreadable]})
+        facts = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}
+        print_json(
+            {**facts, "after": asdict(result.after), "unreadable": [each._asdict() for each in result.unreadable]}
+        )
     else:
         rows = [
             [name, f"{each.temperature:.3f}", f"{100 * each.calibration_error:.2f}", f"{each.loss:.4f}"]
-            for name, each in (("before", found.before), ("after", found.after))
+            for name, each in (("before", result.before), ("after", result.after))
         ]
         show(["", "temperature", "calibration error %", "cross-entropy"], rows)
-        words = f"measured on the {found.images:,} images that it was fitted on; measure others with halfmoon evaluate"
-        say(f"{words}\nwritten: {found.model}")
-    return _complain_unreadable(found.unreadable)
+        words = f"measured on the {result.images:,} images that it was fitted on; measure others with halfmoon evaluate"
+        say(f"{words}\nwritten: {result.model}")
+    return _complain_unreadable(result.unreadable)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -234,15 +236,15 @@ def _export(args: argparse.Namespace) -> int:
     model = load_model(args.model)
     real = real_images(model, args.images)
     makers = {"onnx": (export_onnx, args.onnx), "torch": (export_torch, args.torch)}
-    found = {name: make(model, path, real) for name, (make, path) in makers.items() if path is not None}
+    result = {name: make(model, path, real) for name, (make, path) in makers.items() if path is not None}
     if args.json:
         facts = {
             name: {"path": str(each.path), "images": each.images, "difference": each.difference}
-            for name, each in found.items()
+            for name, each in result.items()
         }
         print_json(facts)
         return 0
-    for name, each in found.items():
+    for name, each in result.items():
         words = f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
         say(f"{name}: {each.path} ({words})")
     return 0

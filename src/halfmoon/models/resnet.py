@@ -1,0 +1,173 @@
+"""Residual networks: ResNet-8 of SAGE and ProxyFL, and ResNet-18 with the stem of ImageNet or for 32x32 images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.models.network import Network, affine, fresh_stats, linear
+from halfmoon.models.passes import Run
+from halfmoon.models.wide import kaiming
+
+
+@dataclass(frozen=True)
+class ResidualNetwork(Network):
+    """A stem of `width` channels and `groups` groups of `depth` residual blocks, each group twice as wide as the last.
+
+    Convolutions have no bias. A block is relu(z + norm(conv(relu(norm(conv(z)))))); the first of each group but the
+    first halves the sides (rounded up), and a 1x1 convolution with its normalization stands in for z there. The
+    features are means over the image.
+    """
+
+    groups: ClassVar[int]
+    depth: ClassVar[int]
+
+    width: int = 64
+
+    @property
+    def kernel(self) -> int:
+        """Return the side of the stem's kernel."""
+        return 3
+
+    def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
+        inputs = self.width
+        for number in range(self.groups * self.depth):
+            outputs = self.width * 2 ** (number // self.depth)
+            yield f"block{number + 1}", inputs, outputs, 2 if inputs != outputs else 1
+            inputs = outputs
+
+    def init(self, generator: torch.Generator) -> Tree:
+        """Return {"params", "stats"}: convolutions `kaiming`, the head PyTorch's."""
+        params: Tree = {}
+        stats: Tree = {}
+
+        def unit(name: str, inputs: int, outputs: int, kernel: int = 3) -> None:
+            params[name] = {"conv": kaiming(generator, inputs, outputs, kernel)}
+            if self.norm != "none":
+                params[name]["norm"] = affine(outputs)
+            stats[name] = fresh_stats(outputs)
+
+        unit("stem", self.channels, self.width, self.kernel)
+        for name, inputs, outputs, _ in self._blocks():
+            unit(f"{name}a", inputs, outputs)
+            unit(f"{name}b", outputs, outputs)
+            if inputs != outputs:
+                unit(f"{name}shortcut", inputs, outputs, 1)
+        params["head"] = linear(generator, self.width * 2 ** (self.groups - 1), self.classes)
+        if self.norm == "none":
+            del params["head"]["bias"]
+        return {"params": params, "stats": stats if self.norm == "batch" else {}}
+
+    def stem(self, x: Tensor, run: Run) -> Tensor:
+        """Return what the first block is given, of images x (B, C, H, W)."""
+        return run.relu(run.norm("stem", run.conv("stem", x)))
+
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        """Return logits (B, classes) for x (B, C, H, W)."""
+        z = self.stem(x, run)
+        for name, _, _, stride in self._blocks():
+            inner = run.relu(run.norm(f"{name}a", run.conv(f"{name}a", z, stride)))
+            if f"{name}shortcut" in run.params:
+                z = run.norm(f"{name}shortcut", run.conv(f"{name}shortcut", z, stride))
+            z = run.relu(z + run.norm(f"{name}b", run.conv(f"{name}b", inner)))
+        return run.linear("head", z.mean((-2, -1)))
+
+
+@dataclass(frozen=True)
+class ResNet8(ResidualNetwork):
+    """The ResNet-8 of SAGE and ProxyFL (CVPR 2025, 2026), four times as wide as He et al.'s for small images.
+
+    A stem of `width` channels and three residual blocks of width, 2 width and 4 width; 16 is He et al.'s own width.
+
+    1,227,594 parameters at width 64 with 3 channels and 10 classes: the 1.23 million of the papers.
+    """
+
+    groups: ClassVar[int] = 3
+    depth: ClassVar[int] = 1
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        if min(shape[1:]) < 8 or shape[1] % 4 or shape[2] % 4:
+            raise UserError(
+                f"ResNet-8 takes images whose sides are multiples of 4 and at least 8, not {shape[1]}x{shape[2]}; "
+                "set image_size to the next such size, or use network = 'small'."
+            )
+
+
+_UNITS = {
+    "conv1": ("a", "conv"),
+    "bn1": ("a", "norm"),
+    "conv2": ("b", "conv"),
+    "bn2": ("b", "norm"),
+    "downsample/0": ("shortcut", "conv"),
+    "downsample/1": ("shortcut", "norm"),
+}
+"""The layers of a block as torchvision names them, and what they are here."""
+
+
+@dataclass(frozen=True)
+class ResNet18(ResidualNetwork):
+    """ResNet-18 (He, Zhang, Ren and Sun, CVPR 2016).
+
+    A stem of `width` channels and four groups of two residual blocks of width, 2, 4 and 8 times width.
+
+    The stem is a 3x3 convolution that keeps the sides, for images of 32x32: 11,173,962 parameters at width 64 with 3
+    channels and 10 classes.
+    """
+
+    groups: ClassVar[int] = 4
+    depth: ClassVar[int] = 2
+
+    @property
+    def least(self) -> int:
+        """Return the least side of an image."""
+        return 8
+
+    def path_of(self, name: str) -> str | None:
+        """Return where a tensor lies of a state dict of torchvision's or timm's ResNet-18, which name it alike."""
+        path = super().path_of(name)
+        if path is None:
+            return None
+        part, *layers, last = path.split("/")
+        if layers == ["fc"]:
+            return f"{part}/head/{last}"
+        group, number = layers[:2] if len(layers) > 2 else ("", "")
+        unit = "/".join(layers[2:] if group else layers)
+        known = not group or (group in ("layer1", "layer2", "layer3", "layer4") and number in ("0", "1"))
+        if unit not in _UNITS or not known:
+            return path
+        suffix, kind = _UNITS[unit]
+        name = f"block{2 * int(group[-1]) - 1 + int(number)}{suffix}" if group else "stem"
+        return f"{part}/{name}/{last}" if part == "stats" else f"{part}/{name}/{kind}/{last}"
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Raise `UserError` for images that are too small."""
+        if min(shape[1:]) < self.least:
+            raise UserError(
+                f"This ResNet-18 takes images of at least {self.least}x{self.least} pixels, not {shape[1]}x{shape[2]}; "
+                "set image_size or resize, or use network = 'small'."
+            )
+
+
+@dataclass(frozen=True)
+class ResNet18ImageNet(ResNet18):
+    """ResNet-18 as on ImageNet: the stem is a 7x7 convolution and a maximum over 3x3, which quarter the sides.
+
+    11,689,512 parameters at width 64 with 3 channels and 1,000 classes; layer by layer torchvision's `resnet18`.
+    """
+
+    @property
+    def kernel(self) -> int:
+        return 7
+
+    @property
+    def least(self) -> int:
+        return 32
+
+    def stem(self, x: Tensor, run: Run) -> Tensor:
+        return run.pool(run.relu(run.norm("stem", run.conv("stem", x, 2))), 3, 2, 1)
