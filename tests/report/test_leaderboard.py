@@ -101,7 +101,7 @@ def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "r" / "sweep.json").write_text(json.dumps(summary()))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["leaderboard", "--add", "r"]) == 0
-    assert (tmp_path / "docs" / "results.md").read_text() == board(tmp_path / "results")
+    assert (tmp_path / "results" / "published.md").read_text() == board(tmp_path / "results")
 
 
 @pytest.mark.parametrize(
