@@ -364,7 +364,7 @@ def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
     assert max(rows) > 2
     assert len(set(rows[:30])) < 30
     (first, *_) = batches([client], [made], PLAIN, PIXELS, 512)
-    assert torch.equal(first.drawn["other_rows"][0], made.o_rows[:5])
+    assert torch.equal(first.mixing["other_rows"][0], made.o_rows[:5])
     assert torch.equal(first.others["plain"][0], PIXELS(client.u[made.o_rows[:5]]))
 
 

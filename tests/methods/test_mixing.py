@@ -64,7 +64,7 @@ def test_mixmatch_by_hand():
     """
     drawn: Any = {"mix": torch.tensor(1.0), "order": torch.tensor([2, 1, 0])}
     pixel = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    given = batch([1], [0])._replace(u={"weak": pixel, "weak2": pixel}, drawn=drawn)
+    given = batch([1], [0])._replace(u={"weak": pixel, "weak2": pixel}, mixing=drawn)
     model = {"params": {"w": torch.tensor(W, dtype=torch.float64)}, "stats": {}}
     objective = MixMatch(2.0, ramp=0)
     loss, gradient, _ = learned(objective, given, model, task(Line(1)))

@@ -177,7 +177,7 @@ def test_the_gradient_is_autograds(labels, statistics, labeling, debias, labeled
     groups, guesses = [batch.x, batch.u["strong"], mixed], []
     whole = NETWORK.predict(down["params"], stats, sweep)
     if labels == "round":
-        guesses = [whole[batch.u_rows], whole[batch.drawn["other_rows"]]]
+        guesses = [whole[batch.u_rows], whole[batch.mixing["other_rows"]]]
     elif labeling == "running":
         guesses = [NETWORK.predict(params, stats, each) for each in (batch.u["weak"], batch.others["weak"])]
     else:
@@ -217,8 +217,10 @@ def test_a_mixture_of_one_image_is_its_weak_view():
     """With the coefficient 1 the others do not count: the loss is CE(strong) + mix_weight CE(weak) of the label."""
     method, shared = SemiFL(threshold=0.0, mix_weight=0.6), task(FREE, optimizer=SGD(0.1))
     batch, sweep = random_batch(0, 3)
-    batch = batch._replace(drawn={**batch.drawn, "mix": torch.ones((), dtype=torch.float64)})
-    other = batch._replace(others={"weak": batch.others["weak"] + 9}, drawn={**batch.drawn, "other_rows": batch.u_rows})
+    batch = batch._replace(mixing={**batch.mixing, "mix": torch.ones((), dtype=torch.float64)})
+    other = batch._replace(
+        others={"weak": batch.others["weak"] + 9}, mixing={**batch.mixing, "other_rows": batch.u_rows}
+    )
     down, client_update = begin(method, shared), method.client_updates(shared)["train"]
     carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(sweep))
     one, notes = client_update.step(down, carry, batch)

@@ -105,8 +105,8 @@ def pseudo_label(book: Textbook, batch: Batch, weight: float, threshold: float) 
 
 
 def _mix(rows: Tensor, batch: Batch) -> Tensor:
-    lam = max(float(batch.drawn["mix"]), 1 - float(batch.drawn["mix"]))
-    partners = torch.stack([rows[int(k)] for k in batch.drawn["order"]])
+    lam = max(float(batch.mixing["mix"]), 1 - float(batch.mixing["mix"]))
+    partners = torch.stack([rows[int(k)] for k in batch.mixing["order"]])
     return lam * rows + (1 - lam) * partners
 
 
@@ -138,7 +138,7 @@ def remixmatch(
     count, n = len(labeled), len(weak)
     images = _mix(torch.cat([labeled, weak, strong, second]), batch).split([count, n, n, n])
     turned = torch.stack(
-        [torch.rot90(each, int(k), (1, 2)) for each, k in zip(strong, batch.drawn["turn"], strict=True)]
+        [torch.rot90(each, int(k), (1, 2)) for each, k in zip(strong, batch.mixing["turn"], strict=True)]
     )
     features, (guess,) = book.features([*images, strong, turned], [weak])
     x, a, b, c, anchor = (book.module.head(each) for each in features[:5])  # pyright: ignore
@@ -147,7 +147,7 @@ def remixmatch(
     q = aligned ** (1 / temperature)
     q = q / q.sum(-1, keepdim=True)
     targets = _mix(torch.cat([torch.eye(4, dtype=q.dtype)[batch.y], q, q, q]), batch)
-    rotations = cross_entropy(features[5] @ head[0].T + head[1], batch.drawn["turn"])
+    rotations = cross_entropy(features[5] @ head[0].T + head[1], batch.mixing["turn"])
     loss = cross_entropy(x, targets[:count]) + weights[0] * cross_entropy(torch.cat([a, b, c]), targets[count:])
     return loss + weights[1] * cross_entropy(anchor, q) + weights[2] * rotations
 

@@ -52,7 +52,7 @@ class Task:
 
 
 NOTHING: dict[str, Tensor] = {}
-"""What a work gets that wants none."""
+"""The default for client updates without extra inputs."""
 
 
 class Local(NamedTuple):
@@ -63,7 +63,7 @@ class Local(NamedTuple):
     u: Tensor  # (U, C, H, W) uint8, unlabeled images
     labeled: Tensor  # () how many of L are the client's
     unlabeled: Tensor  # () how many of U are the client's
-    views: dict[str, Tensor] = NOTHING  # view name -> (U, C, H, W), of every unlabeled row, where a work sweeps
+    views: dict[str, Tensor] = NOTHING  # view name -> (U, C, H, W), of every unlabeled row, where it sweeps
     real: dict[str, Tensor] = NOTHING  # "x" (L,), "u" (U,) bool, the client's own rows; {} where all are
 
     @property
@@ -83,10 +83,10 @@ class Batch(NamedTuple):
     x: Tensor  # (B, C, H, W) labeled
     y: Tensor  # (B,) int64
     x_rows: Tensor  # (B,) int64, where each labeled image stands in Local.x
-    u: dict[str, Tensor]  # view name -> (b, C, H, W), the views that the work asks for
+    u: dict[str, Tensor]  # view name -> (b, C, H, W), the views of `Needs`
     u_rows: Tensor  # (b,) int64, where each unlabeled image stands in Local.u
     others: dict[str, Tensor] = NOTHING  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
-    drawn: dict[str, Tensor] = NOTHING  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Work
+    mixing: dict[str, Tensor] = NOTHING  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Needs
     x_views: dict[str, Tensor] = NOTHING  # view name -> (B, C, H, W), more views of the images in x
     real: dict[str, Tensor] = NOTHING  # "x" (B,), "u" (b,) bool, False where an image is padding; {} where none is
 
@@ -314,7 +314,7 @@ class Federation(Protocol):
         ...
 
     def ask_server(self, client_update: str, down: Tree) -> Upload:
-        """Do a work at the server itself, on its own labeled images, and return what a client would send."""
+        """Run a client update at the server, on its own labeled images, and return what a client would send."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a client sends, as a type, and what its work declares of it: an update, a weight, and what goes beside."""
+"""The type of an upload, and its declaration: an update, a weight, and what goes beside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Upload(NamedTuple):
 
     update: Tree  # parts that came down, trained: the same names, shapes and types
     weight: Tensor  # () float64, what it counts in an average
-    aux: Tree = NO_AUX  # all else, by names that the work declares
+    aux: Tree = NO_AUX  # all else, by names that the client update declares
 
     @property
     def tree(self) -> Tree:
@@ -71,7 +71,7 @@ and variances of images or activations; yes (1) or no (0); or a count, from 0.""
 
 
 class Aux(NamedTuple):
-    """What a work declares of an auxiliary tensor, or tree of them."""
+    """A client update's declaration of an auxiliary tensor, or tree of them."""
 
     reduce: Reduction = "each"
     values: Values = "number"
@@ -79,7 +79,7 @@ class Aux(NamedTuple):
 
 @dataclass(frozen=True)
 class Uplink:
-    """What a work sends; what it does not declare is refused.
+    """What a client update sends; what it does not declare is refused.
 
     update: the parts of the update by name. Each came down under the same name, and has the same shapes and types; a
         part that a network does not have (stats, without batch normalization) may be missing.

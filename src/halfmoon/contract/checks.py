@@ -145,7 +145,7 @@ def keeps_no_state(entry: MethodEntry, simulation: Simulation, client_updates: d
         raise Broken("method or client updates are not what they were before the run")
     for name, client_update in simulation.client_updates.items():
         if set(vars(client_update)) != {field.name for field in dataclasses.fields(client_update)}:
-            raise Broken(f"its work {name!r} holds something beside its fields")
+            raise Broken(f"its client update {name!r} holds something beside its fields")
 
 
 def holds_tensors(method: Method, shared: Task, server: Tree, model: Tree) -> None:
@@ -174,7 +174,7 @@ def counts_passes(method: Method, shared: Task) -> None:
     for name, client_update in method.client_updates(shared).items():
         passes = client_update.passes(4, 6)
         if not (min(passes) >= 4 if client_update.needs.trains else passes == (0, 0)):
-            raise Broken(f"its work {name!r} counts {passes} for a step of 4 + 6 images")
+            raise Broken(f"its client update {name!r} counts {passes} for a step of 4 + 6 images")
 
 
 def sites_compute_the_same(

@@ -354,7 +354,7 @@ def _swept(context: ClientContext, client: int, data: Local) -> Local:
 
 def _one(batch: Batch, k: int) -> Batch:
     u, others, drawn, more = (
-        {name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.drawn, batch.x_views)
+        {name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.mixing, batch.x_views)
     )
     return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k], others, drawn, more)
 

@@ -91,8 +91,8 @@ def _counted_apart(task: Task, params: Tree, data: Local, images: Tensor) -> Tre
 def estimate(federation: Federation, server: Tree, over: Over, serving: bool = True) -> Tree:
     """Return new statistics for the model `server`["params"]: the mean moments over the rows that `over` names.
 
-    The work "census" has to be the method's `BatchNormStatistics`. `serving` adds the server's own rows. Clients are
-    asked a cohort's number at a time: a device holds no more of them than in training. A network without statistics
+    The client update "census" has to be the method's `BatchNormStatistics`. `serving` adds the server's own rows.
+    Clients are asked a cohort's number at a time: a device holds no more of them than in training. A network without statistics
     costs nothing; raises `UserError` where nobody who is asked has a row.
     """
     if not server.get("stats"):

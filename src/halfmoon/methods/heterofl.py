@@ -147,7 +147,7 @@ class Narrow(ClientUpdate):
 
 
 def name(rate: float) -> str:
-    """Return the name of the work at a rate."""
+    """Return the name of the client update at a rate."""
     return f"train-{rate:g}"
 
 

@@ -317,7 +317,7 @@ class Mixing(ClientUpdate):
         taught, share = [batch.x, batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
         if mixes:
             weak.append(batch.others["weak"])
-            share = batch.drawn["mix"].to(batch.x.dtype)
+            share = batch.mixing["mix"].to(batch.x.dtype)
             taught.append(share * weak[0] + (1 - share) * weak[1])
         by_batch = o.labels == "step" and self.task.labeling == "batch"
         joint = self.task.statistics == "joint"
@@ -325,7 +325,7 @@ class Mixing(ClientUpdate):
         real = batch.masks(len(taught) + len(frozen) - 1)
         logits, guesses, _ = forward(self.task.network, params, joint, tuple(taught), frozen, real)
         if o.labels == "round":
-            rows = [batch.u_rows, *([batch.drawn["other_rows"]] if mixes else [])]
+            rows = [batch.u_rows, *([batch.mixing["other_rows"]] if mixes else [])]
             pseudo, state = Pseudo(*(carry[name][rows[0]] for name in ("label", "confidence", "weight"))), {}
             labels = [carry["label"][at] for at in rows]
         else:

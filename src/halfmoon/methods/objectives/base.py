@@ -82,7 +82,7 @@ class Objective:
         return {}
 
     def remember(self, task: Task, down: Tree) -> Tree:
-        """Return what a client that has not trained yet knows: it stays there from visit to visit; {} for nothing."""
+        """Return what a client that has not trained yet knows: it stays there from round to round; {} for nothing."""
         return {}
 
     def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:

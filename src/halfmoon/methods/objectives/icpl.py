@@ -38,7 +38,7 @@ class ICPL(Objective):
     their labels). prior is the running distribution of training labels, confident pseudo-labels among them.
 
     Where paper and authors' code differ, the defaults are the code's. Departures: prior goes up as each client's own
-    running mean and is averaged by rows, where the code sums the clients' counts; it counts the whole visit, not the
+    running mean and is averaged by rows, where the code sums the clients' counts; it counts the whole round, not the
     last epoch alone. The heads start as PyTorch draws linear layers, alike for all seeds; they are no part of the
     solution.
     """

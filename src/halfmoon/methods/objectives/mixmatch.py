@@ -51,7 +51,7 @@ class MixMatch(Objective):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
         weak = (batch.u["weak"], batch.u["weak2"])
-        mix, order = batch.drawn["mix"], batch.drawn["order"]
+        mix, order = batch.mixing["mix"], batch.mixing["order"]
         sizes = [len(batch.x), len(weak[0]), len(weak[1])]
         images = torch.split(mixed(torch.cat([batch.x, *weak]), mix, order), sizes)
         real = batch.masks(2)

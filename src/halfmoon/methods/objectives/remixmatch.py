@@ -98,11 +98,11 @@ class ReMixMatch(Objective):
             batch.x_views["strong"] if self.strong_labels else batch.x,
             *(batch.u[name] for name in self.needs.views),
         )
-        mix, order = batch.drawn["mix"], batch.drawn["order"]
+        mix, order = batch.mixing["mix"], batch.mixing["order"]
         images = torch.split(mixed(torch.cat(groups), mix, order), [len(group) for group in groups])
         strong = batch.u["strong"]
         taught = (*images, strong)
-        turned = quarter_turns(strong, batch.drawn["turn"]) if self.rotation_weight else None
+        turned = quarter_turns(strong, batch.mixing["turn"]) if self.rotation_weight else None
         (x, *u, anchor), (weak,), rotations, moments = self._look(task, params, stats, taught, turned, batch)
         raw = weak.softmax(-1)
         guess, news = self._align(raw, aux, cached, batch.u_real)
@@ -115,7 +115,7 @@ class ReMixMatch(Objective):
         loss = loss + grown * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], every)
         loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
         if turned is not None:
-            loss = loss + self.rotation_weight * supervised(rotations, batch.drawn["turn"], batch.u_real)
+            loss = loss + self.rotation_weight * supervised(rotations, batch.mixing["turn"], batch.u_real)
         return loss, StepResult(moments, (guess_of(guess),), news)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

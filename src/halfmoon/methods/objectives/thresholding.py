@@ -53,7 +53,7 @@ class Threshold:
 
     @property
     def runs(self) -> bool:
-        """Return whether something is remembered from visit to visit."""
+        """Return whether something is remembered from round to round."""
         return self.rule not in ("fixed", "fl2")
 
     @property
