@@ -92,7 +92,8 @@ def estimate(federation: Federation, server: Tree, over: Over, serving: bool = T
     """Return new statistics for the model `server`["params"]: the mean moments over the rows that `over` names.
 
     The client update "census" has to be the method's `BatchNormStatistics`. `serving` adds the server's own rows.
-    Clients are asked a cohort's number at a time: a device holds no more of them than in training. A network without statistics
+    Clients are asked a cohort's number at a time: a device holds no more of them than in training. A network
+    without statistics
     costs nothing; raises `UserError` where nobody who is asked has a row.
     """
     if not server.get("stats"):
