@@ -56,9 +56,9 @@ def test_guessing_says_what_went_wrong_and_how_far_it_is(tmp_path: Path):
     failed = Guessing(broken, tmp_path, ["0.png"])
     failed.start()
     failed.wait()
-    assert (failed.found, failed.error) == (None, "no such model")
+    assert (failed.result, failed.error) == (None, "no such model")
     done = Guessing(model, tmp_path, ["0.png"])
     done.start()
     done.wait()
-    assert done.found is not None
+    assert done.result is not None
     assert (done.done, done.classes, done.error) == (1, ("a", "b", "c"), "")

@@ -34,7 +34,7 @@ class Through:
     def __init__(self, count: int) -> None:
         values = np.random.default_rng(1).random((count, 3)) ** 2
         self.classes, self.done, self.of, self.error = CLASSES, count, count, ""
-        self.found = Guesses(values / values.sum(1, keepdims=True), values.astype(np.float32))
+        self.result = Guesses(values / values.sum(1, keepdims=True), values.astype(np.float32))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
 def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
     """Return a model that has looked at all images."""
     guesses = Guesses(probabilities, np.zeros((len(probabilities), 1)))
-    return SimpleNamespace(found=guesses, classes=classes, done=5, of=5, error="")
+    return SimpleNamespace(result=guesses, classes=classes, done=5, of=5, error="")
 
 
 def folder(path: Path, lines: str = "b.png,dog\nc.png,dog\n+a.png,=1+1\n") -> Path:
@@ -104,7 +104,7 @@ def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: 
 def test_before_the_model_is_through_there_is_a_sentence(tmp_path: Path):
     page = review(folder(tmp_path))
     page.guessing = through()
-    page.guessing.found = None
+    page.guessing.result = None
     with pytest.raises(UserError, match="not through yet"):
         page.predictions(asked())
 

@@ -13,7 +13,6 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
-from halfmoon.pages.server import Conflict
 from halfmoon.sites.folders import read
 from halfmoon.sites.folders.labels import UNSURE, Answer, Changed, labels, write
 from halfmoon.storage import atomic_io
@@ -75,7 +74,7 @@ def test_an_answer_over_another_persons_is_refused(tmp_path: Path):
     before = said(site)
     with pytest.raises(Changed, match=r"0\.png has been labeled cat meanwhile") as refused:
         write(site, Answer("0.png", "dog"))
-    assert (refused.value.held, said(site)) == ("cat", before)
+    assert (refused.value.present, said(site)) == ("cat", before)
     write(site, Answer("0.png", "cat"))  # the same answer is no conflict
     write(site, Answer("0.png", "dog", seen="cat"))
     assert labels(site) == {"0.png": "dog"}
@@ -125,10 +124,10 @@ def test_two_books_see_each_other(tmp_path: Path):
     start = two.version
     one.answer(3, "dog", "", None)
     assert two.facts(start)["changes"] == [[3, 1, 0]]
-    with pytest.raises(Conflict) as refused:
+    with pytest.raises(Changed) as refused:
         two.answer(3, "cat", "", None)
-    assert refused.value.held == "dog"
-    assert (one.given, two.given) == (1, 0)
+    assert refused.value.present == "dog"
+    assert (one.answers, two.answers) == (1, 0)
     assert two.counts() == [0, 1]
 
 

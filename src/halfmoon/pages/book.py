@@ -1,9 +1,8 @@
-"""A folder's labels while people answer: as they stand on the disk, whoever wrote them."""
+"""A folder's labels as they stand on the disk, while people answer."""
 
 from __future__ import annotations
 
 import threading
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.server import Conflict
-from halfmoon.sites.folders.labels import UNSURE, Answer, Changed, labels, plain, stamp, write
+from halfmoon.sites.folders.labels import UNSURE, Answer, Changed, labels, nfc, plain, stamp, write
 from halfmoon.sites.folders.site_folder import LABELS, UNLABELED, SiteFolder
 
 STARVED = 3
@@ -33,7 +31,7 @@ class Book:
         self.labels = np.full(len(site), UNLABELED, np.int64)
         self.unsure = np.zeros(len(site), bool)
         self.version = 0
-        self.given = 0  # answers by this page
+        self.answers = 0  # by this page
         self._changes: list[tuple[int, int]] = []  # (version, row)
         self._rows = {plain(path): row for row, path in enumerate(site.paths)}
         self._stamps: dict[str, tuple[int, ...]] = {}
@@ -52,13 +50,13 @@ class Book:
                 now = stamp(self.folder, name)
                 if now == self._stamps.get(name):
                     continue
-                self._take(labels(self.folder, name), name)
+                self._replace(labels(self.folder, name), name)
                 self._stamps[name] = now
 
-    def _take(self, held: dict[str, str], name: str) -> None:
-        numbers = {_nfc(word): number for number, word in enumerate(self.classes)}
+    def _replace(self, table: dict[str, str], name: str) -> None:
+        numbers = {nfc(word): number for number, word in enumerate(self.classes)}
         new = np.full(len(self.paths), UNLABELED, np.int64)
-        for path, word in held.items():
+        for path, word in table.items():
             row = self._rows.get(path)
             if row is None:
                 continue
@@ -86,23 +84,23 @@ class Book:
     def answer(self, row: int, label: str, seen: str, by: str | None) -> None:
         """Write an image's label; "" takes it back. `seen` is the label that the person saw.
 
-        Raise Conflict where it has another one by now, UserError for an unknown row or class.
+        Raise Changed where it has another one by now, UserError for an unknown row or class.
         """
         path = self._path(row)
-        if label and _nfc(label) not in map(_nfc, self.classes):
+        if label and nfc(label) not in map(nfc, self.classes):
             raise UserError(f"there is no class {label!r} here.")
         if self.foldered:
-            held = np.flatnonzero(self.labels >= 0)
-            write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in held))
+            rows = np.flatnonzero(self.labels >= 0)
+            write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in rows))
             self.foldered = False
         try:
             write(self.folder, Answer(path, label, seen, by))
-        except Changed as error:
+        except Changed:
             self.refresh()
-            raise Conflict(str(error), error.held) from error
+            raise
         if label and self.unsure[row]:
             write(self.folder, Answer(path, "", "not sure"), name=UNSURE)
-        self.given += 1
+        self.answers += 1
         self.refresh()
 
     def doubt(self, row: int, on: bool, by: str | None) -> None:
@@ -141,7 +139,3 @@ class Book:
                 "unsure": int((self.unsure & (self.labels < 0)).sum()),
                 "total": len(self.paths),
             }
-
-
-def _nfc(words: str) -> str:
-    return unicodedata.normalize("NFC", words.strip())

@@ -1,4 +1,4 @@
-"""A model that looks at a folder's images in the background, while the page is in use already."""
+"""Run a model over a folder's images in the background, while the page is in use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Guessing:
     """Guesses on their way: how many images are done, and what came out once all are."""
 
     def __init__(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
-        """Look at the images of a folder with the model that `load` returns, once started."""
+        """Prepare to run the model that `load` returns; `start` begins."""
         self.done, self.of = 0, len(paths)
-        self.found: Guesses | None = None
+        self.result: Guesses | None = None
         self.classes: tuple[str, ...] = ()
         self.error = ""
         self._stop = threading.Event()
@@ -42,9 +42,9 @@ class Guessing:
             from halfmoon.pages.guesses import guess  # slow to import: it brings torch
 
             model = load()
-            found = guess(model, folder, paths, tell, self._stop.is_set)
+            result = guess(model, folder, paths, tell, self._stop.is_set)
         except Exception as error:  # the page shows it; without it, the order would silently stay random
             self.error = str(error)
             return
         if not self._stop.is_set():
-            self.classes, self.found = model.classes, found
+            self.classes, self.result = model.classes, result

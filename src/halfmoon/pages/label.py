@@ -13,10 +13,10 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
 from halfmoon.pages.choice import Guesses, order, ranks
+from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
-from halfmoon.pages.pictures import Pictures
-from halfmoon.pages.requests import body, of_row, one_of, picture_of, words
-from halfmoon.pages.server import App, application, serve
+from halfmoon.pages.requests import body, of_row, one_of, words
+from halfmoon.pages.server import App, application
 from halfmoon.sites.folders.site_folder import CLASSES, SiteFolder, read
 from halfmoon.storage import atomic_io
 
@@ -81,21 +81,19 @@ def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: in
     return order(guesses, own[book.labels], (book.labels < 0) & ~book.unsure, seed)
 
 
-class Labeling:
+class Labeling(FolderPage):
     """The page's memory: the labels, the order, and what the model makes of the images."""
 
     def __init__(self, site: SiteFolder, classes: Sequence[str], guessing: Guessing | None, options: Options) -> None:
-        """Label a site; `classes` are the model's, where there is one."""
-        self.site, self.guessing, self.options = site, guessing, options
-        self.book = Book(site, site.classes or classes)
-        self.pictures = Pictures(site.folder)
+        super().__init__(site, site.classes or classes, guessing)
+        self.options = options
         self._lock = threading.Lock()
         self._order: tuple[tuple[int, bool], np.ndarray] | None = None
 
     @property
     def guesses(self) -> Guesses | None:
         """Return what the model makes of the images, None as long as it is not through."""
-        return self.guessing.found if self.guessing else None
+        return self.guessing.result if self.guessing else None
 
     def order(self) -> np.ndarray:
         """Return the rows to label; chosen anew when the guesses come, and after every `AGAIN` labels."""
@@ -109,67 +107,36 @@ class Labeling:
     def queue(self, request: Request | None = None) -> dict[str, Any]:
         """Return the rows to label as they are ordered now, with the model's uncertainty and its rank (0: unknown)."""
         self.book.refresh()
-        rows, found = self.order(), self.guesses
-        uncertainty = np.full(len(rows), np.nan) if found is None else found.uncertainty[rows]
+        rows, guesses = self.order(), self.guesses
+        uncertainty = np.full(len(rows), np.nan) if guesses is None else guesses.uncertainty[rows]
         values = np.round(np.nan_to_num(uncertainty), 6).tolist()
         return {"order": rows.tolist(), "uncertainty": values, "rank": ranks(uncertainty).tolist()}
 
     def start(self, request: Request) -> dict[str, Any]:
-        """Return everything that a page needs when it opens."""
-        return (
-            self.state(request)
-            | self.queue()
-            | {
-                "folder": self.site.folder.resolve().name,
-                "paths": list(self.site.paths),
-                "labels": self.book.labels.tolist(),
-                "unsure_rows": np.flatnonzero(self.book.unsure).tolist(),
-                "by": self.options.by,
-                "foldered": self.book.foldered,
-            }
-        )
-
-    def state(self, request: Request) -> dict[str, Any]:
-        """Return counts, what has changed since the version that the page has, and how far the model is."""
-        since = request.query_params.get("since", "")
-        return self._facts(int(since) if since.isdecimal() else self.book.version)
-
-    def _facts(self, since: int) -> dict[str, Any]:
-        found = self.book.facts(since)
-        model = None
-        if self.guessing is not None:
-            ready = self.guessing.found is not None
-            model = {"done": self.guessing.done, "of": self.guessing.of, "ready": ready, "error": self.guessing.error}
-        return found | {"model": model}
+        return super().start(request) | self.queue() | {"by": self.options.by}
 
     def guess(self, request: Request) -> dict[str, Any]:
         """Return what the model would say of an image: only asked for where the person wants to see it."""
-        row, found = of_row(request, len(self.site)), self.guesses
-        if found is None or self.guessing is None or not found.known[row]:
+        row, guesses = of_row(request, len(self.site)), self.guesses
+        if guesses is None or self.guessing is None or not guesses.known[row]:
             return {"label": "", "probability": None}
-        best = int(found.predicted[row])
-        return {"label": self.guessing.classes[best], "probability": float(found.probabilities[row, best])}
+        best = int(guesses.predicted[row])
+        return {"label": self.guessing.classes[best], "probability": float(guesses.probabilities[row, best])}
 
     def answer(self, request: Request) -> dict[str, Any]:
-        said = body(request)
-        self.book.answer(of_row(said, len(self.site)), words(said, "label"), words(said, "seen"), self._by(said))
-        return self._after(said)
+        message = body(request)
+        row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
+        self.book.answer(row, label, before, self._by(message))
+        return self.facts(message.get("since"))
 
     def doubt(self, request: Request) -> dict[str, Any]:
         """Note that an image is too hard to name, or take that back."""
-        said = body(request)
-        self.book.doubt(of_row(said, len(self.site)), one_of(said, "on", (True, False)), self._by(said))
-        return self._after(said)
+        message = body(request)
+        self.book.doubt(of_row(message, len(self.site)), one_of(message, "on", (True, False)), self._by(message))
+        return self.facts(message.get("since"))
 
-    def image(self, request: Request) -> Any:
-        return picture_of(request, self.pictures, self.site.paths)
-
-    def _by(self, said: dict[str, Any]) -> str | None:
-        return None if self.options.by is None else words(said, "by") or self.options.by
-
-    def _after(self, said: dict[str, Any]) -> dict[str, Any]:
-        since = said.get("since")
-        return self._facts(since if type(since) is int else self.book.version)
+    def _by(self, message: dict[str, Any]) -> str | None:
+        return None if self.options.by is None else words(message, "by") or self.options.by
 
     def app(self) -> App:
         """Return the page's app."""
@@ -200,13 +167,4 @@ def run(
     need_classes(site, site.classes or classes)
     guessing = Guessing(load, site.folder, site.paths) if load is not None else None
     labeling = Labeling(site, classes, guessing, options)
-    app = labeling.app()
-    if guessing is not None:
-        guessing.start()
-    try:
-        serve(app, f"label {site.folder}", port, browser, say)
-    finally:
-        if guessing is not None:
-            guessing.stop()
-        count = labeling.book.given
-        say(f"{count} {'answer' if count == 1 else 'answers'} written to {site.folder / 'labels.csv'}.")
+    labeling.serve(labeling.app(), "label", "answer", port, browser, say)

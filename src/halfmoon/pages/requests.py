@@ -20,33 +20,33 @@ LONGEST = 300
 def body(request: Request) -> dict[str, Any]:
     """Return the JSON object that was sent; raise UserError for anything else."""
     try:
-        said = atomic_io.parsed(request.state.body)
+        message = atomic_io.parsed(request.state.body)
     except (ValueError, UnicodeDecodeError) as error:
         raise UserError("the request is no JSON.") from error
-    if not isinstance(said, dict):
+    if not isinstance(message, dict):
         raise UserError("the request is no object.")
-    return said
+    return message
 
 
-def words(said: Mapping[str, Any], name: str) -> str:
+def words(message: Mapping[str, Any], name: str) -> str:
     """Return a short text of one line; raise UserError where it is none."""
-    value = said.get(name, "")
+    value = message.get(name, "")
     if not isinstance(value, str) or len(value) > LONGEST or any(ord(letter) < 32 for letter in value):
         raise UserError(f"{name} is no short text of one line.")
     return value.strip()
 
 
-def one_of(said: Mapping[str, Any], name: str, choices: Sequence[Any]) -> Any:
+def one_of(message: Mapping[str, Any], name: str, choices: Sequence[Any]) -> Any:
     """Return a value that is one of several; raise UserError where it is none of them."""
-    value = said.get(name)
+    value = message.get(name)
     if not any(value is each for each in choices):
         raise UserError(f"{name} is none of {', '.join(map(str, choices))}.")
     return value
 
 
-def of_row(said: Any, count: int) -> int:
+def of_row(message: Any, count: int) -> int:
     """Return the row that a request's path or a body names; raise UserError where there is none such."""
-    row = said.get("row") if isinstance(said, dict) else said.path_params["row"]
+    row = message.get("row") if isinstance(message, dict) else message.path_params["row"]
     if type(row) is not int or not 0 <= row < count:
         raise UserError(f"there is no image {row}.")
     return row

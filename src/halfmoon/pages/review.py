@@ -13,13 +13,13 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import harmless
-from halfmoon.pages.book import Book
+from halfmoon.pages.choice import Guesses
+from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
-from halfmoon.pages.pictures import Pictures
-from halfmoon.pages.requests import body, of_row, picture_of, words
-from halfmoon.pages.server import App, application, serve
+from halfmoon.pages.requests import body, of_row, words
+from halfmoon.pages.server import App, application
 from halfmoon.sites.folders.label_file import file_of
-from halfmoon.sites.folders.site_folder import CLASSES, LABELS, UNLABELED, SiteFolder, read
+from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -45,46 +45,32 @@ def open_folder(folder: Path, classes: Sequence[str]) -> SiteFolder:
     return replace(site, labels=labels, classes=tuple(classes)) if (labels >= 0).any() else site
 
 
-class Review:
+class Review(FolderPage):
     """The page's memory: the predictions, and the labels as they stand."""
 
+    guessing: Guessing
+
     def __init__(self, model: str, site: SiteFolder, guessing: Guessing) -> None:
-        self.model, self.site, self.guessing = model, site, guessing
-        self.book = Book(site, (*site.classes, *guessing.classes))
-        self.pictures = Pictures(site.folder)
+        super().__init__(site, (*site.classes, *guessing.classes), guessing)
+        self.model = model
 
     def start(self, request: Request) -> dict[str, Any]:
-        """Return everything that a page needs when it opens."""
-        return self.state(request) | {
-            "folder": self.site.folder.resolve().name,
-            "model": self.model,
-            "paths": list(self.site.paths),
-            "labels": self.book.labels.tolist(),
-            "unsure_rows": np.flatnonzero(self.book.unsure).tolist(),
-            "foldered": self.book.foldered,
-            "by": None,
-        }
+        return super().start(request) | {"model_name": self.model, "by": None}
 
-    def state(self, request: Request) -> dict[str, Any]:
-        """Return counts, what has changed since the version that the page has, and how far the model is."""
-        since = request.query_params.get("since", "")
-        return self._facts(int(since) if since.isdecimal() else self.book.version)
-
-    def _facts(self, since: int) -> dict[str, Any]:
-        ready = self.guessing.found is not None
-        progress = {"done": self.guessing.done, "of": self.guessing.of, "ready": ready, "error": self.guessing.error}
-        return self.book.facts(since) | {"progress": progress}
+    def guesses(self) -> Guesses:
+        """Return the model's guesses; raise UserError before they are complete."""
+        if self.guessing.result is None:
+            raise UserError("the model is not through yet.")
+        return self.guessing.result
 
     def predictions(self, request: Request) -> dict[str, Any]:
         """Return the predicted class of each image (-1: it could not be read), its probability, and the next class."""
-        found = self.guessing.found
-        if found is None:
-            raise UserError("the model is not through yet.")
-        values = np.nan_to_num(found.probabilities)
+        guesses = self.guesses()
+        values = np.nan_to_num(guesses.probabilities)
         order = np.argsort(-values, axis=1, kind="stable")[:, :2]
         top = np.take_along_axis(values, order, 1)
         own = np.array([self.book.classes.index(name) for name in self.guessing.classes])
-        predicted = np.where(found.known, own[order[:, 0]], -1)
+        predicted = np.where(guesses.known, own[order[:, 0]], -1)
         return {
             "predicted": predicted.tolist(),
             "probability": np.round(top[:, 0], 6).tolist(),
@@ -96,26 +82,22 @@ class Review:
         """Return accuracy, confusion and calibration over the labeled images, as `halfmoon evaluate` counts them."""
         from halfmoon.sites.inference.measure import scores
 
-        found = self.guessing.found
-        if found is None:
-            raise UserError("the model is not through yet.")
+        guesses = self.guesses()
         self.book.refresh()
         names = self.guessing.classes
         number = np.array([names.index(name) if name in names else -1 for name in self.book.classes] + [-1])
         truth = number[self.book.labels]
-        rows = np.flatnonzero((truth >= 0) & found.known)
+        rows = np.flatnonzero((truth >= 0) & guesses.known)
         if not len(rows):
             return {"images": 0}
-        return scores(truth[rows], found.predicted[rows], found.probabilities[rows].max(1), classes=names)
+        return scores(truth[rows], guesses.predicted[rows], guesses.probabilities[rows].max(1), classes=names)
 
     def answer(self, request: Request) -> dict[str, Any]:
         """Write a corrected label; the first one turns labels of class folders into a labels.csv with all of them."""
-        said = body(request)
-        row, label, seen = of_row(said, len(self.site)), words(said, "label"), words(said, "seen")
-        since = said.get("since")
-        since = since if type(since) is int else self.book.version
-        self.book.answer(row, label, seen, None)
-        return self._facts(since)
+        message = body(request)
+        row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
+        self.book.answer(row, label, before, None)
+        return self.facts(message.get("since"))
 
     def table(self, request: Request) -> Response:
         """Return all predictions as CSV: what a spreadsheet would take for a formula is text."""
@@ -124,16 +106,15 @@ class Review:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
-        seen = self.predictions(request)
-        found, names = self.guessing.found, self.book.classes
-        assert found is not None, "predictions() raises then"
+        predictions = self.predictions(request)
+        guesses, names = self.guesses(), self.book.classes
         for row, path in enumerate(self.site.paths):
             label = names[self.book.labels[row]] if self.book.labels[row] >= 0 else ""
             cells = ["", "", "", ""]
-            if seen["predicted"][row] >= 0:
-                top = np.sort(found.probabilities[row])[::-1]
-                second = [names[seen["second"][row]], f"{top[1]:.6f}"] if len(top) > 1 else ["", ""]
-                cells = [names[seen["predicted"][row]], f"{top[0]:.6f}", *second]
+            if predictions["predicted"][row] >= 0:
+                top = np.sort(guesses.probabilities[row])[::-1]
+                second = [names[predictions["second"][row]], f"{top[1]:.6f}"] if len(top) > 1 else ["", ""]
+                cells = [names[predictions["predicted"][row]], f"{top[0]:.6f}", *second]
             agrees = "" if not label or not cells[0] else "yes" if label == cells[0] else "no"
             writer.writerow([harmless(cell) for cell in (path, *cells, label, agrees)])
         name = "".join(
@@ -141,9 +122,6 @@ class Review:
         )
         headers = {"content-disposition": f'attachment; filename="predictions-{name}.csv"', "cache-control": "no-store"}
         return Response(text.getvalue().encode("utf-8", "surrogateescape"), media_type="text/csv", headers=headers)
-
-    def image(self, request: Request) -> Any:
-        return picture_of(request, self.pictures, self.site.paths)
 
     def app(self) -> App:
         """Return the page's app."""
@@ -167,11 +145,4 @@ def run(model: Model, name: str, folder: Path, port: int | None, browser: bool, 
     guessing = Guessing(lambda: model, folder, site.paths)
     guessing.classes = model.classes
     review = Review(name, site, guessing)
-    app = review.app()
-    guessing.start()
-    try:
-        serve(app, f"review {folder}", port, browser, say)
-    finally:
-        guessing.stop()
-        count = review.book.given
-        say(f"{count} {'correction' if count == 1 else 'corrections'} written to {folder / LABELS}.")
+    review.serve(review.app(), "review", "correction", port, browser, say)

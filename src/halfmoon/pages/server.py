@@ -1,4 +1,4 @@
-"""A page served to this machine's own browser: one address with a secret in it, nothing for anybody else.
+"""Serve a page to this machine's own browser, at one address with a secret in it.
 
 Starlette and uvicorn (the extra "pages") are imported when a page is served, not before.
 """
@@ -15,13 +15,14 @@ import tempfile
 import threading
 import webbrowser
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.core import templates
 from halfmoon.core.errors import UserError, install
+from halfmoon.sites.folders.labels import Changed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -54,14 +55,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-
-
-class Conflict(UserError):
-    """An answer that somebody else has given another way meanwhile; `held` is what stands there now."""
-
-    def __init__(self, words: str, held: str) -> None:
-        super().__init__(words)
-        self.held = held
 
 
 def require_pages() -> None:
@@ -106,8 +99,8 @@ class Guard:
 
         async def headed(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message.get("headers", [])}
-                extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in given]
+                names = {name for name, _ in message.get("headers", [])}
+                extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in names]
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
             await send(message)
 
@@ -115,17 +108,19 @@ class Guard:
 
     def refusal(self, scope: Scope) -> str:
         """Return why a request is refused, "" where it is not."""
-        given: dict[bytes, list[bytes]] = {}
+        headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
-            given.setdefault(name.lower(), []).append(value)
-        hosts = given.get(b"host", [])
+            headers.setdefault(name.lower(), []).append(value)
+        hosts = headers.get(b"host", [])
         if len(hosts) != 1 or hosts[0].decode("latin-1").lower() not in self.hosts:
             return "This page answers at its own address only."
-        origins = given.get(b"origin", [])
+        origins = headers.get(b"origin", [])
         changing = scope["method"] not in ("GET", "HEAD")
-        if (origins or changing) and [each.decode("latin-1") for each in origins] not in [[o] for o in self.origins]:
+        if (origins or changing) and [origin.decode("latin-1") for origin in origins] not in [
+            [own] for own in self.origins
+        ]:
             return "This page answers to itself only."
-        site, mode = (given.get(name, [b""])[0] for name in (b"sec-fetch-site", b"sec-fetch-mode"))
+        site, mode = (headers.get(name, [b""])[0] for name in (b"sec-fetch-site", b"sec-fetch-mode"))
         if site not in (b"", b"same-origin", b"none") and mode != b"navigate":
             return "This page answers to itself only."
         token = scope["path"].split("/")[1].encode("utf-8", "replace") if scope["path"].startswith("/") else b""
@@ -152,14 +147,14 @@ def application(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapp
     routes = [
         Route("/", lambda request: _index(page, title)),
         Route("/web/{name}", lambda request: _asset(request.path_params["name"])),
-        *(Route(path, _answered(each), methods=["GET"]) for path, each in gets.items()),
-        *(Route(path, _answered(each), methods=["POST"]) for path, each in posts.items()),
+        *(Route(path, _endpoint(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
+        *(Route(path, _endpoint(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
     ]
     return Starlette(routes=routes)
 
 
-def _answered(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that reads a short body, works in a thread, and turns what comes out into a response."""
+def _endpoint(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that reads a short body, runs in a thread, and turns the result into a response."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
 
@@ -172,14 +167,14 @@ def _answered(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
                     return JSONResponse({"error": "the request is too long."}, 413)
             request.state.body = body
         try:
-            found = await run_in_threadpool(endpoint, request)
-        except Conflict as error:
-            return JSONResponse({"error": str(error), "held": error.held}, 409)
+            result = await run_in_threadpool(endpoint, request)
+        except Changed as error:
+            return JSONResponse({"error": str(error), "held": error.present}, 409)
         except UserError as error:
             return JSONResponse({"error": str(error)}, 422)
-        if isinstance(found, Response):
-            return found
-        return JSONResponse(found, headers={"cache-control": "no-store"})
+        if isinstance(result, Response):
+            return result
+        return JSONResponse(result, headers={"cache-control": "no-store"})
 
     return answer
 
@@ -207,17 +202,17 @@ def _asset(name: str) -> Response:
 
 def listening(port: int | None) -> socket.socket:
     """Return a socket bound to this machine's own address, at `port` or a free one; raise UserError where it cannot."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((HOST, port or 0))
-        made.listen()  # who comes before the server runs waits
+        sock.bind((HOST, port or 0))
+        sock.listen()  # who comes before the server runs waits
     except OSError as error:
-        made.close()
+        sock.close()
         raise UserError(
             f"--port {port}: it cannot be used ({error.strerror or error}); leave --port out, or choose another."
         ) from error
-    return made
+    return sock
 
 
 def serve(app: App, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
@@ -225,22 +220,15 @@ def serve(app: App, what: str, port: int | None, browser: bool, say: Callable[[s
 
     Raise UserError where the port is taken or the extra "pages" is not installed.
     """
-    require_pages()
-    import uvicorn
-
-    token = secrets.token_urlsafe(18)
-    with listening(port) as sock:
-        bound = sock.getsockname()[1]
-        address = f"http://{HOST}:{bound}/{token}/"
-        server = uvicorn.Server(_configured(Guard(app, token, bound)))
+    with _server(app, port) as (server, sock, address):
         say(f"{what}: {address}\nOnly this machine can open it. Ctrl-C ends it.")
-        with _shown(address) if browser else _unshown():
+        with _open_browser(address) if browser else nullcontext():
             server.run(sockets=[sock])
     raise KeyboardInterrupt  # some versions of uvicorn return quietly
 
 
 @contextmanager
-def _shown(address: str) -> Iterator[None]:
+def _open_browser(address: str) -> Iterator[None]:
     """Open the address in a browser by a private file that leads there: other users can read command lines."""
     with tempfile.TemporaryDirectory(prefix="halfmoon-") as folder:  # readable by its owner alone
         file = Path(folder, "open.html")
@@ -251,23 +239,12 @@ def _shown(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def _unshown() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def beside(app: App, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
     """Serve a page in a thread while something else is done, and give its address; `say` gets it, too.
 
     Raise UserError where the port is taken or the extra "pages" is not installed.
     """
-    require_pages()
-    import uvicorn
-
-    with listening(port) as sock:
-        token, bound = secrets.token_urlsafe(18), sock.getsockname()[1]
-        address = f"http://{HOST}:{bound}/{token}/"
-        server = uvicorn.Server(_configured(Guard(app, token, bound)))
+    with _server(app, port) as (server, sock, address):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         say(f"{what}: {address}")
@@ -278,10 +255,19 @@ def beside(app: App, what: str, port: int | None, say: Callable[[str], None]) ->
             thread.join(3)
 
 
-def _configured(app: App) -> Any:
+@contextmanager
+def _server(app: App, port: int | None) -> Iterator[tuple[Any, socket.socket, str]]:
+    """Give uvicorn's server, its socket, and the address with a new token."""
+    require_pages()
     import uvicorn
 
-    return uvicorn.Config(
+    with listening(port) as sock:
+        token, bound = secrets.token_urlsafe(18), sock.getsockname()[1]
+        yield _uvicorn(uvicorn, Guard(app, token, bound)), sock, f"http://{HOST}:{bound}/{token}/"
+
+
+def _uvicorn(uvicorn: Any, app: App) -> Any:
+    config = uvicorn.Config(
         app,
         log_level="error",
         access_log=False,
@@ -290,3 +276,4 @@ def _configured(app: App) -> Any:
         ws="none",
         timeout_graceful_shutdown=2,
     )
+    return uvicorn.Server(config)

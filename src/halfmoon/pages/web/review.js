@@ -208,7 +208,7 @@ async function watch() {
 
 async function predicted() {
   for (;;) {
-    const { progress } = await ask("state");
+    const { model: progress } = await ask("state");
     if (progress.error) throw new Error(`The model cannot be used: ${progress.error}`);
     byId("progress").textContent = progress.ready ? `${count(data.paths.length)} images, model ${data.model}` : `the model looks at the images: ${count(progress.done)} of ${count(progress.of)}`;
     if (progress.ready) return ask("predictions");
@@ -244,7 +244,7 @@ byId("tab-scores").addEventListener("click", () => view("scores"));
 
 try {
   const found = await ask("start");
-  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: null, facts: found, model: found.model });
+  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: null, facts: found, model: found.model_name });
   byId("foldered").hidden = !found.foldered;
   data.seen = await predicted();
   takeOver(data, await ask(`state?since=${data.facts.version}`));

@@ -28,11 +28,11 @@ PATIENCE = 10.0
 
 
 class Changed(UserError):
-    """A label that is no longer what the writer saw; `held` is the one that stands there, "" for none."""
+    """A label that is no longer what the writer saw; `present` is the one that stands there, "" for none."""
 
-    def __init__(self, words: str, held: str) -> None:
-        super().__init__(words)
-        self.held = held
+    def __init__(self, message: str, present: str) -> None:
+        super().__init__(message)
+        self.present = present
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def labels(folder: Path, name: str = LABELS) -> dict[str, str]:
         rows = _Lines.read(_file(folder, name)).rows
     except OSError as error:
         raise UserError(f"{folder / name} cannot be read ({atomic_io.reason(error)}).") from error
-    return {plain(row[0]): _nfc(row[1]) for row in rows if len(row) > 1 and row[1].strip()}
+    return {plain(row[0]): nfc(row[1]) for row in rows if len(row) > 1 and row[1].strip()}
 
 
 def stamp(folder: Path, name: str = LABELS) -> tuple[int, ...]:
@@ -133,9 +133,9 @@ class _Lines:
         """Take over an answer, in the place of the image's present line or at the end."""
         places = self.places.get(plain(answer.path), [])
         last = self.rows[places[-1]] if places else []
-        held = last[1].strip() if len(last) > 1 else ""
-        if _nfc(held) not in (_nfc(answer.seen), _nfc(answer.label)):
-            raise Changed(f"{answer.path} has been labeled {held or 'by nobody'} meanwhile.", held)
+        present = last[1].strip() if len(last) > 1 else ""
+        if nfc(present) not in (nfc(answer.seen), nfc(answer.label)):
+            raise Changed(f"{answer.path} has been labeled {present or 'by nobody'} meanwhile.", present)
         if answer.by is not None and len(self.header) == 2:
             self.header += SIGNED
             self.rows = [[*row, *[""] * (len(self.header) - len(row))] if row else row for row in self.rows]
@@ -170,8 +170,8 @@ def _file(folder: Path, name: str) -> Path:
 
 def plain(path: str) -> str:
     """Return a path in the one way that names its image: forward slashes, no ./, accents in one character."""
-    return _nfc(posixpath.normpath(path.strip().replace("\\", "/")))
+    return nfc(posixpath.normpath(path.strip().replace("\\", "/")))
 
 
-def _nfc(words: str) -> str:
+def nfc(words: str) -> str:
     return unicodedata.normalize("NFC", words.strip())
