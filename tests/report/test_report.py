@@ -19,7 +19,7 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
 from halfmoon.report.about import described
-from halfmoon.report.bubbles import areas, bubbles, chosen
+from halfmoon.report.bubbles import areas, bubbles, evenly
 from halfmoon.report.curves import curve, curves, spaced
 from halfmoon.report.figures import style
 from halfmoon.report.run_reader import Run, find
@@ -410,10 +410,10 @@ def test_areas_are_proportional_to_counts() -> None:
 
 
 def test_chosen_clients_are_even() -> None:
-    assert chosen(5).tolist() == [0, 1, 2, 3, 4]
-    assert chosen(40).tolist() == list(range(40))
-    assert chosen(7, 3).tolist() == [0, 3, 6]
-    many = chosen(1000)
+    assert evenly(5).tolist() == [0, 1, 2, 3, 4]
+    assert evenly(40).tolist() == list(range(40))
+    assert evenly(7, 3).tolist() == [0, 3, 6]
+    many = evenly(1000)
     assert len(set(many.tolist())) == 40
     assert (many[0], many[-1]) == (0, 999)
     assert set(np.diff(many).tolist()) <= {25, 26}

@@ -154,10 +154,10 @@ def test_every_when_of_a_recipe_and_every_skip_meets_a_cell(name: str) -> None:
     own = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     inherited = read(FOLDER / f"{name}.toml")[INHERITED]
     for when in found.when[inherited[""] :]:
-        assert any(when.meets(at) for at in ats), when
+        assert any(recipe.meets(when.at, at) for at in ats), when
     for scale, value in found.scales.items():
         for when in value.when[inherited[scale] :]:
-            assert any(when.meets(at) for at in ats), when
+            assert any(recipe.meets(when.at, at) for at in ats), when
     for skipped in found.skip:
         assert not any(recipe.meets(skipped, at) for at in ats)
     assert len(found.skip) == len(own.get("skip", ()))

@@ -29,8 +29,8 @@ def split_words(options: Mapping[str, Any]) -> str:
 
 def label_words(runs: Iterable[Run]) -> str:
     """Return how many labels there are, "" where no run says it, or they differ."""
-    found = {(run.split or {}).get("counts", {}).get("labeled") for run in runs}
-    (count,) = found if len(found) == 1 else (None,)
+    counts = {(run.split or {}).get("counts", {}).get("labeled") for run in runs}
+    (count,) = counts if len(counts) == 1 else (None,)
     return "" if count is None else f"{count:,} labels"
 
 
@@ -46,6 +46,6 @@ def seed_words(runs: Iterable[Run]) -> str:
 def described(runs: Sequence[Run]) -> str:
     """Return a line for a picture's head: data, split, labels and seeds, as far as all runs share them."""
     first, *others = [run.options for run in runs]
-    shared = {key: value for key, value in first.items() if all(each.get(key) == value for each in others)}
+    shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     parts = [data_name(shared["data"]) if shared.get("data") else "", split_words(shared)]
     return " \N{MIDDLE DOT} ".join(part for part in [*parts, label_words(runs), seed_words(runs)] if part)

@@ -25,7 +25,7 @@ def areas(counts: np.ndarray, largest: float) -> np.ndarray:
     return counts * (largest / top) if top else np.zeros(counts.shape)
 
 
-def chosen(clients: int, most: int = SHOWN) -> np.ndarray:
+def evenly(clients: int, most: int = SHOWN) -> np.ndarray:
     """Return the numbers of at most `most` clients, evenly from the first to the last."""
     if clients <= most:
         return np.arange(clients)
@@ -40,29 +40,29 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]
-    shown = chosen(clients)
+    numbers = evenly(clients)
     server = summary["server"]
     before = _APART if server else 0
-    columns = before + len(shown)
+    columns = before + len(numbers)
     height = float(np.clip(2.1 / len(classes), 0.055, 0.21))  # inches a class
     width = float(np.clip(5.6 / columns, 0.135, 0.3))  # inches a client
     longest = max(len(name) for name in classes)
-    made = figure(max(4.0, width * columns + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
-    panels = made.subplots(2, 1, sharex=True)
+    picture = figure(max(4.0, width * columns + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
+    panels = picture.subplots(2, 1, sharex=True)
     # Many classes lie closer than a bubble needs to be seen; theirs may overlap.
     largest = (0.95 * _POINTS * min(width, max(height, 0.09))) ** 2
     for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
         counts = np.zeros((columns, len(classes)), np.int64)
-        counts[before:] = [summary["each"][k][f"{kind}_classes"] for k in shown]
+        counts[before:] = [summary["each"][k][f"{kind}_classes"] for k in numbers]
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
         _panel(axes, counts, largest, style(number).color)
         axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold")
         _mark(axes.yaxis, [str(name) for name in classes], height)
-    _mark(panels[1].xaxis, [str(k) for k in shown], width / 2.2, ["server"] if server else [], before)
+    _mark(panels[1].xaxis, [str(k) for k in numbers], width / 2.2, ["server"] if server else [], before)
     what = "client" if clients <= SHOWN else f"client ({SHOWN} of {clients} shown, evenly chosen)"
     panels[1].set_xlabel(what, fontsize=8.5)
-    write(made, path)
+    write(picture, path)
 
 
 def _panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
@@ -96,8 +96,8 @@ def _panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
 
 def _round_numbers(top: int) -> list[int]:
     """Return up to three different counts to explain areas by: the largest, about a half, about a tenth."""
-    wanted = (top, _leading(top / 2), _leading(top / 10))
-    return sorted({n for n in wanted if n >= 1}, reverse=True)
+    counts = (top, _leading(top / 2), _leading(top / 10))
+    return sorted({n for n in counts if n >= 1}, reverse=True)
 
 
 def _leading(number: float) -> int:

@@ -56,29 +56,29 @@ def curves(runs: Sequence[Run], path: Path) -> None:
         groups.setdefault(run.title, []).append(run)
     methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
     styles = dict(zip(groups, styles_of(methods), strict=True))
-    panels = {what: shown for what in _PANELS if (shown := _lively(groups, what))}
+    panels = {what: lines for what in _PANELS if (lines := _lively(groups, what))}
     beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
     width = 6.0 if panels else 4.6
     columns, rows = _legend_grid(list(groups), width)
-    made = figure(width + beside, 3.5 if len(groups) <= _AT_THE_END else 3.5 + 0.19 * rows)
-    _head(made, runs)
-    grid = made.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
-    main = made.add_subplot(grid[:, 0])
-    for place, (what, shown) in enumerate(panels.items()):
-        axes = made.add_subplot(grid[place, 1], sharex=main)
-        _draw(axes, shown, styles, what, _PANELS[what])
+    picture = figure(width + beside, 3.5 if len(groups) <= _AT_THE_END else 3.5 + 0.19 * rows)
+    _head(picture, runs)
+    grid = picture.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
+    main = picture.add_subplot(grid[:, 0])
+    for place, (what, lines) in enumerate(panels.items()):
+        axes = picture.add_subplot(grid[place, 1], sharex=main)
+        _draw(axes, lines, styles, what, _PANELS[what])
         if place + 1 < len(panels):
             axes.tick_params(labelbottom=False)
             axes.set_xlabel("")
     ends = _draw(main, groups, styles, ("test", "accuracy"), "test accuracy (%)")
     note = _note(groups)
     if len(groups) > _AT_THE_END:
-        _legend(made, main, columns, note)
+        _legend(picture, main, columns, note)
     else:
         _name_ends(main, ends, styles)
         if note:
-            made.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
-    write(made, path)
+            picture.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
+    write(picture, path)
 
 
 def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, list[Run]]:
@@ -89,16 +89,16 @@ def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, li
     return {title: groups[title] for title, line in lines.items() if len(line.rounds)}
 
 
-def _head(made: Figure, runs: Sequence[Run]) -> None:
+def _head(picture: Figure, runs: Sequence[Run]) -> None:
     words = described(runs) if runs else ""
     if words:
-        made.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
+        picture.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
 
 
-def _legend(made: Figure, main: Axes, columns: int, note: str) -> None:
+def _legend(picture: Figure, main: Axes, columns: int, note: str) -> None:
     """Put all names below the panels: too many for the ends of their lines."""
     handles, names = main.get_legend_handles_labels()
-    made.legend(
+    picture.legend(
         handles,
         names,
         loc="outside lower left",
@@ -112,22 +112,22 @@ def _legend(made: Figure, main: Axes, columns: int, note: str) -> None:
     ).get_title().set_color(GRAY)
 
 
-def spaced(wanted: Sequence[float], gap: float) -> list[float]:
+def spaced(heights: Sequence[float], gap: float) -> list[float]:
     """Move positions as little as possible (least squares), order kept, until neighbors are `gap` apart."""
-    order = sorted(range(len(wanted)), key=lambda n: wanted[n])
+    order = sorted(range(len(heights)), key=lambda n: heights[n])
     # Shifted by their rank, "gap apart" is "not falling": pool neighbors that fall, as in isotonic regression.
     pools: list[tuple[float, int]] = []
     for rank, n in enumerate(order):
-        mean, count = wanted[n] - rank * gap, 1
+        mean, count = heights[n] - rank * gap, 1
         while pools and pools[-1][0] > mean:
             before, many = pools.pop()
             mean, count = (before * many + mean * count) / (many + count), many + count
         pools.append((mean, count))
     flat = [mean for mean, count in pools for _ in range(count)]
-    placed = [0.0] * len(wanted)
+    positions = [0.0] * len(heights)
     for rank, n in enumerate(order):
-        placed[n] = flat[rank] + rank * gap
-    return placed
+        positions[n] = flat[rank] + rank * gap
+    return positions
 
 
 def _draw(

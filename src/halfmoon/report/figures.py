@@ -21,9 +21,9 @@ GRAY = "#595959"
 
 def figure(width: float, height: float) -> Figure:
     """Return an empty figure, in inches, that belongs to nobody but the caller."""
-    made = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(made)
-    return made
+    picture = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(picture)
+    return picture
 
 
 def tidy(axes: Axes) -> None:
@@ -32,9 +32,9 @@ def tidy(axes: Axes) -> None:
     axes.tick_params(labelsize=8, colors=GRAY, labelcolor="black")
 
 
-def write(made: Figure, path: Path) -> None:
+def write(picture: Figure, path: Path) -> None:
     """Save a figure as PNG; raise UserError if the file cannot be written."""
     try:
-        made.savefig(path, dpi=DOTS, format="png", metadata={"Software": "halfmoon"})
+        picture.savefig(path, dpi=DOTS, format="png", metadata={"Software": "halfmoon"})
     except OSError as error:
         raise UserError(f"{path}: the picture cannot be written ({error.strerror or error}).") from error

@@ -20,11 +20,11 @@ def gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> s
     was not played, or all labels end below labels alone.
     """
     ends: dict[str, list[float]] = {}
-    titles = {each["method"]: each["title"] for each in summaries}
-    for each in summaries:
-        accuracy = each["accuracy"]
+    titles = {summary["method"]: summary["title"] for summary in summaries}
+    for summary in summaries:
+        accuracy = summary["accuracy"]
         if accuracy is not None:
-            ends.setdefault(each["method"], []).append(100 * accuracy["last"])
+            ends.setdefault(summary["method"], []).append(100 * accuracy["last"])
     means = {name: spread(values).mean for name, values in ends.items()}
     tops = [name for name in means if name in ceilings]
     others = [name for name in means if name != FLOOR and name not in ceilings]

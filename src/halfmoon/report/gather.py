@@ -193,11 +193,11 @@ def _title(runs: Sequence[Loose], rows: Sequence[str]) -> str:
     """Return the methods, and the data sets that they were played on."""
     rows = list(dict.fromkeys(rows))
     data = list(dict.fromkeys(str(run.options["data"]) for run in runs if run.options.get("data")))
-    methods = _joined(rows) if len(rows) <= 3 else f"{len(rows)} methods"
-    return f"{methods} on {_joined(data) if len(data) <= 3 else f'{len(data)} data sets'}" if data else methods
+    methods = _and(rows) if len(rows) <= 3 else f"{len(rows)} methods"
+    return f"{methods} on {_and(data) if len(data) <= 3 else f'{len(data)} data sets'}" if data else methods
 
 
-def _joined(words: Sequence[str]) -> str:
+def _and(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

@@ -1,83 +1,92 @@
-"""What came out of a study, in a sentence or two: what a reader wants to know before any table."""
+"""The result of a study in a sentence or two, for the top of its page."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from halfmoon.report.gain import FLOOR, NO_BOUND
 from halfmoon.report.scores import final
-from halfmoon.report.study import Column, Study
+from halfmoon.report.study import Study
 from halfmoon.report.tables import Spread
 
 CEILING = "(all labels)"
 """How the titles of methods end that train on all labels."""
 
 
+class End(NamedTuple):
+    """The final models of one row."""
+
+    name: str
+    title: str
+    accuracy: Spread
+
+    @property
+    def ceiling(self) -> bool:
+        return self.title.endswith(CEILING)
+
+
 def headline(study: Study) -> str:
-    """Return which row ends highest, by how much, and what it won between labels alone and all labels; "" for splits.
+    """Return which row ends highest, by how much, and its gain between labels alone and all labels; "" for splits.
 
     Rows that train on all labels are what others are measured by, and no winners.
     """
     if study.sweep.kind == "splits":
         return ""
-    marks = {column: _ends(study, column) for column in study.columns}
-    marks = {column: ends for column, ends in marks.items() if ends}
-    if len(marks) > 1:
-        return _several(study, marks)
-    return _one(study, next(iter(marks.values()))) if marks else ""
-
-
-def _ends(study: Study, column: Column) -> list[tuple[str, str, Spread]]:
-    """Return (name, title, mean accuracy of the final models) of each row that is finished, the best first."""
     score = final(study)
-    found = [(row.name, row.title, score.mark(row.name, column).last) for row in study.row_values]
-    return sorted(((n, t, last) for n, t, last in found if last is not None), key=lambda each: -each[2].mean)
+    columns = []
+    for column in study.columns:
+        marks = [(row.name, row.title, score.mark(row.name, column).last) for row in study.row_values]
+        ends = [End(name, title, last) for name, title, last in marks if last is not None]
+        if ends:
+            columns.append(sorted(ends, key=lambda end: -end.accuracy.mean))
+    if len(columns) > 1:
+        return _several(columns)
+    return _one(columns[0]) if columns else ""
 
 
-def _one(study: Study, ends: Sequence[tuple[str, str, Spread]]) -> str:
-    rivals = [each for each in ends if not each[1].endswith(CEILING)] or list(ends)
-    _, title, best = rivals[0]
+def _rivals(ends: Sequence[End]) -> list[End]:
+    return [end for end in ends if not end.ceiling] or list(ends)
+
+
+def _one(ends: Sequence[End]) -> str:
+    first, *others = _rivals(ends)
+    best = first.accuracy
+    words = f"{best.mean:.1f} %" if best.deviation is None else f"{best.mean:.1f} ± {best.deviation:.1f} %"
     if len(ends) == 1:
-        return f"{title} ends at {_percent(best)}."
-    words = [f"{title} ends highest, at {_percent(best)}"]
-    if len(rivals) > 1:
-        _, second, other = rivals[1]
-        apart = best.mean - other.mean
-        spread = max(best.deviation or 0.0, other.deviation or 0.0)
-        close = ", less than the seeds differ" if 0 < apart < spread else ""
-        words = [f"{words[0]}, {apart:.1f} points above {second}{close}" if apart else f"{words[0]}, as does {second}"]
-    return f"{words[0]}.{_between(ends)}"
+        return f"{first.title} ends at {words}."
+    sentence = f"{first.title} ends highest, at {words}"
+    if others:
+        second = others[0].accuracy
+        apart, deviation = best.mean - second.mean, max(best.deviation or 0.0, second.deviation or 0.0)
+        close = ", less than the seeds differ" if 0 < apart < deviation else ""
+        other = others[0].title
+        sentence += f", {apart:.1f} points above {other}{close}" if apart else f", as does {other}"
+    return f"{sentence}.{_between(ends)}"
 
 
-def _between(ends: Sequence[tuple[str, str, Spread]]) -> str:
-    """Return what the best row won of the way from labels alone to all labels; "" where one of them is missing."""
-    floor = next((each for each in ends if each[0] == FLOOR), None)
-    top = next((each for each in ends if each[1].endswith(CEILING)), None)
-    rivals = [each for each in ends if each[0] != FLOOR and not each[1].endswith(CEILING)]
-    if floor is None or top is None or not rivals:
+def _between(ends: Sequence[End]) -> str:
+    """Return the gain of the best row between labels alone and all labels; "" where one of them is missing."""
+    floor = next((end for end in ends if end.name == FLOOR), None)
+    top = next((end for end in ends if end.ceiling), None)
+    best = next((end for end in ends if end.name != FLOOR and not end.ceiling), None)
+    if floor is None or top is None or best is None:
         return ""
-    whole = top[2].mean - floor[2].mean
+    low, gain, whole = floor.accuracy.mean, best.accuracy.mean, top.accuracy.mean
+    gain, whole = gain - low, whole - low
     if whole <= 0:
-        return f" {top[1]} ends below {floor[1]}, so this is {NO_BOUND}."
-    won = rivals[0][2].mean - floor[2].mean
-    if won <= 0:
-        return f" No method is above labels alone ({floor[2].mean:.1f} %)."
-    if won > whole:
-        return f" {top[1]} ends below {rivals[0][1]}, so this is {NO_BOUND}."
-    return f" It has {won:.1f} of the {whole:.1f} points between labels alone and all labels."
+        return f" {top.title} ends below {floor.title}, so this is {NO_BOUND}."
+    if gain <= 0:
+        return f" No method is above labels alone ({low:.1f} %)."
+    if gain > whole:
+        return f" {top.title} ends below {best.title}, so this is {NO_BOUND}."
+    return f" It has {gain:.1f} of the {whole:.1f} points between labels alone and all labels."
 
 
-def _several(study: Study, marks: dict[Column, list[tuple[str, str, Spread]]]) -> str:
-    wins: dict[str, int] = {}
-    for ends in marks.values():
-        rivals = [each for each in ends if not each[1].endswith(CEILING)] or ends
-        wins[rivals[0][1]] = wins.get(rivals[0][1], 0) + 1
-    title, count = max(wins.items(), key=lambda each: each[1])
+def _several(columns: Sequence[Sequence[End]]) -> str:
+    wins = Counter(_rivals(ends)[0].title for ends in columns)
+    title, count = wins.most_common(1)[0]
     others = [f"{name} in {number}" for name, number in wins.items() if name != title]
     rest = f" ({', '.join(others)})" if others else ""
-    where = "all" if count == len(marks) else f"{count} of"
-    return f"{title} ends highest in {where} {len(marks)} columns{rest}."
-
-
-def _percent(value: Spread) -> str:
-    return f"{value.mean:.1f} %" if value.deviation is None else f"{value.mean:.1f} ± {value.deviation:.1f} %"
+    return f"{title} ends highest in {'all' if count == len(columns) else f'{count} of'} {len(columns)} columns{rest}."

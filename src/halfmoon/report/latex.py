@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from halfmoon.report.scores import Mark, Score, equal, final
 from halfmoon.report.study import CONFIGURATION, Column, Published, Study, Value, scale_words
-from halfmoon.report.tables import Spread
+from halfmoon.report.tables import Spread, plus_minus
 
-_SPECIAL = {
+GREEK = ("alpha", "beta", "gamma", "delta", "sigma", "tau")
+SPECIAL = {
+    **{letter: f"\\{letter}" for letter in "{}$&#_%"},
+    **{unicodedata.lookup(f"GREEK SMALL LETTER {name}"): rf"$\{name}$" for name in GREEK},
     "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "$": r"\$",
-    "&": r"\&",
-    "#": r"\#",
-    "_": r"\_",
-    "%": r"\%",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
@@ -31,14 +28,7 @@ _SPECIAL = {
     "\N{PLUS-MINUS SIGN}": r"$\pm$",
     "\N{MULTIPLICATION SIGN}": r"$\times$",
     "\N{MINUS SIGN}": "$-$",
-    "\N{GREEK SMALL LETTER ALPHA}": r"$\alpha$",
-    "\N{GREEK SMALL LETTER BETA}": r"$\beta$",
-    "\N{GREEK SMALL LETTER GAMMA}": r"$\gamma$",
-    "\N{GREEK SMALL LETTER DELTA}": r"$\delta$",
-    "\N{GREEK SMALL LETTER SIGMA}": r"$\sigma$",
-    "\N{GREEK SMALL LETTER TAU}": r"$\tau$",
 }
-
 
 WIDE, LONG = 6, 40
 """Columns of numbers, and rows, that fit on a page."""
@@ -46,7 +36,7 @@ WIDE, LONG = 6, 40
 
 def escaped(words: str) -> str:
     """Return plain text as LaTeX; a line break becomes a space."""
-    return "".join(_SPECIAL.get(letter, letter) for letter in " ".join(words.split()))
+    return " ".join(words.split()).translate(str.maketrans(SPECIAL))
 
 
 def as_latex(studies: Sequence[Study]) -> str:
@@ -129,8 +119,8 @@ def _heads(study: Study, columns: Sequence[Column], widths: Sequence[int]) -> li
     for depth, name in enumerate(study.column_axes):
         cells, rules, place = [""], [], 2
         numbered = zip(columns, widths, strict=True)
-        for key, same in groupby(numbered, key=lambda each, d=depth: each[0][: d + 1]):
-            width = sum(each[1] for each in same)
+        for key, same in groupby(numbered, key=lambda pair, d=depth: pair[0][: d + 1]):
+            width = sum(pair[1] for pair in same)
             cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(study.value_title(name, key[-1]))}}}")
             # A rule below a single column would only repeat the one below the head.
             rules += [rf"\cmidrule(lr){{{place}-{place + width - 1}}}"] if width > 1 else []
@@ -141,10 +131,9 @@ def _heads(study: Study, columns: Sequence[Column], widths: Sequence[int]) -> li
 
 def _legend(study: Study, columns: Sequence[Column]) -> list[str]:
     """Return what the configurations of these columns are, below the table."""
-    used = {study.axis(CONFIGURATION).title(key[-1]) for key in columns} if study.legend() else set()
-    words = [
-        rf"\textbf{{{escaped(title)}}}: {escaped(said)}." for title, said in study.legend().items() if title in used
-    ]
+    legend = study.legend()
+    titles = {study.axis(CONFIGURATION).title(key[-1]) for key in columns} if legend else set()
+    words = [rf"\textbf{{{escaped(name)}}}: {escaped(legend[name])}." for name in legend if name in titles]
     return [r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {' '.join(words)}}}"] if words else []
 
 
@@ -162,13 +151,8 @@ def _caption(study: Study, what: str, score: Score, beside: bool) -> str:
 
 
 def _measured(mark: Mark) -> str:
-    star = "$^{\\ast}$" if mark.verdict and mark.verdict.within else ""
-    return _number(mark.last) + star
+    return _number(mark.last) + ("$^{\\ast}$" if mark.verdict and mark.verdict.within else "")
 
 
 def _number(value: Spread | Published | None) -> str:
-    if value is None:
-        return "--"
-    if value.deviation is None:
-        return f"{value.mean:.2f}"
-    return f"{value.mean:.2f} $\\pm$ {value.deviation:.2f}"
+    return plus_minus(value).replace("\N{PLUS-MINUS SIGN}", r"$\pm$") or "--"

@@ -7,14 +7,15 @@ from pathlib import Path
 from halfmoon.core.errors import UserError
 from halfmoon.report.scores import Mark, Score, final, order
 from halfmoon.report.study import SWEEP, Column, Study, read_sweep, scale_words
-from halfmoon.report.tables import Spread
+from halfmoon.report.tables import plus_minus
 from halfmoon.storage import atomic_io
 
+BAR = "\\|"
 SWEEPS = "sweeps"
 """The folder below `results` that holds a sweep.json, and perhaps a note, of every committed sweep."""
 
-JUDGED = ("difference", "within 2 sd")
-"""What only an experiment of the paper's size is told."""
+VERDICT = ("difference", "within 2 sd")
+"""The columns that only an experiment of the paper's size has."""
 
 HEAD = """# Results beside the published ones
 
@@ -56,7 +57,7 @@ def board(results: Path) -> str:
     files = sorted((results / SWEEPS).glob("*.json"))
     if not files:
         raise UserError(f"{results / SWEEPS} holds no sweep; add one with halfmoon leaderboard --add SWEEP.")
-    studies = sorted(((read_sweep(file), file) for file in files), key=lambda each: (each[0].sweep.paper, each[1].name))
+    studies = sorted(((read_sweep(file), file) for file in files), key=lambda pair: (pair[0].sweep.paper, pair[1].name))
     parts = [HEAD]
     for study, file in studies:
         note = file.with_suffix(".md")
@@ -66,7 +67,8 @@ def board(results: Path) -> str:
 
 def _section(study: Study, note: str) -> str:
     sweep, score = study.sweep, final(study)
-    lines = [f"## {sweep.title}{f' ({sweep.scale.name})' if sweep.scale else ''}", "", f"{_sentence(sweep.about)}", ""]
+    sentence = f"{sweep.about[:1].upper()}{sweep.about[1:].rstrip('.')}."
+    lines = [f"## {sweep.title}{f' ({sweep.scale.name})' if sweep.scale else ''}", "", sentence, ""]
     if sweep.scale:
         lines += [f"**{scale_words(sweep.scale)}**", ""]
     if sweep.reading:
@@ -86,29 +88,24 @@ def _column(study: Study, score: Score, column: Column) -> list[str]:
         return []
     lines = [f"### {study.column_title(column)}", ""] if column else []
     full = study.sweep.scale is None
-    heads = [study.sweep.rows, "last %", "best %", "published %", *(JUDGED if full else ()), "seeds"]
+    heads = [study.sweep.rows, "last %", "best %", "published %", *(VERDICT if full else ()), "seeds"]
     lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    lines += [f"| {' | '.join([_cell(title), *_cells(mark, full)])} |" for title, mark in rows]
-    found = order(study, score, column)
-    if len(found.published) > 1:
-        tau = "" if found.tau is None else f" (Kendall's tau {found.tau:.2f})"
-        lines += ["", f"Published order: {' > '.join(found.published)}.", ""]
-        lines += [f"Measured order{tau}: {' > '.join(found.measured)}."]
+    for title, mark in rows:
+        lines.append(f"| {' | '.join([title.replace('|', BAR), *_cells(mark, full)])} |")
+    ranking = order(study, score, column)
+    if len(ranking.published) > 1:
+        tau = "" if ranking.tau is None else f" (Kendall's tau {ranking.tau:.2f})"
+        lines += ["", f"Published order: {' > '.join(ranking.published)}.", ""]
+        lines += [f"Measured order{tau}: {' > '.join(ranking.measured)}."]
     return [*lines, ""]
 
 
 def _cells(mark: Mark, full: bool) -> list[str]:
-    published = Spread(mark.published.mean, mark.published.deviation) if mark.published else None
-    judged = mark.verdict
-    word = "" if judged is None or judged.within is None else "yes" if judged.within else "no"
-    verdict = ["" if judged is None else f"{judged.difference:+.2f}", word] if full else []
-    return [*map(_spread, (mark.last, mark.best, published)), *verdict, f"{mark.seeds} of {mark.planned}"]
-
-
-def _spread(value: Spread | None) -> str:
-    if value is None:
-        return ""
-    return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
+    words = ["", ""]
+    if mark.verdict:
+        words = [f"{mark.verdict.difference:+.2f}", {True: "yes", False: "no", None: ""}[mark.verdict.within]]
+    numbers = [plus_minus(value) for value in (mark.last, mark.best, mark.published)]
+    return [*numbers, *(words if full else ()), f"{mark.seeds} of {mark.planned}"]
 
 
 def _machine(study: Study) -> str:
@@ -120,11 +117,3 @@ def _machine(study: Study) -> str:
     parts += [f"{name} {version}" for name, version in versions.items()]
     took = f"; {len(seconds)} runs, {sum(seconds) / 60:.0f} minutes in all" if seconds else ""
     return f"Machine: {', '.join(parts)}{took}."
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
-
-
-def _cell(words: str) -> str:
-    return words.replace("|", "\\|")

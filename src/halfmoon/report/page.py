@@ -10,8 +10,8 @@ from halfmoon.core import templates
 from halfmoon.report import gather, scores, series
 from halfmoon.report.headline import headline
 from halfmoon.report.scores import Mark, Score, equal, final, order
-from halfmoon.report.study import Column, Published, Study, scale_words
-from halfmoon.report.tables import Spread
+from halfmoon.report.study import Column, Study, scale_words
+from halfmoon.report.tables import plus_minus
 from halfmoon.storage.atomic_io import finite
 
 CHARTS = {
@@ -29,7 +29,7 @@ CHARTS = {
 def as_html(studies: Sequence[Study]) -> str:
     """Return the page: every text escaped, no address of anything outside."""
     functions = (
-        *(TableNotes, percent, signed, points, count, scores.column_heads, taus_of, seeds_words, published_words),
+        *(TableNotes, plus_minus, signed, points, count, scores.column_heads, taus_of, seeds_words, published_words),
         *(marks_of, scores.costs_of, scale_words, headline, missing, sentence, facts, common_options, uneven),
         *(order, final, equal),
     )
@@ -151,13 +151,6 @@ class TableNotes:
 
 def _letters(number: int) -> str:
     return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
-
-
-def percent(value: Spread | Published | None) -> str:
-    """Return mean ± deviation with two digits, without what is not known."""
-    if value is None:
-        return ""
-    return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
 
 
 def signed(value: float) -> str:

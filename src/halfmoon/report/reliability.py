@@ -11,16 +11,16 @@ from halfmoon.report.figures import GRAY, figure, style, tidy, write
 _LABEL = 8.5  # points
 
 
-def reliability(found: Mapping[str, Any], path: Path) -> None:
+def reliability(scores: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a model's calibration: bars of accuracy over probability, and below them the images of each bin.
 
     `found` is the dict of `halfmoon.sites.inference.measure.scores`. A bar below the diagonal says that the model is
     right less often than it says. Raise UserError if the picture cannot be written.
     """
-    rows = [row for row in found["reliability"] if row["images"]]
+    rows = [row for row in scores["reliability"] if row["images"]]
     left, width = [row["above"] for row in rows], [row["to"] - row["above"] for row in rows]
-    made = figure(4.2, 4.6)
-    above, below = made.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    picture = figure(4.2, 4.6)
+    above, below = picture.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, dashes=(4, 2), label="as often right as it says")
     bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.5}
     above.bar(left, [row["accuracy"] for row in rows], width, color=style(0).color, label="accuracy", **bars)
@@ -28,7 +28,7 @@ def reliability(found: Mapping[str, Any], path: Path) -> None:
     above.plot(means, [row["accuracy"] for row in rows], "o", color=style(1).color, markersize=3.5, label="at the mean")
     above.set_ylabel("accuracy", fontsize=_LABEL)
     above.set_ylim(0, 1)
-    error = f"expected calibration error {100 * found['calibration_error']:.2f} %, {found['images']:,} images"
+    error = f"expected calibration error {100 * scores['calibration_error']:.2f} %, {scores['images']:,} images"
     above.set_title(error, fontsize=_LABEL, loc="left", fontweight="bold")
     above.legend(fontsize=7.5, frameon=False, loc="upper left")
     below.bar(left, [row["images"] for row in rows], width, color=GRAY, **bars)
@@ -37,4 +37,4 @@ def reliability(found: Mapping[str, Any], path: Path) -> None:
     below.set_xlim(0, 1)
     for axes in (above, below):
         tidy(axes)
-    write(made, path)
+    write(picture, path)

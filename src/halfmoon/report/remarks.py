@@ -14,8 +14,8 @@ FEW = 0.01
 
 def most_used(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the largest share of pseudo-labels that counted in a round; None of a method without any."""
-    found = [row["pseudo"] for row in rows if isinstance(row.get("pseudo"), dict)]
-    shares = [each["share_used"] for each in found if isinstance(each.get("share_used"), float)]
+    pseudo = [row["pseudo"] for row in rows if isinstance(row.get("pseudo"), dict)]
+    shares = [row["share_used"] for row in pseudo if isinstance(row.get("share_used"), float)]
     return max(shares, default=None)
 
 
@@ -24,16 +24,18 @@ def remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -
 
     `ceilings` are the names of methods that have all labels.
     """
-    if len({each["method"] for each in summaries}) < 2:
+    if len({summary["method"] for summary in summaries}) < 2:
         return [*_unused(summaries)]
     return [*_budget(summaries), *_sunk(summaries, ceilings), *_unused(summaries)]
 
 
 def _budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    said = {(each["budget"]["rule"], each["budget"]["reference"]) for each in summaries if "budget" in each}
-    if len(said) > 1 and {rule for rule, _ in said} != {"none"}:
+    budgets = {
+        (summary["budget"]["rule"], summary["budget"]["reference"]) for summary in summaries if "budget" in summary
+    }
+    if len(budgets) > 1 and {rule for rule, _ in budgets} != {"none"}:
         return ["Budget: the runs had different ones."]
-    for rule, reference in said:
+    for rule, reference in budgets:
         if rule == "none":
             return ["Budget: each method took what the batch rule gives it."]
         what = {"labeled-steps": "labeled steps", "forwards": "images through the classifier"}[rule]
@@ -43,26 +45,26 @@ def _budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
     """Say where all labels end below labels alone."""
-    floor = _end([each for each in summaries if each["method"] == FLOOR])
-    found = []
-    for name in dict.fromkeys(each["method"] for each in summaries if each["method"] in ceilings):
-        runs = [each for each in summaries if each["method"] == name]
+    floor = _end([summary for summary in summaries if summary["method"] == FLOOR])
+    sentences = []
+    for name in dict.fromkeys(summary["method"] for summary in summaries if summary["method"] in ceilings):
+        runs = [summary for summary in summaries if summary["method"] == name]
         top = _end(runs)
         if floor is not None and top is not None and top <= floor:
-            found.append(
+            sentences.append(
                 f"{runs[0]['title']} ends at {100 * top:.1f} %, not above labels alone ({100 * floor:.1f} %): there is "
                 "nothing for unlabeled images to win here, and no method can be judged. First make all labels learn: "
                 "more rounds, a larger or a decaying learning rate (schedule cosine), a wider network."
             )
-    return found
+    return sentences
 
 
 def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say of which methods hardly a pseudo-label has counted in any round of any seed."""
-    found = []
-    for name in dict.fromkeys(each["method"] for each in summaries):
-        runs = [each for each in summaries if each["method"] == name]
-        shares = [each["most_used"] for each in runs if each.get("most_used") is not None]
+    sentences = []
+    for name in dict.fromkeys(summary["method"] for summary in summaries):
+        runs = [summary for summary in summaries if summary["method"] == name]
+        shares = [summary["most_used"] for summary in runs if summary.get("most_used") is not None]
         if shares and len(shares) == len(runs) and max(shares) <= FEW:
             most = max(shares)
             passed = (
@@ -70,13 +72,13 @@ def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
                 if most
                 else "no pseudo-label passed"
             )
-            found.append(
+            sentences.append(
                 f"{runs[0]['title']}: {passed} the confidence threshold, so it learned from labels alone: lower its "
                 "threshold, let it follow the model (thresholding), or train longer."
             )
-    return found
+    return sentences
 
 
 def _end(summaries: Sequence[Mapping[str, Any]]) -> float | None:
-    ends = [each["accuracy"]["last"] for each in summaries if each["accuracy"] is not None]
+    ends = [summary["accuracy"]["last"] for summary in summaries if summary["accuracy"] is not None]
     return spread(ends).mean if ends else None

@@ -62,21 +62,6 @@ class _Accuracy(BaseModel):
     best_round: Count | None = None
 
 
-class _Spent(BaseModel):
-    labeled_steps: Count
-    forward: Count
-    backward: Count
-    bytes_down: Count
-    bytes_up: Count
-
-
-class _Ended(BaseModel):
-    title: str
-    seed: Count
-    accuracy: _Accuracy
-    cost: _Spent
-
-
 class _Row(BaseModel):
     round: Count
     test: _Test | None = None
@@ -94,6 +79,21 @@ class _Summary(BaseModel):
     classes: list[str] = []
     confusion: list[list[Count]] | None = None
     seconds: Number | None = None
+
+
+class _FinalCost(BaseModel):
+    labeled_steps: Count
+    forward: Count
+    backward: Count
+    bytes_down: Count
+    bytes_up: Count
+
+
+class _Final(BaseModel):
+    title: str
+    seed: Count
+    accuracy: _Accuracy
+    cost: _FinalCost
 
 
 class _Counts(BaseModel):
@@ -145,8 +145,8 @@ class Run:
         return str(self.options.get("method", self.path.name))
 
     def series(self, part: str, name: str) -> dict[int, float]:
-        found = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
-        return {round: float(value) for round, value in found if value is not None}
+        values = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
+        return {round: float(value) for round, value in values if value is not None}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -164,8 +164,8 @@ class Run:
         path = self.path / "split.json"
         if path.exists():  # nothing else is told from it
             integrity.check(self.path, path.name)
-        found = read_json(path)
-        return None if found is None else valid(_Split, found, path)
+        value = read_json(path)
+        return None if value is None else valid(_Split, value, path)
 
     @property
     def federated(self) -> bool:
@@ -188,20 +188,20 @@ def _summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = valid(_Summary, parsed(path.read_bytes()), path)
-        matrix, size = found.get("confusion") or [], len(found.get("classes") or [])
+        value = valid(_Summary, parsed(path.read_bytes()), path)
+        matrix, size = value.get("confusion") or [], len(value.get("classes") or [])
         if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
             raise ValueError("its confusion is no square of its classes")
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a summary ({error}); restore it, or resume the run.") from error
-    return found
+    return value
 
 
 def ended(summary: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the summary of a run that was played to its end, which `path` holds; raise UserError for any other."""
-    return valid(_Ended, valid(_Summary, summary, path), path)
+    return valid(_Final, valid(_Summary, summary, path), path)
 
 
 def valid(kind: Any, value: Any, path: Path) -> Any:

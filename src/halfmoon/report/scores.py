@@ -107,20 +107,20 @@ def _marks(study: Study, equal: bool = False) -> dict[tuple[str, Column], Mark]:
     marks = {}
     for (row, number), runs in frame.cells(study).groupby(["row", "column"]):
         column = study.columns[number]
-        done = runs[runs["finished"].eq(True)]
+        finished = runs[runs["finished"].eq(True)]
         if not equal:
-            done = done[done["last_percent"].notna()]
-        last = mean_of(done["equal_steps_percent" if equal else "last_percent"])
+            finished = finished[finished["last_percent"].notna()]
+        last = mean_of(finished["equal_steps_percent" if equal else "last_percent"])
         cell = study.cell(row, column)
         published = cell.published if cell else None
         marks[row, column] = Mark(
             last,
-            None if equal else mean_of(done["best_percent"]),
+            None if equal else mean_of(finished["best_percent"]),
             published,
             verdict(last, published) if last and published else None,
-            len(done),
+            len(finished),
             int(runs["seed"].notna().sum()),
-            "no evaluation up to there is known" if equal and len(done) and not last else "",
+            "no evaluation up to there is known" if equal and len(finished) and not last else "",
         )
     return marks
 

@@ -148,8 +148,8 @@ def users_title(study: Study, users: Sequence[User], everyone: Sequence[User]) -
         return study.column_title(users[0].column) if len(study.columns) == 1 else ""
     words = []
     for column in dict.fromkeys(user.column for user in users):
-        mine, others = ([user for user in some if user.column == column] for some in (users, everyone))
-        rows, seeds = dict.fromkeys(user.row for user in mine), dict.fromkeys(user.seed for user in mine)
+        own, others = ([user for user in some if user.column == column] for some in (users, everyone))
+        rows, seeds = dict.fromkeys(user.row for user in own), dict.fromkeys(user.seed for user in own)
         parts = [study.column_title(column)]
         if len(rows) < len({user.row for user in others}):
             parts.append(" and ".join(study.value_title(study.sweep.rows, row) for row in rows))

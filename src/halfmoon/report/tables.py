@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import harmless
+from halfmoon.report.study import Published
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ def mean_of(values: Sequence[float | None]) -> Spread | None:
     """Return mean and deviation over seeds, None where one is unknown: a mean over some would pass for one over all."""
     numbers = [value for value in values if value is not None]
     return spread(numbers) if numbers and len(numbers) == len(values) else None
+
+
+def plus_minus(value: Spread | Published | None) -> str:
+    """Return mean ± deviation with two digits, without what is not known."""
+    if value is None:
+        return ""
+    return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
 
 
 class _Column(NamedTuple):

@@ -35,17 +35,17 @@ def price(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Price]:
 
     Nothing is trained for a recipe of splits. Raise what `halfmoon.runs.runner.cell` raises.
     """
-    found: dict[str, Price] = {}
-    counted: set[str] = set()
+    prices: dict[str, Price] = {}
+    earlier: set[str] = set()
     for row in dict.fromkeys(cell.at[recipe.rows] for cell in cells):
-        mine = [cell for cell in cells if cell.at[recipe.rows] == row]
-        runs = [config for cell in mine for config in cell.configs.values()]
+        own = [cell for cell in cells if cell.at[recipe.rows] == row]
+        runs = [config for cell in own for config in cell.configs.values()]
         new = {identity(config, config.method): config.rounds for config in runs}
-        new = {mark: rounds for mark, rounds in new.items() if mark not in counted}
-        counted |= set(new)
-        one = 0.0 if recipe.kind == "splits" else round_seconds(next(iter(mine[0].configs.values())))
-        found[row] = Price(mine[0].words, one, sum(new.values()), len(new))
-    return found
+        new = {mark: rounds for mark, rounds in new.items() if mark not in earlier}
+        earlier |= set(new)
+        one = 0.0 if recipe.kind == "splits" else round_seconds(next(iter(own[0].configs.values())))
+        prices[row] = Price(own[0].words, one, sum(new.values()), len(new))
+    return prices
 
 
 def round_seconds(config: Config) -> float:

@@ -40,32 +40,32 @@ def selection(recipe: Recipe, words: Sequence[str]) -> Selection:
 
     Raise UserError for an axis or a value that the recipe does not have.
     """
-    asked: dict[str, list[str]] = {}
+    selection: dict[str, list[str]] = {}
     for part in (part.strip() for word in words for part in word.split(",")):
-        axis, sign, name = (each.strip() for each in part.partition("="))
+        axis, sign, name = (word.strip() for word in part.partition("="))
         if not sign or not name:
             raise UserError(f"--only {part!r} is not AXIS=VALUE: write, for example, --only {_example(recipe)}.")
         if axis not in recipe.axes:
             raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {nearest(axis, recipe.axes)}")
-        known = [value.name for value in recipe.axes[axis]]
-        if name not in known:
+        values = [value.name for value in recipe.axes[axis]]
+        if name not in values:
             raise UserError(
-                f"--only: axis {axis} of recipe {recipe.name} has no value {name!r}: {nearest(name, known)}"
+                f"--only: axis {axis} of recipe {recipe.name} has no value {name!r}: {nearest(name, values)}"
             )
-        if name not in asked.setdefault(axis, []):
-            asked[axis].append(name)
-    return {axis: tuple(names) for axis, names in asked.items()}
+        if name not in selection.setdefault(axis, []):
+            selection[axis].append(name)
+    return {axis: tuple(names) for axis, names in selection.items()}
 
 
-def chosen(recipe: Recipe, only: Selection) -> dict[str, list[Value]]:
+def selected_values(recipe: Recipe, only: Selection) -> dict[str, list[Value]]:
     """Return the values of every axis that are played: those asked for, else all that are the paper's."""
-    found = {}
+    values_of: dict[str, list[Value]] = {}
     for axis, values in recipe.axes.items():
-        asked = only.get(axis)
-        found[axis] = [value for value in values if (value.name in asked if asked else not value.extra)]
-        if not found[axis]:
+        names = only.get(axis)
+        values_of[axis] = [value for value in values if (value.name in names if names else not value.extra)]
+        if not values_of[axis]:
             raise UserError(f"recipe {recipe.name}: nothing of axis {axis} is selected; name its values with --only.")
-    return found
+    return values_of
 
 
 def cells(
@@ -80,8 +80,8 @@ def cells(
     Raise UserError where the recipe skips all of them, and, with a cell's name, where its configuration is impossible
     or no run could take it.
     """
-    found = combinations(recipe, only)
-    return [_cell(recipe, values, tuple(seeds or recipe.seeds), scale, over or {}) for values in found]
+    seeds = seeds or recipe.seeds
+    return [_cell(recipe, values, seeds, scale, over or {}) for values in combinations(recipe, only)]
 
 
 def combinations(recipe: Recipe, only: Selection) -> list[tuple[Value, ...]]:
@@ -89,10 +89,10 @@ def combinations(recipe: Recipe, only: Selection) -> list[tuple[Value, ...]]:
 
     Raise UserError where the recipe skips all of them.
     """
-    found = [values for values in product(*chosen(recipe, only).values()) if not _skipped(recipe, values)]
-    if not found:
+    result = [values for values in product(*selected_values(recipe, only).values()) if not _skipped(recipe, values)]
+    if not result:
         raise UserError(f"recipe {recipe.name} has none of these cells: they are combinations that it leaves out.")
-    return found
+    return result
 
 
 def _at(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
@@ -100,26 +100,26 @@ def _at(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
 
 
 def _skipped(recipe: Recipe, values: Sequence[Value]) -> bool:
-    return any(meets(each, _at(recipe, values)) for each in recipe.skip)
+    return any(meets(when, _at(recipe, values)) for when in recipe.skip)
 
 
 def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:
     at = _at(recipe, values)
-    whens = [each for each in recipe.when if each.meets(at)]
-    layers = [recipe.protocol, *(value.set for value in values), *(each.set for each in whens)]
+    whens = [when for when in recipe.when if meets(when.at, at)]
+    layers = [recipe.protocol, *(value.set for value in values), *(when.set for when in whens)]
     if scale is not None:
-        layers += [scale.set, *(each.set for each in scale.when if each.meets(at))]
+        layers += [scale.set, *(when.set for when in scale.when if meets(when.at, at))]
     where = {"paper": recipe.paper, **recipe.published}
     for axis, value in zip(recipe.axes, values, strict=True):
         if value.published is not None:
             where |= value.published
         elif axis in COLUMNS:
             where[axis] = value.title
-    for each in whens:
-        where |= each.published
+    for when in whens:
+        where |= when.published
     measure = next((value.measure for value in reversed(values) if value.measure), recipe.measure)
-    printed = lookup(where) if recipe.published and measure == "test" else None  # the papers print test accuracies
-    cell = Cell(at, printed, {}, measure)
+    published = lookup(where) if recipe.published and measure == "test" else None  # the papers print test accuracies
+    cell = Cell(at, published, {}, measure)
     try:
         config = _config(layered([*layers, over]), recipe.name)
         configs = {seed: replace(config, seed=seed, split_seed=seed) for seed in seeds}
@@ -131,8 +131,10 @@ def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: 
 def _config(values: dict[str, Any], name: str) -> Config:
     """Return a checked configuration that holds the options of its own methods alone."""
     config = settings.merge(values, {}, name)
-    mine = {config.method, config.reference}
-    options = {name: value for name, value in config.options.items() if name in mine or not isinstance(value, Mapping)}
+    methods = {config.method, config.reference}
+    options = {
+        name: value for name, value in config.options.items() if name in methods or not isinstance(value, Mapping)
+    }
     config = replace(config, options=options)
     settings.check_methods(config)
     return config

@@ -1,11 +1,10 @@
 """Rehearse a federation with the sites' real folders on one machine, before anybody is asked to join.
 
 The folders become a data set and its natural split: each folder is a client. A third of each site's labeled images of
-each class is held out, and all models are tested on what was held out everywhere. With `validation_share` that share of
-each site's other labels of each class chooses the round, and nobody trains on it. Played are the questions that a
-manager has: what each site reaches alone, what all labels reach together (a network, and a random forest on pixels),
-what a federation makes of the labels, what it makes of the images without a label as well, and what fewer labels would
-do to that.
+each class is held out, and all models are tested on all of these. With `validation_share` that share of each site's
+other labels of each class chooses the round, and nobody trains on it. The rows answer a manager's questions: each site
+alone, all labels together (a network, and a random forest on pixels), a federation with the labels alone, with the
+images without a label as well, and with fewer labels.
 """
 
 from __future__ import annotations
@@ -125,9 +124,9 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
         table.append(Played(name, int(rows.labeled.sum()), right, rows.tests))
     play("federation, labels only", "labels-only", "fedavg", rows.split())
     for share in SHARES:
-        kept = _share(rows, share)
+        part = _share(rows, share)
         play(
-            f"federation, {config.method}, {share:.0%} of the labels", f"share-{share}", config.method, rows.split(kept)
+            f"federation, {config.method}, {share:.0%} of the labels", f"share-{share}", config.method, rows.split(part)
         )
     play(f"federation, {config.method}, all labels", "all-labels", config.method, rows.split())
     return table
@@ -147,8 +146,8 @@ def forest(data: Path, labeled: np.ndarray, say: Callable[[str], None]) -> float
     source = load(str(data))
     step = max(1, -(-max(source.train.images.shape[1:3]) // 32))
     train, test = (part.images[:, ::step, ::step].reshape(len(part), -1) for part in (source.train, source.test))
-    made = ensemble.RandomForestClassifier(300, random_state=0).fit(train[labeled], source.train.labels[labeled])
-    return float((made.predict(test) == source.test.labels).mean())
+    trees = ensemble.RandomForestClassifier(300, random_state=0).fit(train[labeled], source.train.labels[labeled])
+    return float((trees.predict(test) == source.test.labels).mean())
 
 
 def _share(rows: _Rows, share: float) -> np.ndarray:

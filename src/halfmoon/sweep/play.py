@@ -30,15 +30,15 @@ class Step:
     before: bool  # it was finished when the sweep began
 
 
-def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Callable[[Step], None]) -> list[str]:
+def sweep(folder: SweepFolder, requested: Sequence[Cell], engine: Engine, tell: Callable[[Step], None]) -> list[str]:
     """Play what is not finished, and return one sentence for every run that failed.
 
     Runs of an equal configuration are one run, whichever cell, recipe or sweep asked for them first. The cells of an
     earlier sweep in the same folder stay in its sweep.json where the recipe still says the same of them. All cells with
     the first seed come first.
     """
-    named = _by_identity(asked)
-    _write(folder, asked)
+    named = _by_identity(requested)
+    _write(folder, requested)
     failed: list[str] = []
     waiting: list[SweepTask] = []
     over = 0
@@ -50,19 +50,19 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
             failed.append(f"{named[mark][0]}: {why}")
         tell(Step(over, len(named), named[mark][0], summary, why, before))
 
-    def note(done: Done) -> None:
-        if done.busy:
-            waiting.append(done.task)
+    def note(outcome: Done) -> None:
+        if outcome.busy:
+            waiting.append(outcome.task)
             return
-        folder.results[tasks[done.task]] = entry(done.summary, done.failed)
-        _write(folder, asked)
-        tell_of(tasks[done.task], done.summary, done.failed, False)
+        folder.results[tasks[outcome.task]] = entry(outcome.summary, outcome.failed)
+        _write(folder, requested)
+        tell_of(tasks[outcome.task], outcome.summary, outcome.failed, False)
 
     tasks: dict[SweepTask, str] = {}
     for mark, (_, config) in named.items():
-        done = runner.finished(folder.run(mark))
-        if done is not None:
-            tell_of(mark, done, None, True)
+        outcome = runner.finished(folder.run(mark))
+        if outcome is not None:
+            tell_of(mark, outcome, None, True)
         else:
             tasks[SweepTask(folder.run(mark), text(config), folder.recipe.kind == "splits")] = mark
     engine.play(list(tasks), note)
@@ -73,34 +73,34 @@ def sweep(folder: SweepFolder, asked: Sequence[Cell], engine: Engine, tell: Call
     return failed
 
 
-def _write(folder: SweepFolder, asked: Sequence[Cell]) -> None:
+def _write(folder: SweepFolder, requested: Sequence[Cell]) -> None:
     """Write sweep.json: the cells asked for, and those that it has, as another sweep may have added some by now."""
-    shown = _with_kept(folder, asked)
-    for mark in _by_identity(shown):
+    everything = _with_kept(folder, requested)
+    for mark in _by_identity(everything):
         if not folder.results.get(mark, {}).get("finished"):
-            done = runner.finished(folder.run(mark))
-            if done is not None:
-                folder.results[mark] = entry(done)
-    folder.write(shown)
+            outcome = runner.finished(folder.run(mark))
+            if outcome is not None:
+                folder.results[mark] = entry(outcome)
+    folder.write(everything)
 
 
-def _by_identity(asked: Sequence[Cell]) -> dict[str, tuple[str, Config]]:
+def _by_identity(requested: Sequence[Cell]) -> dict[str, tuple[str, Config]]:
     """Return the different runs of cells with their words, those of the first seed first."""
-    found: dict[str, tuple[str, Config]] = {}
-    for seed in dict.fromkeys(seed for cell in asked for seed in cell.configs):
-        for cell in asked:
+    runs: dict[str, tuple[str, Config]] = {}
+    for seed in dict.fromkeys(seed for cell in requested for seed in cell.configs):
+        for cell in requested:
             if seed in cell.configs:
                 config = cell.configs[seed]
-                found.setdefault(identity(config, config.method), (f"{cell.words}, seed {seed}", config))
-    return found
+                runs.setdefault(identity(config, config.method), (f"{cell.words}, seed {seed}", config))
+    return runs
 
 
-def _with_kept(folder: SweepFolder, asked: Sequence[Cell]) -> list[Cell]:
+def _with_kept(folder: SweepFolder, requested: Sequence[Cell]) -> list[Cell]:
     """Return the cells asked for and those of an earlier sweep.json, in the order of the axes.
 
     Kept are finished runs of cells that the recipe, as it is now, would play alike.
     """
-    found = {tuple(cell.at.items()): cell for cell in asked}
+    places = {tuple(cell.at.items()): cell for cell in requested}
     for old in folder.read().get("cells", ()):
         try:
             marks = {run["seed"]: run["identity"] for run in old["runs"] if run["finished"]}
@@ -113,8 +113,8 @@ def _with_kept(folder: SweepFolder, asked: Sequence[Cell]) -> list[Cell]:
         (cell,) = alike
         same = {seed: config for seed, config in cell.configs.items() if identity(config, config.method) == marks[seed]}
         here = tuple(cell.at.items())
-        mine = found.get(here, replace(cell, configs={}))
+        own = places.get(here, replace(cell, configs={}))
         if same:
-            found[here] = replace(mine, configs={**same, **mine.configs})
+            places[here] = replace(own, configs={**same, **own.configs})
     order = {axis: [value.name for value in values] for axis, values in folder.recipe.axes.items()}
-    return sorted(found.values(), key=lambda cell: [order[axis].index(name) for axis, name in cell.at.items()])
+    return sorted(places.values(), key=lambda cell: [order[axis].index(name) for axis, name in cell.at.items()])

@@ -22,20 +22,20 @@ class Published(NamedTuple):
 def lookup(where: Mapping[str, str]) -> Published | None:
     """Return the one published number whose columns are all as in `where`; None where there is none, or several."""
     values = tuple(where.values())
-    found = _by(tuple(where)).get(values, []) if all(isinstance(each, str) for each in values) else []
-    if len(found) != 1 or not found[0]["mean"]:
+    rows = _by(tuple(where)).get(values, []) if all(isinstance(value, str) for value in values) else []
+    if len(rows) != 1 or not rows[0]["mean"]:
         return None
-    (row,) = found
+    (row,) = rows
     return Published(float(row["mean"]), float(row["std"]) if row["std"] else None, row["note"])
 
 
 @cache
 def _by(columns: tuple[str, ...]) -> Mapping[tuple[str, ...], list[Mapping[str, str]]]:
     """Return the rows by what stands in some columns: a sweep looks up thousands of cells."""
-    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    rows: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
     for row in _rows():
-        found.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return found
+        rows.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return rows
 
 
 @cache

@@ -97,9 +97,6 @@ class When:
     set: Layer
     published: Mapping[str, str]
 
-    def meets(self, at: Mapping[str, str]) -> bool:
-        return meets(self.at, at)
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -143,13 +140,13 @@ class Recipe:
         return self.scales[name]
 
 
-def meets(meant: At, at: Mapping[str, str]) -> bool:
-    return all(at.get(axis) in names for axis, names in meant.items())
+def meets(selected: At, at: Mapping[str, str]) -> bool:
+    return all(at.get(axis) in names for axis, names in selected.items())
 
 
 def names() -> list[str]:
-    found = (entry.name for entry in folder().iterdir())
-    return sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml") and not name.startswith("_"))
+    entries = (entry.name for entry in folder().iterdir())
+    return sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml") and not name.startswith("_"))
 
 
 def load(name: str) -> Recipe:
@@ -171,12 +168,12 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
     if missing:
         raise UserError(f"{where}: {missing[0]} is missing; see halfmoon.sweep.recipe for what a recipe holds.")
     axes = {axis: _values(axis, values, where) for axis, values in keys["axes"].items()}
-    known = {axis: [value.name for value in values] for axis, values in axes.items()}
+    axis_values = {axis: [value.name for value in values] for axis, values in axes.items()}
     inherited = keys.get(INHERITED, {})
-    whens = _whens(keys.get("when", []), inherited.get("", 0), known, where)
+    whens = _whens(keys.get("when", []), inherited.get("", 0), axis_values, where)
     scales = {
-        each: _scale(each, value, inherited.get(each, 0), known, where)
-        for each, value in keys.get("scales", {}).items()
+        entry: _scale(entry, value, inherited.get(entry, 0), axis_values, where)
+        for entry, value in keys.get("scales", {}).items()
     }
     kind = keys.get("kind", "table")
     if kind not in get_args(Kind):
@@ -204,8 +201,8 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
         scales=scales,
         published=keys.get("published", {}),
         measure=_measure(keys.get("measure", "test"), where),
-        panels={name: _at(at, known, f"{where}, panel {name}") for name, at in keys.get("panels", {}).items()},
-        skip=_skip(keys.get("skip", []), known, where),
+        panels={name: _at(at, axis_values, f"{where}, panel {name}") for name, at in keys.get("panels", {}).items()},
+        skip=_skip(keys.get("skip", []), axis_values, where),
     )
 
 
@@ -215,15 +212,15 @@ def _measure(name: Any, where: str) -> str:
     return name
 
 
-def _skip(value: Sequence[Any], known: Known, where: str) -> tuple[At, ...]:
-    found = tuple(_at(each, known, f"{where}, skip") for each in value)
-    if not all(found):
+def _skip(value: Sequence[Any], axis_values: Known, where: str) -> tuple[At, ...]:
+    entries = tuple(_at(entry, axis_values, f"{where}, skip") for entry in value)
+    if not all(entries):
         raise UserError(f"{where}, skip: an entry without an axis would leave out every cell; remove it.")
-    return found
+    return entries
 
 
 def _seeds(value: Sequence[Any], where: str) -> tuple[int, ...]:
-    whole = all(type(each) is int and each >= 0 for each in value)
+    whole = all(type(entry) is int and entry >= 0 for entry in value)
     if not whole or not value or len(set(value)) < len(value):
         raise UserError(f"{where}: seeds must be different whole numbers from 0, in a list.")
     return tuple(value)
@@ -232,7 +229,7 @@ def _seeds(value: Sequence[Any], where: str) -> tuple[int, ...]:
 def _values(axis: str, values: Any, where: str) -> tuple[Value, ...]:
     if not isinstance(values, Mapping) or not values:
         raise UserError(f"{where}: axis {axis} has no values; write [axes.{axis}.NAME] for each.")
-    made = []
+    result = []
     for name, keys in values.items():
         here = f"{where}, axis {axis}, value {name}"
         if not isinstance(keys, Mapping) or not keys:
@@ -242,58 +239,59 @@ def _values(axis: str, values: Any, where: str) -> tuple[Value, ...]:
         title = str(keys.get("title", name))
         _check_keys(keys.get("published", {}), COLUMNS, f"{here}, published")
         measure = _measure(keys["measure"], here) if "measure" in keys else None
-        made.append(Value(name, title, keys.get("set", {}), keys.get("published"), measure, bool(keys.get("extra"))))
-    return tuple(made)
+        result.append(Value(name, title, keys.get("set", {}), keys.get("published"), measure, bool(keys.get("extra"))))
+    return tuple(result)
 
 
-def _whens(all_of: Sequence[Any], inherited: int, known: Known, where: str) -> tuple[When, ...]:
+def _whens(all_of: Sequence[Any], inherited: int, axis_values: Known, where: str) -> tuple[When, ...]:
     """Return what is said of some cells; a base file speaks of axes and values that not every recipe over it has."""
-    return tuple(_when(each, known if place >= inherited else None, where) for place, each in enumerate(all_of))
+    return tuple(_when(entry, axis_values if place >= inherited else None, where) for place, entry in enumerate(all_of))
 
 
-def _when(keys: Any, known: Known | None, where: str) -> When:
+def _when(keys: Any, axis_values: Known | None, where: str) -> When:
     here = f"{where}, when"
     _check_keys(keys, _KEYS["when"], here)
     check_layer(keys.get("set", {}), here)
     _check_keys(keys.get("published", {}), COLUMNS, f"{here}, published")
-    return When(_at(keys.get("at", {}), known, here), keys.get("set", {}), keys.get("published", {}))
+    return When(_at(keys.get("at", {}), axis_values, here), keys.get("set", {}), keys.get("published", {}))
 
 
-def _at(keys: Any, known: Known | None, where: str) -> At:
+def _at(keys: Any, axis_values: Known | None, where: str) -> At:
     """Return which values are meant; with `known` they have to be there."""
     if not isinstance(keys, Mapping):
         raise UserError(f"{where}: it must be a table of axes with the values that are meant.")
     at: dict[str, tuple[str, ...]] = {}
-    for axis, meant in keys.items():
-        at[axis] = (meant,) if isinstance(meant, str) else tuple(map(str, meant)) if isinstance(meant, list) else ()
+    for axis, selected in keys.items():
+        names = [selected] if isinstance(selected, str) else selected if isinstance(selected, list) else ()
+        at[axis] = tuple(map(str, names))
         if not at[axis]:
             raise UserError(f"{where}: {axis} must be the name of a value, or a list of names.")
-        if known is None:
+        if axis_values is None:
             continue
-        if axis not in known:
-            raise UserError(f"{where}: {axis!r} is no axis: {_nearest(axis, known)}")
+        if axis not in axis_values:
+            raise UserError(f"{where}: {axis!r} is no axis: {_nearest(axis, axis_values)}")
         for name in at[axis]:
-            if name not in known[axis]:
-                raise UserError(f"{where}: axis {axis} has no value {name!r}: {_nearest(name, known[axis])}")
+            if name not in axis_values[axis]:
+                raise UserError(f"{where}: axis {axis} has no value {name!r}: {_nearest(name, axis_values[axis])}")
     return at
 
 
-def _scale(name: str, keys: Mapping[str, Any], inherited: int, known: Known, where: str) -> Scale:
+def _scale(name: str, keys: Mapping[str, Any], inherited: int, axis_values: Known, where: str) -> Scale:
     here = f"{where}, scale {name}"
     if not keys.get("about"):
         raise UserError(f"{here}: about is missing; say in words what the scale changes.")
-    whens = _whens(keys.get("when", []), inherited, known, here)
+    whens = _whens(keys.get("when", []), inherited, axis_values, here)
     return Scale(name, keys["about"], keys.get("set", {}), whens, keys.get("reading", ""))
 
 
-def _check_keys(keys: Any, known: Sequence[str], where: str) -> None:
+def _check_keys(keys: Any, fields: Sequence[str], where: str) -> None:
     if not isinstance(keys, Mapping):
         raise UserError(f"{where}: it must be a table.")
     for key in keys:
-        if key not in known:
-            raise UserError(f"{where}: unknown field {key!r}: {nearest(key, known)}")
+        if key not in fields:
+            raise UserError(f"{where}: unknown field {key!r}: {nearest(key, fields)}")
 
 
 def _nearest(word: str, choices: Iterable[str]) -> str:
-    found = list(choices)
-    return nearest(word, found) if found else "there is none."
+    entries = list(choices)
+    return nearest(word, entries) if entries else "there is none."

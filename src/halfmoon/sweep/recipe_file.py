@@ -57,18 +57,18 @@ def layered(layers: Iterable[Layer]) -> dict[str, Any]:
 
     Of options that say the same thing (three ways to say how many labels there are), the later displaces the earlier.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for layer in layers:
         for name in layer.get(UNSET, ()):
-            found.pop(name, None)
+            result.pop(name, None)
         if any(name in layer for name in settings.AMOUNTS):
-            found = {name: value for name, value in found.items() if name not in settings.AMOUNTS}
+            result = {name: value for name, value in result.items() if name not in settings.AMOUNTS}
         for name, value in layer.items():
             if name == "options":
-                found[name] = settings.joined(found.get(name, {}), value, name)
+                result[name] = settings.joined(result.get(name, {}), value, name)
             elif name != UNSET:
-                found[name] = value
-    return found
+                result[name] = value
+    return result
 
 
 def _own(path: Path) -> dict[str, Any]:
@@ -128,25 +128,25 @@ def _axes_over(under: Mapping[str, Any], own: Mapping[str, Any], file: str) -> d
     """Return a recipe's own axes; a value without keys is the one of that name in the file that it extends."""
     axes: dict[str, Any] = {}
     for axis, values in own.items():
-        known = under.get(axis, {})
+        base = under.get(axis, {})
         if isinstance(values, list):
-            unknown = [name for name in values if name not in known]
+            unknown = [name for name in values if name not in base]
             if unknown:
-                hint = nearest(str(unknown[0]), known) if known else "there is none."
+                hint = nearest(str(unknown[0]), base) if base else "there is none."
                 raise UserError(f"{file}: axis {axis} has no value {unknown[0]!r}: {hint}")
-            axes[axis] = {name: known[name] for name in values}
+            axes[axis] = {name: base[name] for name in values}
         else:
-            axes[axis] = {name: value or known.get(name, {}) for name, value in values.items()}
+            axes[axis] = {name: value or base.get(name, {}) for name, value in values.items()}
     return axes
 
 
 def _scales_over(under: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scales of both files; of one that both have, what the recipe's own says comes on top."""
-    found = {**under, **own}
+    result = {**under, **own}
     for name in set(under) & set(own):
-        layers = [each[name].get("set", {}) for each in (under, own)]
+        layers = [keys[name].get("set", {}) for keys in (under, own)]
         # What goes back to its default does so whatever the layers below the scale say.
         unset = [option for layer in layers for option in layer.get(UNSET, ())]
-        found[name] = {**under[name], **own[name], "set": {**layered(layers), UNSET: unset}}
-        found[name]["when"] = [*under[name].get("when", []), *own[name].get("when", [])]
-    return found
+        result[name] = {**under[name], **own[name], "set": {**layered(layers), UNSET: unset}}
+        result[name]["when"] = [*under[name].get("when", []), *own[name].get("when", [])]
+    return result

@@ -48,8 +48,8 @@ class SweepFolder:
 
         Raise UserError where it is damaged, or of another format.
         """
-        kept = atomic_io.read(self.path / SWEEP)
-        return {} if kept is None else parse(kept, self.path / SWEEP)
+        data = atomic_io.read(self.path / SWEEP)
+        return {} if data is None else parse(data, self.path / SWEEP)
 
     def write(self, cells: Sequence[Cell]) -> None:
         """Write sweep.json; raise UserError where the disk refuses."""
@@ -64,7 +64,7 @@ class SweepFolder:
 
     def _facts(self, cells: Sequence[Cell]) -> dict[str, Any]:
         recipe = self.recipe
-        used = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
+        present = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
         return {
             "format": FORMAT,
             **{name: getattr(recipe, name) for name in ("title", "paper", "item", "about", "kind", "rows", "x")},
@@ -76,7 +76,7 @@ class SweepFolder:
             "axes": [
                 {
                     "name": axis,
-                    "values": [{"name": v.name, "title": v.title} for v in values if v.name in used[axis]],
+                    "values": [{"name": v.name, "title": v.title} for v in values if v.name in present[axis]],
                 }
                 for axis, values in recipe.axes.items()
             ],
@@ -126,13 +126,13 @@ def measured(result: Mapping[str, Any], measure: str) -> dict[str, Any]:
 
     A run without such a number has failed there.
     """
-    kept = {name: value for name, value in result.items() if name != "measured"}
+    data = {name: value for name, value in result.items() if name != "measured"}
     if measure == "test" or not result["finished"]:
-        return kept
+        return data
     accuracy = result.get("measured", {}).get(measure)
     if accuracy is None:
         return {"finished": False, "failed": f"it has recorded no {MEASURES[measure]}"}
-    return {**kept, "accuracy": accuracy}
+    return {**data, "accuracy": accuracy}
 
 
 def machine() -> dict[str, Any]:

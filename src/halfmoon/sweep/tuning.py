@@ -23,6 +23,7 @@ from halfmoon.config.option_types import members
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError, install
+from halfmoon.core.spreadsheet import harmless
 from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
@@ -54,27 +55,25 @@ class Knob:
     @classmethod
     def parse(cls, words: str) -> Knob:
         """Return the knob that NAME=LOW..HIGH or NAME=VALUE,VALUE,... spells; raise UserError for any other words."""
-        name, sign, said = words.partition("=")
+        name, sign, text = words.partition("=")
         name = name.replace("-", "_")
-        if not sign or not said:
+        if not sign or not text:
             raise UserError(f"--knob {words!r} is not NAME=LOW..HIGH or NAME=VALUE,VALUE: write lr=1e-4..1e-2.")
         own = "." in name
-        if not own and (name not in settings.kinds() or name in _FIXED):
-            raise (
-                settings.unknown_option(name, None)
-                if name not in settings.kinds()
-                else UserError(f"--knob {name}: it cannot be searched, for it says what the search is.")
-            )
-        low, dots, high = said.partition("..")
+        if not own and name not in settings.kinds():
+            raise settings.unknown_option(name, None)
+        if name in _FIXED:
+            raise UserError(f"--knob {name}: it cannot be searched, for it says what the search is.")
+        low, dots, high = text.partition("..")
         if not dots:
-            choices = tuple(said.split(","))
-            for each in choices if not own else ():
-                settings.parse(name, each)
+            choices = tuple(text.split(","))
+            for choice in choices if not own else ():
+                settings.parse(name, choice)
             return cls(name, choices)
         try:
             ends = float(low), float(high)
         except ValueError as error:
-            raise UserError(f"--knob {words!r}: {said!r} is no range of numbers, such as 1e-4..1e-2.") from error
+            raise UserError(f"--knob {words!r}: {text!r} is no range of numbers, such as 1e-4..1e-2.") from error
         if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
             raise UserError(f"--knob {words!r}: a range goes from a smaller to a larger number.")
         kinds = () if own else members(settings.kinds()[name])
@@ -92,17 +91,8 @@ class Knob:
 
 
 _FIXED = {
-    "data",
-    "data_dir",
-    "cache",
-    "method",
-    "baselines",
-    "seed",
-    "split_seed",
-    "validation_share",
-    "validation_part",
-    "run_dir",
-    "split",
+    *("data", "data_dir", "cache", "method", "baselines", "seed", "split_seed", "split"),
+    *("validation_share", "validation_part", "run_dir"),
 }
 
 
@@ -131,7 +121,7 @@ def tune(
     optuna = _optuna()
     if not (config.validation_share or config.validation_part):
         config = replace(config, validation_share=SHARE)
-    marks = json.dumps([settings.text(replace(config, run_dir=None)), [str(each) for each in knobs], list(seeds)])
+    marks = json.dumps([settings.text(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         store = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
@@ -144,20 +134,20 @@ def tune(
     if study.user_attrs.setdefault("search", marks) != marks:
         raise UserError(f"{folder} holds another search (other options, knobs or seeds); choose another --run-dir.")
     study.set_user_attr("search", marks)
-    for left in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-        study.tell(left.number, state=optuna.trial.TrialState.FAIL)  # stopped: its values come first now
-        study.enqueue_trial(left.params)
-    while len(done := _done(study)) < trials:
+    for running in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        study.tell(running.number, state=optuna.trial.TrialState.FAIL)  # stopped: its values come first now
+        study.enqueue_trial(running.params)
+    while len(finished := _finished(study)) < trials:
         trial = study.ask()
-        chosen = {knob.name: knob.ask(trial) for knob in knobs}
-        accuracy = _accuracy(config, chosen, seeds, folder)
+        values = {knob.name: knob.ask(trial) for knob in knobs}
+        accuracy = _accuracy(config, values, seeds, folder)
         trial.set_user_attr("diverged", accuracy is None)
         study.tell(trial, 0.0 if accuracy is None else accuracy)
-        said = "diverged" if accuracy is None else f"{100 * accuracy:.2f} %"
-        say(f"trial {len(done) + 1} of {trials}: {said} with {_words(chosen)}")
-        _write(folder, config, _done(study), knobs)
-    _write(folder, config, done, knobs)
-    return sorted(done, key=lambda each: -1.0 if each.accuracy is None else each.accuracy, reverse=True)
+        outcome = "diverged" if accuracy is None else f"{100 * accuracy:.2f} %"
+        say(f"trial {len(finished) + 1} of {trials}: {outcome} with {_words(values)}")
+        _write(folder, config, _finished(study), knobs)
+    _write(folder, config, finished, knobs)
+    return sorted(finished, key=lambda trial: -1.0 if trial.accuracy is None else trial.accuracy, reverse=True)
 
 
 def _optuna() -> Any:
@@ -169,73 +159,73 @@ def _optuna() -> Any:
     return optuna
 
 
-def _done(study: optuna.Study) -> list[Trial]:
+def _finished(study: optuna.Study) -> list[Trial]:
     """Return the trials that came to their end, in their order."""
     return [
-        Trial(each.number, dict(each.params), None if each.user_attrs.get("diverged") else each.value)
-        for each in study.get_trials(deepcopy=False)
-        if each.value is not None
+        Trial(trial.number, dict(trial.params), None if trial.user_attrs.get("diverged") else trial.value)
+        for trial in study.get_trials(deepcopy=False)
+        if trial.value is not None
     ]
 
 
-def applied(config: Config, chosen: Mapping[str, Any]) -> Config:
+def applied(config: Config, values: Mapping[str, Any]) -> Config:
     """Return the configuration with the knobs at these values; raise UserError where they do not fit together."""
     changes: dict[str, Any] = {}
     options: dict[str, Any] = dict(config.options)
-    for name, value in chosen.items():
+    for name, value in values.items():
         if "." in name:
             method, own = name.split(".", 1)
             options[method] = {**dict(options.get(method) or {}), own: _value(value)}
         else:
             changes[name] = settings.parse(name, value) if isinstance(value, str) else value
-    made = replace(config, **changes, options=options)
-    settings.check_methods(made)
-    return made
+    changed = replace(config, **changes, options=options)
+    settings.check_methods(changed)
+    return changed
 
 
-def _value(said: Any) -> Any:
+def _value(text: Any) -> Any:
     """Return a method's option: a number, true or false where the words are one."""
-    if not isinstance(said, str):
-        return said
+    if not isinstance(text, str):
+        return text
     try:
-        value = json.loads(said)
+        value = json.loads(text)
     except ValueError:
-        return said
-    return value if isinstance(value, bool | int | float) else said
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
-def _accuracy(config: Config, chosen: Mapping[str, Any], seeds: Sequence[int], folder: Path) -> float | None:
+def _accuracy(config: Config, values: Mapping[str, Any], seeds: Sequence[int], folder: Path) -> float | None:
     """Return the accuracy on validation images with these values, None where a loss was no number."""
-    made = applied(config, chosen)
-    name = hashlib.sha256(json.dumps(dict(chosen), sort_keys=True).encode()).hexdigest()[:12]
-    found = []
+    changed = applied(config, values)
+    name = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:12]
+    accuracies = []
     for seed in seeds:
         path = folder / f"trial-{name}" / f"seed-{seed}"
         try:
             if runner.finished(path) is None:
-                runner.cell(replace(made, seed=seed, run_dir=None), path, tests=False)
+                runner.cell(replace(changed, seed=seed, run_dir=None), path, tests=False)
         except Diverged:
             return None
-        rows = [
-            row["validation"]["accuracy"] for row in atomic_io.read_rows(path / "metrics.jsonl") if "validation" in row
-        ]
-        found.append(max(rows))
-    return statistics.fmean(found)
+        rows = [row["validation"] for row in atomic_io.read_rows(path / "metrics.jsonl") if "validation" in row]
+        accuracies.append(max(row["accuracy"] for row in rows))
+    return statistics.fmean(accuracies)
 
 
-def _write(folder: Path, config: Config, done: Sequence[Trial], knobs: Sequence[Knob]) -> None:
+def _write(folder: Path, config: Config, finished: Sequence[Trial], knobs: Sequence[Knob]) -> None:
     """Write the log of trials as CSV, and the configuration with the best values."""
     text = io.StringIO()
     names = [knob.name for knob in knobs]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["trial", "validation_accuracy", *names])
-    for each in done:
-        accuracy = "" if each.accuracy is None else repr(each.accuracy)
-        writer.writerow([each.number, accuracy, *(each.values[name] for name in names)])
+    for trial in finished:
+        accuracy = "" if trial.accuracy is None else repr(trial.accuracy)
+        values = [trial.values[name] for name in names]
+        words = [harmless(value) if isinstance(_value(value), str) else value for value in values]
+        writer.writerow([trial.number, accuracy, *words])
     files = {TABLE: text.getvalue()}
-    good = [each for each in done if each.accuracy is not None]
+    good = [trial for trial in finished if trial.accuracy is not None]
     if good:
-        best = max(good, key=lambda each: each.accuracy or 0.0)
+        best = max(good, key=lambda trial: trial.accuracy or 0.0)
         files[BEST] = settings.text(applied(config, best.values))
     try:
         for name, words in files.items():
@@ -244,7 +234,7 @@ def _write(folder: Path, config: Config, done: Sequence[Trial], knobs: Sequence[
         raise UserError(f"{folder}: it cannot be written ({atomic_io.reason(error)}); go on when it can.") from error
 
 
-def _words(chosen: Mapping[str, Any]) -> str:
+def _words(values: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in chosen.items()
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
     )
