@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from halfmoon.cli import main as cli
+from halfmoon.cli.commands.leaderboard import PAGE
 from halfmoon.core.errors import UserError
 from halfmoon.report.leaderboard import add, board
 
@@ -96,12 +97,12 @@ def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder with neither results nor docs, a sweep becomes a page at the default place."""
+    """In a folder without results, a sweep becomes a page at the default place."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "sweep.json").write_text(json.dumps(summary()))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["leaderboard", "--add", "r"]) == 0
-    assert (tmp_path / "results" / "published.md").read_text() == board(tmp_path / "results")
+    assert PAGE.read_text() == board(tmp_path / "results")
 
 
 @pytest.mark.parametrize(

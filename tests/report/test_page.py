@@ -505,6 +505,7 @@ def write_federation(path: Path) -> None:
         if row["round"] > 1:
             row["evaluation"] = {"accuracy": row["round"] / 20, "round": row["round"] - 1, "sites": 2}
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    note_sums(path)
 
 
 def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
