@@ -100,7 +100,8 @@ def page(rows: list[tuple[str, str, str]], bill: dict[str, Any]) -> str:
 
 <!-- written by `.ci/release --write`; do not edit -->
 All {len(rows)} packages of a fresh environment with every extra for run time, and the licenses that they state.
-`sbom.json` of a release (CycloneDX {bill["specVersion"]}) has the same; [a release](../CONTRIBUTING.md#a-release) makes it.
+`sbom.json` of a release (CycloneDX {bill["specVersion"]}) has the same; [a release](../CONTRIBUTING.md#a-release)
+makes it.
 
 | package | version | license |
 | --- | --- | --- |
