@@ -53,7 +53,6 @@ class SGD:
             raise UserError("SGD with nesterov needs a momentum above 0; set one, or leave nesterov out.")
 
     def with_lr(self, lr: Number) -> SGD:
-        """Return the same optimizer with another learning rate."""
         return replace(self, lr=lr)
 
     def init(self, params: Tree) -> Tree:
@@ -84,7 +83,6 @@ class Adam:
     weight_decay: float = 0.0
 
     def with_lr(self, lr: Number) -> Adam:
-        """Return the same optimizer with another learning rate."""
         return replace(self, lr=lr)
 
     def init(self, params: Tree) -> Tree:
@@ -155,15 +153,12 @@ class Clipped:
 
     @property
     def lr(self) -> Number:
-        """Return the learning rate."""
         return self.optimizer.lr
 
     def with_lr(self, lr: Number) -> Clipped:
-        """Return the same optimizer with another learning rate."""
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
     def init(self, params: Tree) -> Tree:
-        """Return the state of the optimizer inside."""
         return self.optimizer.init(params)
 
     def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -191,15 +186,12 @@ class Slower:
 
     @property
     def lr(self) -> Number:
-        """Return the learning rate of the other parameters."""
         return self.optimizer.lr
 
     def with_lr(self, lr: Number) -> Slower:
-        """Return the same optimizer with another learning rate."""
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
     def init(self, params: Tree) -> Tree:
-        """Return the state of the optimizer inside."""
         return self.optimizer.init(params)
 
     def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -224,7 +216,6 @@ def at_most_one(number: Number) -> Number:
 
 
 def exp(number: Number) -> Number:
-    """Return e to a number."""
     return number.exp() if isinstance(number, Tensor) else math.exp(number)
 
 
@@ -241,7 +232,6 @@ class Constant:
     """The learning rate stays."""
 
     def factor(self, round: int, rounds: int) -> float:
-        """Return 1."""
         return 1.0
 
 
@@ -276,7 +266,6 @@ def descend(params: Tree, gradient: Tree, lr: Number) -> Tree:
 
 
 def decayed(params: Tree, gradient: Tree, weight_decay: float) -> Tree:
-    """Return gradient + weight_decay * params."""
     if not weight_decay:
         return gradient
     return tree.map(lambda p, g: torch.add(g, p, alpha=weight_decay), params, gradient)

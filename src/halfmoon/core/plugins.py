@@ -56,7 +56,6 @@ def register(kind: Kind, name: str, part: Any) -> None:
 
 
 def announced(kind: Kind) -> dict[str, metadata.EntryPoint]:
-    """Return the parts that installed packages announce, by name."""
     return _announced(kind)
 
 
@@ -68,7 +67,6 @@ def foreign(name: str, kind: Kind) -> bool:
 
 
 def is_module(name: str) -> bool:
-    """Return whether a module of this name lies in the current folder."""
     path = Path(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 

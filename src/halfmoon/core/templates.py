@@ -11,7 +11,6 @@ from markupsafe import Markup
 
 
 def web(package: str, name: str) -> str:
-    """Return the text of a file in the folder `web` of a package."""
     return (resources.files(package) / "web" / name).read_text(encoding="utf-8")
 
 

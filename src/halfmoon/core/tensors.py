@@ -20,7 +20,6 @@ def numbers(values: Tensor) -> list[float]:
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor on the memory of an array."""
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -30,7 +29,6 @@ def euclidean(values: Tensor, dim: int | None = None) -> Tensor:
 
 
 def normal_cdf(values: Tensor) -> Tensor:
-    """Return the standard normal distribution function of each value."""
     return cast(Tensor, torch.special.ndtr(values))  # pyright: ignore[reportUnknownMemberType]
 
 

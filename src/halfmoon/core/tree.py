@@ -103,12 +103,10 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
 
 def index(tree: Tree, position: int) -> Tree:
-    """Take one tree out of a stacked one."""
     return map(lambda leaf: leaf[position], tree)
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Return a tree of zeros of the same shapes."""
     return map(torch.zeros_like, tree)
 
 
@@ -159,12 +157,10 @@ def moving_average(average: Tree, model: Tree, round: int, keep: float) -> Tree:
 
 
 def squared_norm(tree: Tree) -> Tensor:
-    """Return the sum of squares over all leaves, a scalar."""
     return sum_of(leaf.square().sum() for leaf in leaves(tree))
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
-    """Return the inner product of two trees, a scalar."""
     return sum_of((x * y).sum() for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
@@ -182,12 +178,10 @@ def channels_last(tree: Tree) -> Tree:
 
 
 def contiguous(tree: Tree) -> Tree:
-    """Lay out all leaves in the plain order."""
     return map(lambda leaf: leaf.contiguous(), tree)
 
 
 def size(tree: Tree) -> int:
-    """Return the number of elements."""
     return sum(leaf.numel() for leaf in leaves(tree))
 
 
@@ -197,5 +191,4 @@ def nbytes(tree: Tree) -> int:
 
 
 def to(tree: Tree, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tree:
-    """Move all leaves to `device`, and the floating ones to `dtype`."""
     return map(lambda leaf: leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None), tree)

@@ -42,12 +42,10 @@ def find(name: str) -> Path:
 
 
 def named(name: str) -> str:
-    """Return the SHA-256 of the file that a path, or a hash, names."""
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else digest(Path(name))
 
 
 def title(name: str) -> str:
-    """Return what a file is called that a path, or a hash, names."""
     return "a file" if name.startswith(PREFIX) else Path(name).name
 
 

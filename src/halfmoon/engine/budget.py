@@ -118,5 +118,4 @@ class Cost:
         self.backward += amount.steps * passes.backward
 
     def row(self) -> dict[str, int]:
-        """Return the counts by name."""
         return asdict(self)

@@ -86,11 +86,9 @@ class Layout:
     images: torch.memory_format
 
     def laid(self, leaf: Tensor) -> Tensor:
-        """Return a leaf as it shall lie."""
         return leaf.contiguous(memory_format=self.images if leaf.dim() == 4 else torch.contiguous_format)
 
     def leaves(self, value: Any) -> list[Tensor]:
-        """Return the leaves of nested dicts and tuples, laid out."""
         return [self.laid(leaf) for leaf in nested_leaves(value)]
 
 
@@ -131,7 +129,6 @@ def _numbers(client_update: ClientUpdate) -> list[Any]:
 
 
 def _with_numbers(client_update: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:
-    """Return the work in another round."""
     task = replace(client_update.task, optimizer=client_update.task.optimizer.with_lr(lr), round=round, rate=rate)
     return replace(client_update, task=task)
 

@@ -47,7 +47,6 @@ class Diverged(RuntimeError):
         self.round, self.client, self.step, self._value, self._quantity = round, client, step, value, quantity
 
     def __reduce__(self) -> tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]:
-        """Return how to make it again in another process."""
         return type(self), (self.round, self.client, self.step, self._value, self._quantity)
 
 
@@ -113,7 +112,6 @@ class ClientTask(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """Return how much the client looks at."""
         return Extent(self.amount, ClientSize(len(self.data.x), len(self.data.u)))
 
 
@@ -125,7 +123,6 @@ class Query:
     down: Tree
 
     def __call__(self, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
-        """Return what comes of the clients, by client."""
         return update_together(self.context, self.down, tasks)
 
 
@@ -262,7 +259,6 @@ def _result(
 
 
 def first_memory(client_update: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
-    """Return the memory of a client that is met for the first time."""
     return client_update.remember(
         down, rng.generator(seed, "remember", *((client,) if client_update.needs.own_memory else ()))
     )
@@ -336,7 +332,6 @@ def _finite(up: Upload) -> bool:
 
 
 def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
-    """Add two samples."""
     if old is None:
         return new
     return WeightedMetric(old.total + new.total, old.squares + new.squares, old.count + new.count)

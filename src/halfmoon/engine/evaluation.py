@@ -47,7 +47,6 @@ class Tally(NamedTuple):
         return [round(value, 6) for value in numbers(shares)]
 
     def row(self) -> dict[str, float | list[float]]:
-        """Return {"accuracy", "loss", "per_class"}."""
         accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
         return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
 

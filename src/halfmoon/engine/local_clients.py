@@ -57,7 +57,6 @@ class FederatedDataset:
 
     @property
     def clients(self) -> int:
-        """Return how many clients there are."""
         return 1 if self.pooled else self.split.clients
 
     def stage(self, round: int, rounds: int) -> int | None:
@@ -65,12 +64,10 @@ class FederatedDataset:
         return None if self.split.stage is None else round * self.split.stages // rounds
 
     def own(self, client: int, stage: int | None = None) -> ClientSize:
-        """Return how many rows the client trains on."""
         given = self.given(client, stage)
         return ClientSize(len(self._union(client, stage)), 0) if self.all_labels else given
 
     def given(self, client: int, stage: int | None = None) -> ClientSize:
-        """Return how many rows the split gives to the client."""
         return ClientSize(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
 
     def local(self, client: int, stage: int | None = None) -> tuple[Local, Tensor]:
@@ -243,7 +240,6 @@ class LocalClients:
         return self.training.budget.amount(self.training.batching, client_update, own, given)
 
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
-        """Return what the client remembers, for a work that remembers."""
         return self.memories.get(str(client)) or first_memory(context.client_update, down, self.seed, client)
 
 

@@ -129,7 +129,6 @@ class _Run(Generic[Value]):
 
 
 def _when(asked: Asked | None) -> tuple[int, int]:
-    """Return the round and the query of a run that waits."""
     context = cast(Asked, asked).query.context
     return context.round, context.query
 
@@ -202,5 +201,4 @@ def _alike(asked: Sequence[Asked]) -> Iterable[list[tuple[int, ClientTask]]]:
 
 
 def _shapes(sent: Tree) -> tuple[tuple[str, Any, Any], ...]:
-    """Return paths, shapes and types of what is sent."""
     return tuple(sorted((path, leaf.shape, str(leaf.dtype)) for path, leaf in tree.flatten(sent).items()))

@@ -137,7 +137,6 @@ class _State(NamedTuple):
     chosen: Tree = NOTHING  # the model of the round that is best on the validation images
 
     def solution(self, experiment: Experiment) -> Tree:
-        """Return the model {"params", "stats"} that is evaluated."""
         return self.average or experiment.method.solution(experiment.task, self.server)
 
 

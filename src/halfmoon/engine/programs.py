@@ -33,7 +33,6 @@ class Extent(NamedTuple):
         return client_update.swept(*astuple(self.rows)) + steps
 
     def joined(self, other: Extent) -> Extent:
-        """Return what two clients of one program are padded to."""
         rows = (max(each) for each in zip(astuple(self.rows), astuple(other.rows), strict=True))
         return Extent(Amount(*map(max, self.amount, other.amount)), ClientSize(*rows))
 
@@ -46,7 +45,6 @@ class Program(NamedTuple):
     images: int
 
     def with_one(self, place: int, extent: Extent, images: int) -> Program:
-        """Return the program with one more client."""
         return Program([*self.places, place], self.widest.joined(extent), self.images + images)
 
     def padded(self, client_update: ClientUpdate) -> Fraction:

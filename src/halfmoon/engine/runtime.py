@@ -225,7 +225,6 @@ class ServerRuntime(ABC):
         return {name: {key: kept.get(key) for key in kept.keys()} for name, kept in state_stores.items()}  # noqa: SIM118
 
     def restore(self, clients: Contents, cost: dict[str, int]) -> None:
-        """Go on from a checkpoint."""
         self.store.restore(clients)
         self.cost = Cost(**cost)
 

@@ -75,7 +75,6 @@ class Batching:
         return self.epochs * max(1, -(-unlabeled // self.unlabeled))
 
     def unlabeled_size(self, labeled: int, unlabeled: int) -> int:
-        """Return the unlabeled images of each step."""
         if self.unlabeled == "rest":
             return max(1, unlabeled * self.epochs // self.steps_both(labeled, unlabeled))
         return self.unlabeled

@@ -56,7 +56,6 @@ class Simulation(ServerRuntime):
 
     @property
     def labeled(self) -> int:
-        """Return how many labeled images the server itself has."""
         return 0 if self.dataset.pooled else self.dataset.own(SERVER).labeled
 
     def open(self, round: int) -> None:

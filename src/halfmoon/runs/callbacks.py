@@ -26,7 +26,6 @@ class RunInfo:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the whole run has."""
         return self.config.rounds
 
 
@@ -81,24 +80,19 @@ class Callbacks:
     """
 
     def __init__(self, *watches: Callback, warn: Callable[[str], None] = _warn) -> None:
-        """Look on with all `watches`."""
         self._left = list(watches)
         self._warn = warn
 
     def begin(self, run: RunInfo) -> None:
-        """Tell all that a run begins."""
         self._tell(lambda each: each.begin(run))
 
     def round(self, run: RunInfo, row: Row) -> None:
-        """Tell all of a round."""
         self._tell(lambda each: each.round(run, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        """Tell all that a run is through."""
         self._tell(lambda each: each.end(run, summary))
 
     def say(self, words: str) -> None:
-        """Tell all what the user should know."""
         self._tell(lambda each: each.say(words))
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
@@ -114,5 +108,4 @@ class Callbacks:
 
 
 def guarded(watch: Callback) -> Callbacks:
-    """Return a watch that cannot lose a run by raising."""
     return watch if isinstance(watch, Callbacks) else Callbacks(watch)

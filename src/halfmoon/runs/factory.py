@@ -61,7 +61,6 @@ class ImageSpec:
 
     @classmethod
     def of(cls, source: Source) -> ImageSpec:
-        """Return the form of a data set."""
         height, width, channels = source.train.images.shape[1:]
         return cls((channels, height, width), source.classes, source.mirror, source.mean, source.std)
 
@@ -264,7 +263,6 @@ def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
 
 
 def scenario(config: PartitionOptions) -> Scenario:
-    """Return the rule of the split."""
     return Scenario(**{each.name: getattr(config, each.name) for each in fields(SplitOptions)}, seed=config.split_seed)
 
 

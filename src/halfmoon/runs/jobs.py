@@ -41,7 +41,6 @@ def parsed(words: str, root: Path) -> Config:
 
 
 def render(jobs: Sequence[Job]) -> bytes:
-    """Return what `comparison.json` says of the jobs."""
     return integrity.seal({"jobs": [{"folder": job.folder, "config": text(job.config)} for job in jobs]})
 
 

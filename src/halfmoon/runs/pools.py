@@ -91,7 +91,6 @@ def settle(threads: int, processors: tuple[int, ...] = ()) -> None:
 
 
 def processors() -> list[int]:
-    """Return the processors on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -46,13 +46,11 @@ class TensorBoard(NullCallback):
         self._writers[run.folder] = _begun(self._open, run.folder)
 
     def round(self, run: RunInfo, row: Row) -> None:
-        """Write a row's numbers, and bring them to the file."""
         writer = self._writers[run.folder]
         _write(writer, row, None)
         writer.flush()
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        """Close the run's event files."""
         self._writers.pop(run.folder).close()
 
 
@@ -122,7 +120,6 @@ def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
 
 
 def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
-    """Add a row's numbers, at a time in seconds since 1970 or now."""
     for name, value in scalars(atomic_io.finite(row)).items():
         writer.add_scalar(name, value, row["round"], when)
 

@@ -67,7 +67,6 @@ def parsed(data: bytes | str) -> Any:
 
 
 def digest(data: bytes) -> str:
-    """Return the SHA-256 in hexadecimal."""
     return sha256(data).hexdigest()
 
 
@@ -115,7 +114,6 @@ def opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Write until everything is written."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
@@ -164,7 +162,6 @@ def cut(path: Path, length: int) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Return in words what the system refused."""
     return error.strerror or str(error)
 
 

@@ -60,7 +60,6 @@ def _checked(note: dict[str, Any], round: int) -> Commit:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that write a checkpoint now."""
     return {"halfmoon": _own(), "torch": torch.__version__}
 
 

@@ -45,7 +45,6 @@ class FolderWriter:
             self._lock = _locked(self.path)
 
     def close(self) -> None:
-        """Free the lock."""
         if self._lock is not None:
             self._lock.free()
             self._lock = None
@@ -99,5 +98,4 @@ def _locked(path: Path) -> locks.Lock:
 
 
 def resume_command(path: Path) -> str:
-    """Return the command that goes on with the run in a folder."""
     return f"halfmoon resume {shlex.quote(str(path))}"

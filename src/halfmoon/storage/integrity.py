@@ -188,16 +188,13 @@ class Appended:
     """A file that is only appended to, with a running hash of what this process knows to be in it."""
 
     def __init__(self, path: Path) -> None:
-        """Begin with an empty file."""
         self.path, self._hash = path, hashlib.sha256()
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of what was written."""
         return self._hash.hexdigest()
 
     def add(self, data: bytes) -> None:
-        """Take note of what was appended."""
         self._hash.update(data)
 
     def verified(self) -> bytes:

@@ -45,7 +45,6 @@ class Lock:
     remark: str = ""
 
     def free(self) -> None:
-        """Let others in."""
         if self.owner is not None:
             self.owner.unlink(missing_ok=True)
         os.close(self.handle)

@@ -166,7 +166,6 @@ def copied(folder: Path, entry: ManifestEntry) -> ManifestEntry:
 
 
 def copy_of(file: str) -> str:
-    """Return the name of a file's second copy."""
     return f"{file.removesuffix('.safetensors')}{COPY}"
 
 

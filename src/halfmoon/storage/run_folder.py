@@ -103,11 +103,9 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the folder."""
         self.close()
 
     def __del__(self) -> None:
-        """Close the folder."""
         self.close()
 
     def close(self) -> None:
@@ -121,7 +119,6 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
         return self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:

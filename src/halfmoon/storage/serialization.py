@@ -33,7 +33,6 @@ def pack(tree: Tree) -> tuple[bytes, dict[str, Any]]:
 
 
 def unpack(data: bytes, shape: dict[str, Any]) -> Tree:
-    """Undo `pack`."""
     return _filled(safetensors.torch.load(data), shape)
 
 

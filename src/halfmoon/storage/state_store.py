@@ -51,11 +51,9 @@ class Store:
         self._resident = 0
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the store holds the key."""
         return key in self._sizes
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with `prefix`, in alphabetical order."""
         return sorted(key for key in self._sizes if key.startswith(prefix))
 
     def held(self, prefix: str = "") -> int:
@@ -88,7 +86,6 @@ class Store:
 
     @property
     def changed(self) -> bool:
-        """Whether anything was put or discarded since the last commit."""
         return bool(self._changed)
 
     def get(self, key: str) -> Tree | None:
