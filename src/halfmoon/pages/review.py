@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.spreadsheet import harmless
 from halfmoon.pages.choice import Guesses
 from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, words
 from halfmoon.pages.server import App, application
+from halfmoon.report.spreadsheet import harmless
 from halfmoon.sites.folders.label_file import file_of
 from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
 

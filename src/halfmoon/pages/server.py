@@ -20,8 +20,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.core import templates
 from halfmoon.core.errors import UserError, install
+from halfmoon.report import templates
 from halfmoon.sites.folders.labels import Changed
 
 if TYPE_CHECKING:

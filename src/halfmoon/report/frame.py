@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from halfmoon.core.spreadsheet import harmless, harmless_row
 from halfmoon.report.run_reader import Run
+from halfmoon.report.spreadsheet import harmless, harmless_row
 from halfmoon.report.study import TEST, Cell, Study, StudyCell
 
 METRICS = {

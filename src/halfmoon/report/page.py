@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from halfmoon.core import templates
-from halfmoon.report import gather, scores, series
+from halfmoon.report import gather, scores, series, templates
 from halfmoon.report.headline import headline
 from halfmoon.report.scores import Mark, Score, equal, final, order
 from halfmoon.report.study import Column, Study, scale_words

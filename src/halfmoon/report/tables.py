@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.spreadsheet import harmless
+from halfmoon.report.spreadsheet import harmless
 from halfmoon.report.study import Published
 
 

@@ -23,8 +23,8 @@ from halfmoon.config.option_types import members
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError, install
-from halfmoon.core.spreadsheet import harmless
 from halfmoon.engine.driver import Diverged
+from halfmoon.report.spreadsheet import harmless
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.spreadsheet import harmless_row
+from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.sites.inference.image_folder import UnreadableImage, batches, labeled_paths
 from halfmoon.sites.inference.load import Model
 from halfmoon.sites.inference.predict import check_share

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.spreadsheet import harmless_row
 from halfmoon.data.readers.whole_files import replacing
+from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.sites.inference.image_folder import UnreadableImage, batches, image_paths
 from halfmoon.sites.inference.load import Model
 from halfmoon.storage import atomic_io

@@ -1,4 +1,4 @@
-"""Cells of tables that people open in a spreadsheet, which takes some texts for formulas and would carry them out."""
+"""Escape cells of tables against CSV formula injection: a spreadsheet would run such texts."""
 
 from __future__ import annotations
 
