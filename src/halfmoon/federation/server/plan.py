@@ -15,6 +15,7 @@ from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared
+from halfmoon.models.hubs import weights as published
 from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import place_of
 from halfmoon.storage import toml
@@ -141,7 +142,7 @@ def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
     names: dict[str, Any] = {}
     if isinstance(network := values.get("network"), str) and hubs.package(network):
         names["network"] = hubs.portable(network)
-        if (file := hubs.weights(network)) is not None:
+        if (file := published(network)) is not None:
             names["weights"] = weight_files.offer(file)
     if isinstance(weights := values.get("weights"), str) and not weights.startswith(weight_files.PREFIX):
         names["weights"] = weight_files.offer(Path(weights))
