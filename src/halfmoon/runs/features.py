@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.core import rng
-from halfmoon.core.allocator import keep_memory
 from halfmoon.data.views import Plain, View
+from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.models.feature_head import FeatureHead
