@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +99,22 @@ def test_a_killed_process_ends_the_run_with_a_sentence() -> None:
     finally:
         made.close()
     assert made._pool is None
+
+
+def test_a_program_that_starts_processes_runs_once(tmp_path: Path) -> None:
+    """It needs no guard around its main part; the processes end with it, even where it is killed."""
+    file = tmp_path / "program.py"
+    lines = ["import os, time", "from halfmoon.runs.pools import Workers", "print('once')", "pool = Workers(2)"]
+    lines += ["next(iter(pool(time.sleep, [0.0, 60.0, 60.0])))", "print(*pool._pool._processes, flush=True)"]
+    file.write_text("\n".join([*lines, "os.kill(os.getpid(), 9)"]))
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False, timeout=120)
+    first, numbers = done.stdout.splitlines()
+    assert first == "once"
+    for number in numbers.split():
+        end = time.monotonic() + 30
+        while Path(f"/proc/{number}").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{number}").exists()
 
 
 @pytest.mark.parametrize(

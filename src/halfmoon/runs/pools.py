@@ -174,7 +174,8 @@ class Workers(Pool):
         # The program that started the run is not a module to be imported once more by each process.
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
-            pool.submit(os.getpid)
+            while len(pool._processes or {}) < self.number:  # each is started with something to do
+                pool.submit(os.getpid)
         finally:
             sys.modules["__main__"] = main
         self._pool = pool
