@@ -322,7 +322,7 @@ def test_no_tensor_given_to_a_method_depends_on_a_hidden_label(name):
     ]
     assert len(given[0]) == len(given[1]) > 200
     assert all(torch.equal(one, two) for one, two in zip(*given, strict=True))
-    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "drawn", "x_views", "real")
+    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "mixing", "x_views", "real")
     assert Local._fields == ("x", "y", "u", "labeled", "unlabeled", "views", "real")
 
 
