@@ -799,7 +799,7 @@ def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
 
 
 def test_every_flag_and_file_is_on_the_page_of_commands(folder: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "cli_federation.md").read_text(encoding="utf-8")
     own = page.split("## halfmoon federation\n")[1].split("\n## ")[0]
     known = flags(cli._parser(True)[1]["federation"], argparse.Namespace())
     assert len(set(known)) > 10

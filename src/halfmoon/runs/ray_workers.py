@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, install
 from halfmoon.runs.pools import Pool, answer, packed, settle
 
 
@@ -21,7 +21,7 @@ def installed() -> Any:
     try:
         return import_module("ray")  # an extra, needed here only; by name, as a type checker may lack it
     except ImportError as error:
-        raise UserError("Ray is not installed; install halfmoon[ray] to use it.") from error
+        raise UserError(f"Ray is not installed; {install('ray')} to use it.") from error
 
 
 def join(ray: Any, address: str | None) -> bool:
