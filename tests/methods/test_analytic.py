@@ -1,0 +1,187 @@
+"""Heads solved from sums: equal to a pooled solution written in NumPy, whoever holds which images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scenes import begin, play, simulate
+from torch import Tensor, nn
+
+import halfmoon
+from halfmoon import Config, UserError
+from halfmoon.api.types import Task
+from halfmoon.core import tree
+from halfmoon.core.optim import Adam
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import FederatedDataset
+from halfmoon.methods.analytic import MixtureHead, RidgeHead
+from halfmoon.models.centered import CenteredLinear
+from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
+from halfmoon.models.finetuned import finetuned
+from halfmoon.models.modules import from_factory
+from halfmoon.models.weights import Weights
+
+ROWS, WIDTH, CLASSES, LABELS = 600, 24, 3, 30
+
+
+class Tiny(nn.Module):
+    """A backbone of one convolution, and a centered head."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, WIDTH, 3, stride=2)
+        self.head = CenteredLinear(WIDTH, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+
+
+def make(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Return the stand-in for a backbone: what `network` names."""
+    return Tiny(channels, classes)
+
+
+def head_network() -> FeatureHead:
+    """Return the stand-in's head on features."""
+    network = from_factory(f"{__name__}:make", 1, CLASSES, (8, 8))
+    first = tree.flatten(network.init(torch.Generator().manual_seed(0)))
+    tensors = {path.removeprefix("params/").replace("/", "."): leaf for path, leaf in first.items()}
+    head = on_features(
+        finetuned(network, Weights("tiny", "0" * 64, ("a", "b", "c"), tensors), ("backbone",), ("a", "b", "c"))
+    )
+    assert head is not None
+    return head
+
+
+def data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return features (n, F), classes (n,), and which rows are labeled (n,)."""
+    g = np.random.default_rng(0)
+    y = g.integers(0, CLASSES, ROWS)
+    f = np.maximum(g.normal(size=(ROWS, WIDTH)) + 1.5 * g.normal(size=(CLASSES, WIDTH))[y], 0).astype(np.float32)
+    return f, y, np.arange(ROWS) < LABELS
+
+
+def oracle(f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (weight (F, K), bias (K,)) of the pooled data: the ridge head for 0 rounds, else the mixture's."""
+    q = np.sqrt(f.astype(np.float64))
+    h = q - q.mean(0)
+    h /= np.linalg.norm(h, axis=1, keepdims=True)
+    x, u, onehot = h[labeled], h[~labeled], np.eye(CLASSES)[y[labeled]]
+    p, n = onehot.mean(0), len(x)
+    xc = x - x.mean(0)
+    w = np.linalg.solve(xc.T @ xc + np.eye(WIDTH), xc.T @ (onehot - p))
+    b = p - x.mean(0) @ w
+    if not rounds:
+        return w, b
+
+    def scaled(w: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logits = h @ w + b
+        spread = np.sqrt(((logits - logits.mean(1, keepdims=True)) ** 2).sum(1).mean() / CLASSES)
+        return w / spread, b / spread
+
+    ridge = scaled(w, b - p)
+    trust = (n / CLASSES) / (n / CLASSES + 25)
+    basis = np.linalg.eigh(h.T @ h)[1][:, ::-1][:, :d]
+    v = trust / (1 - trust) * len(u) / n
+    z = np.concatenate([u, x]) @ basis
+    w, b, correction = 4 * ridge[0], 4 * ridge[1], np.zeros(CLASSES)
+    for i in range(rounds):
+        e = np.exp(u @ w + b)
+        r = e / e.sum(1, keepdims=True)
+        correction = 0.7 * correction - 0.3 * np.log(r.mean(0) * CLASSES)
+        weights = np.concatenate([r, v * onehot])
+        mu = weights.T @ z / weights.sum(0)[:, None]
+        within = sum((weights[:, k, None] * (z - mu[k])).T @ (z - mu[k]) for k in range(CLASSES)) / weights.sum()
+        within = 0.8 * within + 0.2 * np.trace(within) / d * np.eye(d)
+        a = np.linalg.solve(within, mu.T)
+        mix = scaled(basis @ a, -0.5 * (mu.T * a).sum(0))
+        w, b = scaled(*(trust * one + (1 - trust) * two for one, two in zip(ridge, mix, strict=True)))
+        sharp = 4 + 2 * min(i + 1, rounds - 1) / (rounds - 1)
+        w, b = w * sharp, b * sharp + correction
+    return w, b
+
+
+def holders(name: str) -> np.ndarray:
+    """Return which client holds each row."""
+    g, (_, y, labeled) = np.random.default_rng(1), data()
+    if name.isdigit():
+        client = g.integers(0, int(name), ROWS)
+    elif name == "class":
+        client = y
+    elif name == "classes":
+        client = y * 10 + g.integers(0, 10, ROWS)
+    elif name == "some":
+        client = np.where(labeled, g.integers(0, 2, ROWS), g.integers(0, 20, ROWS))
+    elif name == "server":
+        client = np.where(labeled, SERVER, g.integers(0, 5, ROWS))
+    else:
+        client = (20 * g.random(ROWS) ** 4).astype(int)
+    return client.astype(np.int64)
+
+
+def solved(method: RidgeHead, name: str, rounds: int, cohort: int | None = None) -> dict[str, Tensor]:
+    """Return the head after so many rounds of a federation that is split so."""
+    f, y, labeled = data()
+    client = holders(name)
+    count = max(int(client.max()) + 1, 1)
+    images = torch.from_numpy(f)[:, None, None]
+    held = FederatedDataset(Examples(images, torch.from_numpy(y)), Split(client, labeled, count))
+    shared = Task(head_network(), Adam(1e-3), FirstView((0.0,), (1.0,)), rounds=rounds)
+    simulation = simulate(method, shared, held, cohort=cohort or count)
+    return play(method, simulation, begin(method, shared), range(rounds))[-1].server["head"]
+
+
+SPLITS = ("1", "2", "10", "50", "200", "class", "classes", "some", "server", "sizes")
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_head_is_the_pooled_one_whoever_holds_the_images(name: str) -> None:
+    for method, rounds, after in ((RidgeHead(), 2, 0), (MixtureHead(directions=8), 12, 10)):
+        weight, bias = oracle(*data(), after, 8)
+        head = solved(method, name, rounds)
+        np.testing.assert_allclose(head["weight"].numpy(), weight.T, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(head["bias"].numpy(), bias, rtol=0, atol=1e-9)
+
+
+def test_all_clients_have_to_be_asked() -> None:
+    with pytest.raises(UserError, match="set cohort to 10"):
+        solved(RidgeHead(), "10", 1, cohort=4)
+
+
+def test_derivatives_of_a_centered_head_on_features() -> None:
+    network = head_network()
+    params = network.init(torch.Generator().manual_seed(1))["params"]
+    x, direction = torch.rand(4, WIDTH), tree.map(torch.ones_like, params)
+    logits, tape = network.linearize(params, x)
+    step = tree.map(lambda a, b: a + 1e-3 * b, params, direction)
+    back = tree.map(lambda a, b: a - 1e-3 * b, params, direction)
+    expected = (network.predict(step, {}, x) - network.predict(back, {}, x)) / 2e-3
+    torch.testing.assert_close(network.tangent(params, x, tape, direction), expected, rtol=1e-2, atol=1e-3)
+    whole, model = network.whole({"params": params, "stats": {}})
+    images = torch.rand(4, 1, 8, 8)
+    expected, features = whole.represent(model["params"], {}, images)
+    torch.testing.assert_close(network.predict(params, {}, features), expected)
+    assert logits.shape == (4, CLASSES)
+
+
+@pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_run_solves_the_head(method: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accuracy rises above chance, with features cached or not, and the whole model is saved."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = Config(
+        method="fedavg", network=f"{__name__}:make", rounds=1, data_share=0.3, clients=3, cohort=3, steps=1,
+        budget="none", threads=1,
+    )  # fmt: skip
+    halfmoon.run(replace(config, run_dir=tmp_path / "first"))
+    weights = str(tmp_path / "first" / "model.safetensors")
+    config = replace(config, method=method, weights=weights, rounds=3, features=cached, run_dir=tmp_path / "run")
+    result = halfmoon.run(replace(config, tune="head"))
+    assert result.summaries[0]["accuracy"]["last"] > 0.3
+    with pytest.raises(UserError, match="frozen backbone"):
+        halfmoon.run(replace(config, features=False, run_dir=tmp_path / "other"))
