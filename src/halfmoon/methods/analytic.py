@@ -18,119 +18,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import ClientUpdate, Federation, Local, Needs, Passes, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import chunks
+from halfmoon.methods.analytic_sums import MeanSums, MomentSums, SoftSums
 
 SHARPNESS = (4.0, 6.0)
 """Spread of the mixture head's logits in its first and last round."""
 
 MEMORY = 0.7
 """How much of the correction of the class totals stays from round to round."""
-
-
-@dataclass(frozen=True)
-class Sums(ClientUpdate):
-    """Send sums over a client's images, without a step; subclasses say which."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the sums."""
-        raise NotImplementedError
-
-    @property
-    def needs(self) -> Needs:
-        aux = {name: Aux("sum", "statistic") for name in self.names}
-        return Needs(trains=False, all_rows=True, uplink=Uplink((), (), "one", aux))
-
-    def sums(self, down: Tree, data: Local) -> Tree:
-        """Return the sums by name, float64."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return self.sums(down, data)
-
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        return Upload({}, torch.ones_like(data.labeled, dtype=torch.float64), carry), {}
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        return Passes(0, 0)
-
-    def swept(self, labeled: int, unlabeled: int) -> int:
-        return labeled + unlabeled
-
-    def roots(self, down: Tree, images: Tensor) -> Tensor:
-        """Return q (n, F), float64."""
-        center, network = down["head"]["center"], self.task.network
-        if not len(images):
-            return center.new_zeros(0, len(center))
-        parts = [network.represent(down["params"], {}, self.task.normalize(part))[1] for part in chunks(images)]
-        return torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
-
-    def unit(self, down: Tree, images: Tensor) -> Tensor:
-        """Return h (n, F), float64."""
-        q = self.roots(down, images) - down["head"]["center"]
-        return q / torch.linalg.vector_norm(q, dim=1, keepdim=True).clamp_min(1e-12)
-
-
-@dataclass(frozen=True)
-class MeanSums(Sums):
-    """How many images there are, and the sum of their q."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("count", "q")
-
-    def sums(self, down: Tree, data: Local) -> Tree:
-        q = self.roots(down, torch.cat([data.x, data.u]))
-        return {"count": (data.labeled + data.unlabeled).to(q.dtype), "q": q.sum(0)}
-
-
-@dataclass(frozen=True)
-class MomentSums(Sums):
-    """First and second moments of h, of all images and of the labeled ones, by class."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("count", "h", "hh", "label_counts", "label_h", "label_hh", "label_hy")
-
-    def sums(self, down: Tree, data: Local) -> Tree:
-        x, u = self.unit(down, data.x), self.unit(down, data.u)
-        y = torch.nn.functional.one_hot(data.y, self.task.network.classes).to(x.dtype)
-        own = x.T @ x
-        return {
-            "count": (data.labeled + data.unlabeled).to(x.dtype),
-            "h": x.sum(0) + u.sum(0),
-            "hh": own + u.T @ u,
-            "label_counts": y.sum(0),
-            "label_h": x.sum(0),
-            "label_hh": own,
-            "label_hy": x.T @ y,
-        }
-
-
-@dataclass(frozen=True)
-class SoftSums(Sums):
-    """Soft labels r of the unlabeled images: the sum of r (K,), and of r h' (K, F)."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("r", "rh")
-
-    def sums(self, down: Tree, data: Local) -> Tree:
-        h, head = self.unit(down, data.u), down["head"]
-        r = (h @ head["weight"].T + head["bias"]).softmax(1)
-        return {"r": r.sum(0), "rh": r.T @ h}
 
 
 @dataclass(frozen=True)
@@ -218,7 +123,7 @@ class MixtureHead(RidgeHead):
         moments = {"first": sums["h"] / n, "second": sums["hh"] / n}
         ridge = solve(sums, self.strength)
         ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, moments)
-        basis = torch.linalg.eigh(moments["second"])[1].flip(1)[:, : self.directions].contiguous()
+        basis = directions(moments["second"], self.directions)
         moments |= {
             "basis": basis,
             "scatter": basis.T @ (sums["hh"] - sums["label_hh"]) @ basis,
@@ -244,7 +149,7 @@ class MixtureHead(RidgeHead):
         covariance = (known["scatter"] + label_weight * known["label_scatter"] - between) / mass.sum()
         identity = torch.eye(len(covariance), dtype=r.dtype, device=r.device)
         covariance = torch.lerp(covariance, covariance.trace() / len(covariance) * identity, self.shrinkage)
-        slopes = torch.linalg.solve(covariance, means.T)
+        slopes = solution(covariance, means.T)
         mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
         mixture = unit_spread(mixture, known)
         both = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
@@ -278,8 +183,19 @@ def solve(sums: Tree, strength: float) -> Tree:
     h, y = sums["label_h"] / n, sums["label_counts"] / n
     scatter = sums["label_hh"] - n * torch.outer(h, h)
     scatter = scatter + strength * torch.eye(len(h), dtype=h.dtype, device=h.device)
-    weight = torch.linalg.solve(scatter, sums["label_hy"] - n * torch.outer(h, y)).T.contiguous()
+    weight = solution(scatter, sums["label_hy"] - n * torch.outer(h, y)).T.contiguous()
     return {"weight": weight, "bias": y - weight @ h}
+
+
+def solution(matrix: Tensor, right: Tensor) -> Tensor:
+    """Return x (F, K) with matrix x = right."""
+    return cast(Tensor, torch.linalg.solve(matrix, right))  # pyright: ignore[reportUnknownMemberType]
+
+
+def directions(second: Tensor, count: int) -> Tensor:
+    """Return the `count` leading eigenvectors (F, count) of a matrix of second moments."""
+    vectors = cast(Tensor, torch.linalg.eigh(second)[1])  # pyright: ignore[reportUnknownMemberType]
+    return vectors.flip(1)[:, :count].contiguous()
 
 
 def unit_spread(head: Tree, moments: Tree) -> Tree:
