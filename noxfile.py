@@ -1,7 +1,5 @@
 """The checks of an edit and of a change: `nox -s fast`, `nox -s full`; with `--no-venv` in the current environment."""
 
-from __future__ import annotations
-
 import nox
 
 nox.options.sessions = ["fast"]

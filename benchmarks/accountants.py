@@ -7,8 +7,6 @@
 client, for comparison alone: halfmoon draws no such cohorts, and its epsilon is not that of theirs.
 """
 
-from __future__ import annotations
-
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant

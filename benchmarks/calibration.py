@@ -8,8 +8,6 @@ DATA is the folder of the data set with its three official parts; each RUN is on
 run: its accuracy on the test images and the expected calibration errors there, in percent.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ read theirs, add one and keep it. Each round commits and prunes as a checkpoint 
 what is on disk, as resuming does, and every client that was visited must have counted its visits.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

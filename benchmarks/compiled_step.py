@@ -8,8 +8,6 @@ first step takes beyond others, g++ included: with nothing in Inductor's cache o
 left there, which is what a later run, process or resumption pays. Inductor's import comes before, and once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ while clients train), against what one process takes alone. What the count leave
 cache or a clock rate. So the two workers that run here are timed by the clock as well, beside the same count.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -8,8 +8,6 @@ bytes of a federation that was never stopped. "Refused": it ends with a sentence
 the server or of the site names the file. Anything else ends the benchmark with an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

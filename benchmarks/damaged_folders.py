@@ -5,8 +5,6 @@
 A finished run is read (report, split, model); one that was stopped after two of three rounds is gone on with.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

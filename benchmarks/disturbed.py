@@ -1,7 +1,5 @@
 """One federation of real processes on this machine, that can be disturbed: what `federation_faults.py` plays with."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 python benchmarks/failing_disks.py [--every 1] [--out results/failing_disks.md]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

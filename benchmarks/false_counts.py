@@ -7,8 +7,6 @@ without the cap on weights that a federation's server has by default; a cell is 
 round, mean and standard deviation over the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -26,8 +26,6 @@ and the tangent at two; under the joint rule 8 * 10 + 13 U. All is given under t
 a machine that is busy with something else.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

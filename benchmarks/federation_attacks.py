@@ -7,8 +7,6 @@ that was measured (.json); with --only the other rows stay as the files have the
 `tests/support/attackers.py`, of which `tests/federation/test_attacks.py` plays most at once. Only Linux, with nginx.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

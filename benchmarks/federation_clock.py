@@ -4,8 +4,6 @@
 line for each visit of the cohort to server.jsonl there, and one for each answer of a site to site.jsonl.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -13,8 +13,6 @@ machine stretches the former): at the server a visit of the cohort without Flowe
 the answer to a message without the method's own visit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

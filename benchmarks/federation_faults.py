@@ -7,8 +7,6 @@ table (.md) and all that was measured (.json); with --only the other rows stay a
 misbehave are joined by the plain command with `misbehaving/` in PYTHONPATH. Only Linux; a full disk needs root (mount).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

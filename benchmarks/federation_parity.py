@@ -11,8 +11,6 @@ hash is the SHA-256 of the names, types, shapes and bytes of all tensors of mode
 behind but the results.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

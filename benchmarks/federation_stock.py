@@ -5,8 +5,6 @@ Nothing of halfmoon is imported. The run's configuration says "network" (small o
 says "images": an .npz with labeled images, uint8 (N, 1, H, W), and labels.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

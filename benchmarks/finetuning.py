@@ -8,8 +8,6 @@ chest X-rays, 5 a round, under FixMatch. The learning rate of each row is the be
 100; test images chose nothing. Seed S is the seed of training and of the split. Writes results/finetuning.md and .json.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

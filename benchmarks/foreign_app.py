@@ -7,8 +7,6 @@ tests/federation/test_flower_launch.py plays the same in the midst of a run. It 
 at the site, where the server was not told (Flower's error 7), or where the site's log does not say that it refused.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

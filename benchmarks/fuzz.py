@@ -10,8 +10,6 @@ findings are written to --findings with their inputs, one for each exception and
 and the table says so. With `--only` the other rows stay as the files have them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

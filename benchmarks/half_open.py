@@ -7,8 +7,6 @@ on one machine. The attacker connects, sends the first bytes of a TLS handshake 
 on the others, and connects again whenever it is cut off. The site makes a TLS connection of its own for each call.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import socket

@@ -8,8 +8,6 @@ random. What a choice saves: 1 - (labels with which the chosen side reaches what
 labels), by linear interpolation of the mean curves.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ each time in a process of its own. Printed: seconds until the first round is ove
 taken back by the system at any time ("anonymous" cannot).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import resource

@@ -16,8 +16,6 @@ layer (Zhao et al. 2020) is looked at apart. An image counts as found where, of 
 the nearest to what came out: 0.02 is guessing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

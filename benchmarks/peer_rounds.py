@@ -1,7 +1,5 @@
 """The rounds that `peers.py` times: who trains on what, halfmoon's round, and the one that somebody writes by hand."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ An answer is a line of JSON: the processor seconds of this process and of all th
 Clients, images, views and steps are those of `peer_rounds.py`, whose `torch.nn` network and loss both libraries train.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -27,8 +27,6 @@ to the end of one round of FedAvg as `startup_seconds` (of processor time). `--s
 and `--picture` draws all that stands there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ Six steps on 10 labeled and 30 unlabeled images, (DIR, DIR), labels of the round
 recipe but for its number of rounds. Clients train as one program (vmap).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -6,8 +6,6 @@ DIR holds `fashion_mnist/`. A finished run is a line of `--kept` (JSON), and is 
 stopped anywhere. With `--table` it writes PATH.csv, and the table of PATH.md, after every run; what is missing is "-".
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

@@ -8,8 +8,6 @@ A line says the loop's milliseconds, and the median over turns of each program's
 same turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

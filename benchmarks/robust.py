@@ -7,8 +7,6 @@ cell is a line of `--kept` (JSON), and is not played again: the benchmark can be
 writes PATH.md and PATH.csv of what is finished after every cell, missing cells as "-".
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

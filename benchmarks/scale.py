@@ -8,8 +8,6 @@ where 100,000 clients have been met, and how many calls of functions they take. 
 thousands of clients.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

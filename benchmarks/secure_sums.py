@@ -10,8 +10,6 @@ in them. "Plain" is a request and a reply with the same update, read and average
 round.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -6,8 +6,6 @@ Both play the whole comparison in one process: clients, tests, checkpoints, tabl
 says the processor seconds of both, their ratio, and how far the accuracies lie apart, and at last the medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

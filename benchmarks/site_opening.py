@@ -6,8 +6,6 @@ Over real processes every message is answered by a fork of a process that knows 
 PNG files, one in ten with a label, are written, decoded once and opened five times; seconds are those of the processor.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import statistics

@@ -6,8 +6,6 @@ Numbers mean nothing at this size. A script that is missing from `SMALLEST` and 
 fails the check. Images are stand-ins of random pixels in the formats of Fashion-MNIST, PneumoniaMNIST and CIFAR-10.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import importlib

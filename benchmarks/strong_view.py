@@ -6,8 +6,6 @@ Both sides start from uint8 images and the draws and end with normalized float32
 and the medians are reported in microseconds an image. `ratio` is Pillow's time over ours at 90 images.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -11,8 +11,6 @@ padded by a third at most, and in one of all. The sides take turns in one proces
 over turns of the program's CPU time over the loop's in the same turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -3,8 +3,6 @@
 A test compares `ROWS` with the imports of the package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.axes import Axes

@@ -6,8 +6,6 @@ method's page has one between `<!-- method: FILE -->` and `<!-- /method -->`. Be
 the values are renewed. A test demands that nothing is left to renew.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

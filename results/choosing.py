@@ -9,8 +9,6 @@ shorter and on fewer images; nothing was searched for here, and no method but fo
 defaults.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools

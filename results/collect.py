@@ -7,8 +7,6 @@ seeds, with the number of seeds and what each method used. The methods of one se
 either.
 """
 
-from __future__ import annotations
-
 import csv
 import statistics
 import sys

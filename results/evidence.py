@@ -8,8 +8,6 @@ stopped goes on. Seed S is the seed of training and of the split, so an interval
 chosen on validation images of seeds 100 to 102 (docs/training.md); no test image chose anything.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

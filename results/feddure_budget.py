@@ -10,8 +10,6 @@ and skips those that are there; a run that was stopped goes on. At the defaults 
 --width 64 --shrink 1 instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ that is over, `report` writes the table into feddure_trials.md. Each option is c
 received model, centered logits, a bias of 0 and a rate of 5e-5 of F-reg.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

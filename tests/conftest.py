@@ -3,8 +3,6 @@
 Cores are used by running tests side by side instead (pytest-xdist).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages are true: their Python runs, their commands are understood, their tables are those of the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -4,8 +4,6 @@ What holds for all of them is said in `fuzzing.py`: an input works, or is refuse
 and memory, and a refusal leaves the folder as it was. `benchmarks/fuzz.py` plays thousands.
 """
 
-from __future__ import annotations
-
 import gzip
 import mmap
 import warnings

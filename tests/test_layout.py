@@ -1,7 +1,5 @@
 """The house rules as tests: imports go down only, names are kept in one table, every public name says what it is."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

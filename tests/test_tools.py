@@ -1,7 +1,5 @@
 """What stands around the package: the lock, the release notes, the site of the docs, nox and hosted CI."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

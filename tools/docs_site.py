@@ -4,8 +4,6 @@ A link to README.md leads to docs/index.md; CHANGELOG.md, CONTRIBUTING.md and re
 file of the repository that is no page (a test, a script) becomes its name. The API has a page a package.
 """
 
-from __future__ import annotations
-
 import ast
 import posixpath
 import re

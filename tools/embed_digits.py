@@ -3,8 +3,6 @@
 A test compares the written file with scikit-learn's data; scikit-learn is needed here and there, not at run time.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ The list holds what the extra `dev` needs on Python 3.11 and later, and what PyT
 builds have other checksums on every index, so constraints.txt pins its version alone. Needs uv and a package index.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

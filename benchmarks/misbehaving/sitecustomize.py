@@ -5,8 +5,6 @@ SuperNode and the process that forks for each message (`halfmoon.federation.flow
 left alone.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ One classifier is trained across many data holders when almost nothing is labele
 The names below are the public face; they are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

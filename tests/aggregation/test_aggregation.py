@@ -1,7 +1,5 @@
 """What stands between uploads and a method: what a guard is told, what it may do, before which methods it can stand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

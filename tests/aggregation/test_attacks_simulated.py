@@ -1,7 +1,5 @@
 """Hostile clients of a simulation: each attack is what it says, the same in every executor, and refused elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Client-level differential privacy: clipping, noise, what it costs in epsilon, and the ledger that survives kills."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import math

@@ -1,7 +1,5 @@
 """The exact price of noised sums: against the library's PLD accountant, by its public interface, and by hand."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

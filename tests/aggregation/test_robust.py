@@ -1,7 +1,5 @@
 """Robust aggregation: each rule against numbers by hand, numpy and scipy; before methods, and in both executors."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sums of which the server sees no single term: the arithmetic, the masks, and what a site tells, and tells once."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Caps on what clients say they weigh: hand-derived numbers, whole runs under attack, and what a server warns of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Impossible requests: each ends in its exact sentence and code 2 with nothing written; what is odd but legal works."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command line: what it starts, what it prints, and one sentence for every mistake."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

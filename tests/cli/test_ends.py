@@ -1,7 +1,5 @@
 """Ends that nobody chose: an order of the system, and memory that is used up; what was saved goes on from there."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

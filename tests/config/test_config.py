@@ -1,7 +1,5 @@
 """One configuration from flags, files and Python: strict, and the same after a trip through TOML."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from pathlib import Path

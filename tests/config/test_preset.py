@@ -1,7 +1,5 @@
 """`preset = "paper"`: what a method's paper fixes, under everything that is said."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients and lifted programs against `torch.func`, whose answers they have to give bit by bit."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

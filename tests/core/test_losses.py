@@ -1,7 +1,5 @@
 """The cross-entropy that vmap lifts: PyTorch's own, and its gradient, for each client; and SymPy stays where it is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Literal

@@ -1,7 +1,5 @@
 """The pure optimizers against `torch.optim`, alone and lifted by vmap."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

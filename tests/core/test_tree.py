@@ -1,7 +1,5 @@
 """Trees: what stacking, selecting, averaging and counting come to, with hand-derived numbers."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,7 +1,5 @@
 """RandAugment's operations against Pillow: every pixel, every level, both directions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SemiFL's and FedLoKe's pools: their pixels against Pillow, what they draw, and how much of an image they leave."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

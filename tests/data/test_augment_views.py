@@ -1,7 +1,5 @@
 """Views: what is drawn, what is done with it, and that rows stand alone."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Any image file becomes the wanted size and channels: oracles are numpy, Pillow's own arithmetic and known files."""
 
-from __future__ import annotations
-
 import io
 from contextlib import suppress
 

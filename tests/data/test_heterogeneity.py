@@ -1,7 +1,5 @@
 """Measures: numbers derived by hand, and the bounds of the two distances."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

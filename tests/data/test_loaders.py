@@ -3,8 +3,6 @@
 Pixels are compared with what numpy drew or with what Pillow decodes, never with our own reader.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import sys
@@ -436,7 +434,7 @@ class Rows:
         self.columns, self.column_names = columns, list(columns)
         self.features = dict.fromkeys(columns, SimpleNamespace())
 
-    def cast_column(self, column: str, kind: dict[str, bool]) -> Rows:
+    def cast_column(self, column: str, kind: dict[str, bool]) -> "Rows":
         assert kind == {"decode": False}
         return self
 

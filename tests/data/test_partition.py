@@ -1,7 +1,5 @@
 """Partitions: the routines against an oracle written from the rule, exact sizes, and the file of a split."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

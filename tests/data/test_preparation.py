@@ -1,7 +1,5 @@
 """Images as they are: sizes, modes, depths and DICOM brought to one form while they are decoded, kept as maps."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

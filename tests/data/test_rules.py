@@ -1,7 +1,5 @@
 """The rules of SemiFL, FedLoKe and FedMatch: sizes by hand, an oracle in words, and what no rule may break."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

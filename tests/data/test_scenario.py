@@ -1,7 +1,5 @@
 """Scenarios: the three settings of FedDure by their counts and statistics, and requests that cannot be met."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any, Literal
 

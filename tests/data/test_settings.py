@@ -1,7 +1,5 @@
 """The settings of SemiFL, FedDB, FedLoKe and FedMatch by their published counts, and who holds the labels."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Sources: pixels and labels as they are in the files, and messages that name the file and the row."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import io
@@ -610,7 +608,7 @@ class Rows:
         self.features = {"img": None, "label": label}
         self.column_names = list(records[0])
 
-    def cast_column(self, column: str, kind: dict[str, bool]) -> Rows:
+    def cast_column(self, column: str, kind: dict[str, bool]) -> "Rows":
         assert column == "img"
         assert kind == {"decode": False}
         self.raw = True

@@ -1,7 +1,5 @@
 """Training images that nobody has labeled: no rule deals them, no method takes them as labeled, no guess is judged."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

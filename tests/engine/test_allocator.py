@@ -1,7 +1,5 @@
 """What `keep_memory` promises: pages that are freed and taken again are not faulted in again."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Budgets: the cost of a step by hand, and comparisons at equal steps or equal images through the network."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Cohorts of very many clients: the same draws as a permutation of all."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Compiled steps against those that a work writes: equal to rounding, compiled once for each shape, not each round."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

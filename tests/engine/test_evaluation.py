@@ -1,7 +1,5 @@
 """Accuracy, pseudo-label quality and leanings against plain counting in numpy, scipy, and by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

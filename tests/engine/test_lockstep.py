@@ -1,7 +1,5 @@
 """Runs in lockstep: the numbers of runs played apart, whoever is behind, ahead, over or failed."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from fractions import Fraction

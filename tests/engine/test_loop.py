@@ -1,7 +1,5 @@
 """The round loop and what it leaves: when a model is tested, what it leans to, and the confusion at the end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

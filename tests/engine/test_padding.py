@@ -1,7 +1,5 @@
 """Clients of unequal sizes as one batch: padded, masked, and equal to the loop whatever the padding holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which clients train as one program: by sizes alone, and with little padding, whatever the sizes are."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

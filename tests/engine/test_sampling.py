@@ -1,7 +1,5 @@
 """What a visit looks at: the batch rule's numbers by hand, whole passes, and draws that depend on nothing else."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The federation on this machine: cohorts, memories, counts, hidden labels, diagnostics, and what stops it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import astuple, replace
 from functools import cache

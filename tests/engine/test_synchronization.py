@@ -1,7 +1,5 @@
 """Nothing within a client update waits for the device: numbers are read when a round ends, however long it was."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sites that are known by their keys: who may join under which name, and what is lost when a process starts again."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

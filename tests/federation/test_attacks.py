@@ -1,7 +1,5 @@
 """Everybody attacks at once: each is refused with a reason, and the model is the one that nobody has disturbed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The program of a federation: what a site accepts as its app bundle, what its terms say of it, who is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

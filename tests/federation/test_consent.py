@@ -1,7 +1,5 @@
 """A site decides: it sees the terms before it takes part, says yes to exactly those, and nothing is done without."""
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib

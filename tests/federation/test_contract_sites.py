@@ -3,8 +3,6 @@
 In a file of its own behind `test_contract.py`, whose runs it compares with: one process plays both, and each once.
 """
 
-from __future__ import annotations
-
 import pytest
 from test_contract import BATCHINGS, row_of, straight
 from test_messages import FEDERATED

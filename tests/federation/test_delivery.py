@@ -1,7 +1,5 @@
 """The end of a federation: the final model is at every site, verified, with its card; who never came cost one wait."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

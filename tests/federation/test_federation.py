@@ -1,7 +1,5 @@
 """Whole federations over Flower's two apps in one process: the simulator's bits, and what crosses the grid."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The pages about federations are true: its rehearsal runs over real processes, its sentences are those of the code."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import csv

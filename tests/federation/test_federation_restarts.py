@@ -1,7 +1,5 @@
 """Federations that are stopped anywhere and served again: the bits of those that were not."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache

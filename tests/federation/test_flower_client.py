@@ -1,7 +1,5 @@
 """What a site's warm process has done before it forks for the first message."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

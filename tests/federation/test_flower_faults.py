@@ -1,7 +1,5 @@
 """What faults of real federations have shown (benchmarks/federation_faults.py), each in its smallest form."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

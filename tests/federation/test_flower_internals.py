@@ -1,7 +1,5 @@
 """What of Flower is used without a promise is there, in the version that is installed; nothing else is used."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from importlib import metadata

@@ -1,7 +1,5 @@
 """The processes of a federation: what is started, what is refused in a sentence, what survives a kill, what is left."""
 
-from __future__ import annotations
-
 import datetime
 import http.server
 import json

@@ -1,7 +1,5 @@
 """What arrives is data, and bounded: each bound with a message just below it and one just above, never a pickle."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Clients that are elsewhere: every method gives the same bits as in a simulation, and nothing but numbers travels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The file of a federation and what all agree on: one sentence for a mistake, one hash for what changes numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

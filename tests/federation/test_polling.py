@@ -1,7 +1,5 @@
 """A site that has just answered asks for work again soon; one that has nothing to do burdens its server as before."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import time

@@ -1,7 +1,5 @@
 """Rounds below quorum are played again: with other sites, and as if the failed attempt had never been."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Masked sums in whole federations: sites drop out, processes end, and what lies in a server's memory meanwhile."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

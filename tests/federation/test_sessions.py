@@ -1,7 +1,5 @@
 """Who is there: names instead of nodes, restarts, late and lost answers, on a made-up street with a made-up clock."""
 
-from __future__ import annotations
-
 import pytest
 from federations import SITES, TERMS, Node, Street, ask, joined, mute, node, refusal, terms
 

@@ -1,7 +1,5 @@
 """A site folder that takes part: what it refuses and in which words, what it remembers, and what a full disk does."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

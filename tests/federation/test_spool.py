@@ -1,7 +1,5 @@
 """Uploads lie on the disk until their cohort is complete: a server's memory does not grow, and no bit changes."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 import weakref

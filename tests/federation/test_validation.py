@@ -1,7 +1,5 @@
 """Replies before they touch the model: real ones pass every check, spoiled ones are refused with the reason."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

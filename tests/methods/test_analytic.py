@@ -1,7 +1,5 @@
 """Heads solved from sums: equal to a pooled solution written in NumPy, whoever holds which images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

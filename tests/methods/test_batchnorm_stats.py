@@ -1,7 +1,5 @@
 """Static batch normalization: counted by hand, and against the batch statistics of `torch.nn.BatchNorm2d`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fakes import Pixel, Told, value, weight

@@ -1,7 +1,5 @@
 """CBAFed: thresholds, tails, shares and residual weights by hand; a visit against a torch module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

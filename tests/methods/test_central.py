@@ -1,7 +1,5 @@
 """The centralized rows: a federation of one that holds everything is an ordinary training loop, step by step."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pi-Model, Pseudo-Label and Mean Teacher: by hand on one weight, and against autograd on the textbook's formulas."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from math import exp, log

@@ -1,7 +1,5 @@
 """What every method of the catalog has to keep: a new one joins by its row there."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FedAvg and FedProx: hand-derived averages, the proximal gradient, and the identity with centralized training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

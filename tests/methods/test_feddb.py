@@ -1,7 +1,5 @@
 """FedDB: APP-U, debiased labels and the clients' weights by hand; what it comes to where nothing is debiased."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from typing import Any

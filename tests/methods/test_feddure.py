@@ -1,7 +1,5 @@
 """FedDure against double back-propagation, and its hand-derived cases."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

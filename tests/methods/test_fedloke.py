@@ -1,7 +1,5 @@
 """FedLoKe: two steps by hand, autograd on the formulas, and what remains when a part is taken away."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log

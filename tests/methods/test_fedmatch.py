@@ -1,7 +1,5 @@
 """FedMatch: penalties, votes, neighbors, bytes by hand, its losses against autograd, and where it is another method."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

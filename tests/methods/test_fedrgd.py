@@ -1,7 +1,5 @@
 """FedRGD: averages of groups by hand, the groups, the server's copies, and where it is FedAvg."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """F-reg's derivatives in closed form against those of `torch.func` and of autograd, and what a run then imports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

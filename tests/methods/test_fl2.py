@@ -1,7 +1,5 @@
 """(FL)^2: a step against ASAM on a torch module, thresholds and weights by hand, and its switches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """FML: a step by hand, autograd on the formulas, and the two supervised runs that remain without distillation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any

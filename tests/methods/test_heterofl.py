@@ -1,7 +1,5 @@
 """HeteroFL: the cut, the scaler, the mask and the average by hand; and FedAvg where all clients are wide."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log
 

@@ -1,7 +1,5 @@
 """MixMatch and ReMixMatch: mixing, sharpening, aligning and turning by hand; gradients against the textbook's."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from math import log

@@ -5,8 +5,6 @@ image x = 1 has the probabilities (3/4, 1/4), x = 2 has (9/10, 1/10), x = -1 has
 The cross-entropy of class 0 is ln(4/3) at x = 1, and its derivative in w is -(1 - p) * x = -1/4.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log
 

@@ -1,7 +1,5 @@
 """Methods, networks and split rules from outside: named, found, checked, and written down with version and hash."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """ProtoFSSL: an episode by loops over images, prototypes by hand, and the head that stands for them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, simulate, task

@@ -1,7 +1,5 @@
 """ProxyFL: the client's loss against loops over images, the server's tuning against autograd and torch's SGD."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp
 

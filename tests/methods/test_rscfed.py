@@ -1,7 +1,5 @@
 """RSCFed: weights by hand, a visit against a torch module with its teacher, groups on the server."""
 
-from __future__ import annotations
-
 from math import exp
 
 import pytest

@@ -1,7 +1,5 @@
 """SAGE's targets by hand: on the line of `test_objectives`, the received model has a weight of its own."""
 
-from __future__ import annotations
-
 from math import log
 
 import pytest

@@ -1,7 +1,5 @@
 """SemiFed: votes and loss by hand, the step against autograd, labels that stay, the models that travel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any

@@ -1,7 +1,5 @@
 """SemiFL: the loss and the server's step by hand, against autograd, and where it is another method or plain SGD."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import log
 

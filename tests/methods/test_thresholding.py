@@ -1,7 +1,5 @@
 """Thresholds that follow the model: every number by hand, and their state where it belongs, in every method."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp, log
 

@@ -1,7 +1,5 @@
 """Twin-sight: its two terms by hand and by loops, the whole step against two torch modules."""
 
-from __future__ import annotations
-
 from math import exp, log
 
 import pytest

@@ -1,7 +1,5 @@
 """EfficientNet-Lite0 agrees with the reference package, and its weights are read only where they are the known ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

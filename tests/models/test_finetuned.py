@@ -1,7 +1,5 @@
 """Weights to start from: only the trained part is a model, wherever it runs; a mistake is one sentence."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

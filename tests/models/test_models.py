@@ -1,7 +1,5 @@
 """The pure networks against their `nn.Module` twins, their sizes, their initialization, their limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Any `torch.nn.Module` as a network: the same numbers as a network of ours, in every executor, or a reason why not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

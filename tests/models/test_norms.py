@@ -1,7 +1,5 @@
 """Batch, group or no normalization in every network: lifted, laid out channels-last, cut in half, with features."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Maxima of clients that train as one program are those of each alone, where several pixels are the largest as well."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Products in bfloat16: trees, statistics, losses, tests and what is saved stay float32, in a loop and under vmap."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

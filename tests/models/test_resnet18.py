@@ -1,7 +1,5 @@
 """ResNet-18: torchvision's sizes and names, and what it computes beside a torch module with these names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """ResNet-8: its size, and what it computes beside a torch module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

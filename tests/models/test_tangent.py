@@ -1,7 +1,5 @@
 """Tangents from recorded activations against `torch.func.jvp` and against differences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.func import jvp, vjp, vmap

@@ -1,7 +1,5 @@
 """The vision transformer beside PyTorch's encoder with the same weights; ViT-Tiny's size by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

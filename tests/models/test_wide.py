@@ -1,7 +1,5 @@
 """Wide ResNets: sizes, initialization and depths; what they compute is in test_models and test_tangent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch_models import module_of

@@ -1,7 +1,5 @@
 """What a model makes of images: the same as `Model.probabilities`, with the features that its head is given."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order of images to label: oracles are hand-made points, and what an order may never depend on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The page of `halfmoon site label` in a real browser: by keyboard alone, on a phone, with two people at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

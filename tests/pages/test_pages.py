@@ -1,7 +1,5 @@
 """What every page answers to and what it refuses, over a real connection; and the pictures that it shows."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json

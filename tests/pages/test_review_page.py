@@ -1,7 +1,5 @@
 """The page of `halfmoon review`: scores and tables by hand-made predictions, corrections in a real browser."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

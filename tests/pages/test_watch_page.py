@@ -1,7 +1,5 @@
 """The page of `halfmoon watch`: rows read as they are written, alarms by hand, logs as the federation writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

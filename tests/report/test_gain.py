@@ -1,7 +1,5 @@
 """The sentence at the end of a comparison, and the table that fits a terminal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The leaderboard: numbers by hand, committed page and committed data agree, and mistakes are sentences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`halfmoon report`: its numbers are hand-derived, its files parse back, and what it is given is escaped or refused."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

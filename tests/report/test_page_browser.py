@@ -1,7 +1,5 @@
 """The page of `halfmoon report` in a real browser: charts, legends, choices, tooltips, a phone, and paper."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What is said under a comparison: the budget, a ceiling below the floor, thresholds that nobody passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

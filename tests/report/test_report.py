@@ -1,7 +1,5 @@
 """Tables and pictures: their numbers are hand-derived, their files are pictures, and none of it needs torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The card of a model is put together once, for simulated runs and for federations."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

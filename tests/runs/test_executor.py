@@ -1,7 +1,5 @@
 """How the clients of a run are played where nobody says: by the network's size alone, and to the end as it began."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Features of a frozen backbone, computed once: what lies in the cache, and that a run on it is the run without it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

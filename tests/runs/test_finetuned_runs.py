@@ -1,7 +1,5 @@
 """Runs from given weights: what travels, what is saved, how they are gone on with, and models of transformers."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

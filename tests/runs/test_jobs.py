@@ -1,7 +1,5 @@
 """The plan of a comparison: what it must not name is refused, whoever has written it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

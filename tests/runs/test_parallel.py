@@ -1,7 +1,5 @@
 """Runs side by side: the same bytes as one after another, told of in one place, stopped by the first that fails."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each run is a process of its own; importing PyTorch is paid once, because the processes are forked from one that waits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The seeds of a comparison as one batch: every run has its own folder, and the numbers of one played apart."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Callbacks know their run and cannot lose it; event files, read by TensorBoard itself, say what metrics.jsonl says."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

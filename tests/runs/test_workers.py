@@ -1,7 +1,5 @@
 """Clients that train side by side: the same bytes as one by one, whatever ends, and a sentence where a process dies."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os

@@ -1,7 +1,5 @@
 """Temperatures: by hand, recovered from a known scaling, and carried from the card into every probability."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A trained model at work: the file says enough, folders are labeled and measured, exports give the same numbers."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

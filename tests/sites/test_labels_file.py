@@ -1,7 +1,5 @@
 """Answers into labels.csv: what stays, what is refused, and that writers side by side lose nothing."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """Who may come in: certificates and keys as others read them, changes that no kill can halve, nothing secret shown."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

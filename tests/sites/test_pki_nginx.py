@@ -1,7 +1,5 @@
 """The configuration of nginx, in the real nginx before a stand-in for the SuperLink: what it lets through."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

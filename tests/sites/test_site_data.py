@@ -1,7 +1,5 @@
 """Site folders: what is read, found, decoded and written; oracles: Pillow, numpy and the simulator's holdings."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

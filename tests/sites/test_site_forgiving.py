@@ -1,7 +1,5 @@
 """A site's folder, forgiving and exact: what people write is read and said, and slips of the pen are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

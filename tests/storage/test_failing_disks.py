@@ -1,7 +1,5 @@
 """Disks that refuse the Nth call or lose their power at it: a run goes on to the same bytes, or says a sentence."""
 
-from __future__ import annotations
-
 import errno
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checksums: what was changed on a disk is refused with a sentence, or changes no number; the review's cases first."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

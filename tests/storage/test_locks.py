@@ -1,7 +1,5 @@
 """One process a folder, also where the file system has no locks: said, replaced, and taken over from the dead."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

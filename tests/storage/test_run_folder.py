@@ -1,7 +1,5 @@
 """Run folders: what is written comes back, and no kill, damage or full disk takes more than the last step."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The store: what is put comes back with every bit, from memory, from a spilled file and from a commit."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

@@ -4,8 +4,6 @@ Three honest sites have keys; `MALLORY` has one as well, but is none of the fede
 what has to stand in which log afterwards. Nothing here is quicker or safer than what a stranger with a laptop does.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

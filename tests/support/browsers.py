@@ -1,7 +1,5 @@
 """A headless Chromium for the tests of pages, and a page's app served in a thread."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -1,7 +1,5 @@
 """Callbacks that disturb a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from halfmoon.runs.callbacks import NullCallback, RunInfo

@@ -5,8 +5,6 @@ along what was not flushed: of a file's unflushed bytes any beginning may be the
 flush of their folder may be undone from the last one backwards, as a journaling file system would.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A network of one weight and a federation that answers by the book: for numbers that can be derived by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Made-up posts, clocks and links: nodes appear and vanish, answers come late, twice, spoiled or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata

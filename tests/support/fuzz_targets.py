@@ -3,8 +3,6 @@
 Each target says how a folder is made, what a valid input is, how inputs are drawn, and what reads them.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

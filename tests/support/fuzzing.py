@@ -4,8 +4,6 @@ A `Target` reads one file (or one message) that somebody else has written. `atte
 `Broken` for whatever it must not do; `test_fuzz.py` and `benchmarks/fuzz.py` do so with thousands of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,7 +1,5 @@
 """What the tests of FedLoKe and FML share: a network of two weights, views without chance, and autograd's steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Parts as users bring them: networks and methods that the package does not know."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Sweeps and run folders as the library leaves them, with numbers from formulas, for the tests of the reports."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -4,8 +4,6 @@ Written from the released recipes on Pillow's own calls; it shares no code with 
 names of the operations.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps

@@ -1,7 +1,5 @@
 """Whole federations of three small sites in one process, and all that crossed the grid on the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

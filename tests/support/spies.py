@@ -1,7 +1,5 @@
 """Methods that watch other methods, and methods made for one question."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -4,8 +4,6 @@
 length, four bytes each, and the bytes of a message.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import struct

@@ -3,8 +3,6 @@
 An oracle, and the other side of the benchmark: nothing in it comes from the library.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

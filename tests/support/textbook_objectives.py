@@ -1,7 +1,5 @@
 """The semi-supervised losses once more as a textbook has them, on `torch.nn` modules with autograd: an oracle."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The networks once more as ordinary `torch.nn` modules: an oracle for the pure functions."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

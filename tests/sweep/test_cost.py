@@ -1,7 +1,5 @@
 """What a recipe costs: a round of a cell of each row is timed and multiplied; the list itself takes no time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A rehearsal with the sites' own folders: who holds what, what is held out, and the rows of the table."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

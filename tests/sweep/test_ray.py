@@ -1,7 +1,5 @@
 """A sweep on a real Ray cluster of two workers on this machine, one of which is killed in the middle of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

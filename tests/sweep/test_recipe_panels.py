@@ -3,8 +3,6 @@
 The expectations are written here from the papers' captions and paragraphs, not from the recipes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Recipes: all that ship are valid and hold every published number, and what is wrong in one's own is one sentence."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Sweeps: nothing is played twice, kills and busy folders end in the bytes of a straight sweep, sweep.json says it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`halfmoon tune`: knobs, a search that goes on where it was stopped, and test images that nobody looks at."""
 
-from __future__ import annotations
-
 import csv
 import json
 import tomllib

@@ -16,8 +16,6 @@ What else is no update (FedDB's mean predictions, a count of statistics) is sent
 counts where no attack says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal

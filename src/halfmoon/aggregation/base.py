@@ -5,8 +5,6 @@ or put one aggregate in the place of every single one, so that whatever weighted
 uploads is that aggregate. No method knows of aggregators, and no aggregator knows a method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -32,7 +30,7 @@ class AggregationContext(NamedTuple):
     drawn: bool  # whether those asked are the round's cohort, drawn at random from all clients
     uplink: Uplink = UPDATE_ONLY  # what the work declares of its uploads
 
-    def only(self, places: Sequence[int]) -> AggregationContext:
+    def only(self, places: Sequence[int]) -> "AggregationContext":
         """Return the question as if those at `places` alone had answered."""
         chosen = torch.tensor(list(places), dtype=torch.int64)
         each = tree.map(lambda leaf: leaf[chosen.to(leaf.device)], self.each)

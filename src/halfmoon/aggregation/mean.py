@@ -6,8 +6,6 @@ in the order of the clients' numbers, whatever order they finish in, so that the
 the clients were spread. The mean of equal uploads is that upload, to the bit.
 """
 
-from __future__ import annotations
-
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError

@@ -20,8 +20,6 @@ What an upload holds beside an update:
   it: none can stand before them where clients count such statistics (`halfmoon.api.method_entry.MethodEntry.unrobust`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

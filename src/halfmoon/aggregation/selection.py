@@ -1,7 +1,5 @@
 """Some of a cohort's uploads, by their places, in place of others."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

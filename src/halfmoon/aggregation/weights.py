@@ -8,8 +8,6 @@ scaled down with it. A weight of one half and more of the sum is legal after tha
 told.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A method's row in the catalog: its name, its words for tables, and its default options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The range of a number: what lies in it, and how a sentence names it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

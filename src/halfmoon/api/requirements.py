@@ -1,7 +1,5 @@
 """What a method declares of itself: what it needs of uploads, and where labels may lie."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """The options of a split: who holds which rows, and which are labeled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """What a method is made of: its five trees, what one client does, and the one port to the outside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
@@ -44,7 +42,7 @@ class Task:
     round: int = 0
     rate: Number = 1.0  # the schedule's factor, which `optimizer` has already taken in
 
-    def at(self, round: int) -> Task:
+    def at(self, round: int) -> "Task":
         """Return the task of `round` (from 0): with that round's learning rate."""
         rate = self.schedule.factor(round, self.rounds)
         lr = self.optimizer.lr / self.rate * rate
@@ -218,7 +216,7 @@ class ClientUpdate:
         return Needs()
 
     @property
-    def at_server(self) -> ClientUpdate:
+    def at_server(self) -> "ClientUpdate":
         """Return the client update as the server does it on images of its own: no promise to clients binds it."""
         return self
 

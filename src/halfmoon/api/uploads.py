@@ -1,7 +1,5 @@
 """The type of an upload, and its declaration: an update, a weight, and what goes beside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -30,7 +28,7 @@ class Upload(NamedTuple):
         return {"update": self.update, "weight": self.weight, **({"aux": self.aux} if self.aux else {})}
 
     @classmethod
-    def of(cls, held: Tree) -> Upload:
+    def of(cls, held: Tree) -> "Upload":
         """Undo `tree`; raises KeyError for a tree without an update or a weight."""
         return cls(held["update"], held["weight"], held.get("aux", NO_AUX))
 
@@ -45,11 +43,11 @@ class Upload(NamedTuple):
         """How many bytes it takes on the wire."""
         return tree.nbytes(self.tree)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Upload:
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Upload":
         """Apply a function to all leaves."""
         return Upload(tree.map(function, self.update), function(self.weight), tree.map(function, self.aux))
 
-    def at(self, place: int) -> Upload:
+    def at(self, place: int) -> "Upload":
         """Return the upload of one of several clients."""
         return self.map(lambda leaf: leaf[place])
 

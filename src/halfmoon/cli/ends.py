@@ -1,7 +1,5 @@
 """How a command ends that did not choose to: an order of the system, and memory that is used up."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType

@@ -1,7 +1,5 @@
 """The types of options: what a value is called, how it is read from words, and one sentence where it is another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache as remembered
 from pathlib import Path

@@ -3,8 +3,6 @@
 The same fields are the flags of the command line, the keys of a TOML file and the arguments of `Config`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -126,7 +124,7 @@ class Config(
         check(self)
 
     @classmethod
-    def of(cls, **options: Any) -> Config:
+    def of(cls, **options: Any) -> "Config":
         return resolve(options, {}, "Config.of")
 
 

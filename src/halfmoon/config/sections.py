@@ -3,8 +3,6 @@
 A section is what the code that needs it takes: `Config` is all of them together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A configuration file that has every option, to begin one's own with."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from halfmoon.config import schema

@@ -1,7 +1,5 @@
 """Options that exclude each other, and values that no range can tell (`halfmoon.api.ranges`)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The contract, promise by promise: each function raises `Broken`, in one sentence, where a method does not keep it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """All promises of the contract for one method: what its author runs before anybody else does."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator

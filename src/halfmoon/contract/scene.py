@@ -1,7 +1,5 @@
 """A small federation to try methods in: random images of 8x8 pixels, unequal clients, a tiny network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The small federation once more with sites behind messages, in one process: nothing is shared but bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -8,8 +8,6 @@ that of the sum of their losses, taken of the tensors underneath; a gradient ins
 `lifted` wraps and unwraps the leaves of clients as vmap does, but walks over them once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast, overload
 

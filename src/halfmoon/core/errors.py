@@ -1,7 +1,5 @@
 """What goes wrong through a user's input, said in one sentence."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ What is said here needs none of these packages: which one a name means, and what
 model. `halfmoon.models.hubs` makes the modules.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

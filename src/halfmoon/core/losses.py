@@ -1,7 +1,5 @@
 """The cross-entropy of labels, written out where `torch.func.vmap` would walk through Python for it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch.nn.functional as F

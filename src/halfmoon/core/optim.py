@@ -1,7 +1,5 @@
 """Optimizers as pure functions on trees, so that vmap can lift them; one step equals `torch.optim`'s."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -26,7 +24,7 @@ class Optimizer(Protocol):
         """Return the learning rate."""
         ...
 
-    def with_lr(self, lr: Number) -> Optimizer:
+    def with_lr(self, lr: Number) -> "Optimizer":
         """Return the same optimizer with another learning rate; states are interchangeable."""
         ...
 
@@ -52,7 +50,7 @@ class SGD:
         if self.nesterov and not self.momentum:
             raise UserError("SGD with nesterov needs a momentum above 0; set one, or leave nesterov out.")
 
-    def with_lr(self, lr: Number) -> SGD:
+    def with_lr(self, lr: Number) -> "SGD":
         return replace(self, lr=lr)
 
     def init(self, params: Tree) -> Tree:
@@ -82,7 +80,7 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def with_lr(self, lr: Number) -> Adam:
+    def with_lr(self, lr: Number) -> "Adam":
         return replace(self, lr=lr)
 
     def init(self, params: Tree) -> Tree:
@@ -155,7 +153,7 @@ class Clipped:
     def lr(self) -> Number:
         return self.optimizer.lr
 
-    def with_lr(self, lr: Number) -> Clipped:
+    def with_lr(self, lr: Number) -> "Clipped":
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
     def init(self, params: Tree) -> Tree:
@@ -188,7 +186,7 @@ class Slower:
     def lr(self) -> Number:
         return self.optimizer.lr
 
-    def with_lr(self, lr: Number) -> Slower:
+    def with_lr(self, lr: Number) -> "Slower":
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
     def init(self, params: Tree) -> Tree:

@@ -4,8 +4,6 @@ A mask `real` (n,) is True where a row is no padding. Where it is None no row is
 be without masks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ from others (a federation's terms, a model file), `only` says which modules may 
 message makes this process run code that its user did not name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os

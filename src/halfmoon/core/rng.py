@@ -1,7 +1,5 @@
 """Named generators: every random number of a run comes from (seed, *path), never from a shared stream."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """What PyTorch's own types leave unknown, with types: numbers, arrays, norms, the normal distribution."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Trees: nested dicts whose leaves are tensors. Everything that is stored, sent or lifted is one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, overload
 

@@ -3,8 +3,6 @@
 A machine that takes part is given its own copy of the file, and says so here; a run's file names the path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from functools import lru_cache

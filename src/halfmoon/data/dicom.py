@@ -4,8 +4,6 @@ Of the header only what makes pixels into gray values is read: no name, number o
 copied.
 """
 
-from __future__ import annotations
-
 import io
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """What a data set is once it is in memory: uint8 images, integer labels, class names, pixel statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

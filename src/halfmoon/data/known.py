@@ -1,7 +1,5 @@
 """Public data sets that are known by name: what is known of them before their files are read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources

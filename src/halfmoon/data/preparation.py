@@ -1,7 +1,5 @@
 """How images are brought to one form while they are decoded: size, channels, cutting, what is black and white."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data sets by name or path: what can be loaded, and where each is looked for."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from importlib import resources

@@ -1,7 +1,5 @@
 """The memory that a training step frees and takes again: kept by the process instead of going back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

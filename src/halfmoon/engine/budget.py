@@ -1,7 +1,5 @@
 """How much a method may look at: the shared batch rule, and comparisons at an equal budget."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Which clients of very many train in a round: drawn in the time and memory of the cohort."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

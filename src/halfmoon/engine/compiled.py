@@ -9,8 +9,6 @@ What cannot be traced, because Python looks at a tensor's value, trains as it is
 `SHAPES` shapes; `Steps.remark` says why.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -56,7 +54,7 @@ class Steps:
     together: bool = False
     compiled: bool = False
     remark: str = ""
-    _program: Program | None = None
+    _program: "Program | None" = None
     _sent: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:

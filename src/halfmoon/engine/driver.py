@@ -1,7 +1,5 @@
 """The driver of a client's update: begin, step by step, finish; for one client in a loop, or for K lifted by vmap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ class Diverged(RuntimeError):
         )
         self.round, self.client, self.step, self._value, self._quantity = round, client, step, value, quantity
 
-    def __reduce__(self) -> tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]:
+    def __reduce__(self) -> "tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]":
         return type(self), (self.round, self.client, self.step, self._value, self._quantity)
 
 

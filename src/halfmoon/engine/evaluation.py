@@ -1,7 +1,5 @@
 """Accuracy on a test set, the quality of pseudo-labels where the hidden labels live, and what a model leans to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ Both draw from (seed, round, query, client), so that a site computes what its cl
 bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction

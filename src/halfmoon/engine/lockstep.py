@@ -6,8 +6,6 @@ round; one that has to catch up does so alone while the others wait, and one tha
 their way.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The only round loop: ask the method for a round, measure, write down, save."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -218,8 +216,8 @@ def _tally(experiment: Experiment, model: Tree, images: Examples) -> Tally:
 
 
 def _evaluate(
-    experiment: Experiment, state: _State, seen: list[_Validated], told: Tally | None, row: Row
-) -> tuple[_State, list[_Validated], Tally | None]:
+    experiment: Experiment, state: _State, seen: "list[_Validated]", told: Tally | None, row: Row
+) -> "tuple[_State, list[_Validated], Tally | None]":
     """Put into the row what the round's model is worth; keep it if the validation images say that it is the best.
 
     `seen` is what they have said so far; `told` and the tally that is returned are the test set's of the run's model.
@@ -251,7 +249,7 @@ class _Validated(NamedTuple):
     round: int
 
     @classmethod
-    def of(cls, told: Row, round: int) -> _Validated:
+    def of(cls, told: Row, round: int) -> "_Validated":
         return cls(told["accuracy"], -told["loss"], round)
 
 

@@ -3,8 +3,6 @@
 It is decided by sizes alone, what a client has and looks at, so that the bytes of a run do not depend on a machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple
 from fractions import Fraction
@@ -32,7 +30,7 @@ class Extent(NamedTuple):
         steps = self.amount.steps * cost(client_update, self.amount) if self.amount.steps else 0
         return client_update.swept(*astuple(self.rows)) + steps
 
-    def joined(self, other: Extent) -> Extent:
+    def joined(self, other: "Extent") -> "Extent":
         rows = (max(each) for each in zip(astuple(self.rows), astuple(other.rows), strict=True))
         return Extent(Amount(*map(max, self.amount, other.amount)), ClientSize(*rows))
 
@@ -44,7 +42,7 @@ class Program(NamedTuple):
     widest: Extent
     images: int
 
-    def with_one(self, place: int, extent: Extent, images: int) -> Program:
+    def with_one(self, place: int, extent: Extent, images: int) -> "Program":
         return Program([*self.places, place], self.widest.joined(extent), self.images + images)
 
     def padded(self, client_update: ClientUpdate) -> Fraction:

@@ -1,7 +1,5 @@
 """The server half of a runtime, wherever the clients are: draws cohorts, asks them, and counts what it costs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ a real network see the same images. Labeled and unlabeled rows have generators o
 labeled images only see, with as many steps, the same labeled batches as the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """A federation on one machine: clients in a loop, or lifted together by vmap, on the same method code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

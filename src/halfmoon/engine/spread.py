@@ -1,7 +1,5 @@
 """Where independent parts of a round are computed: one by one here, or in several processes at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 

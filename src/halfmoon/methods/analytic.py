@@ -13,8 +13,6 @@ Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the
 at the server. Here the server adds it once, to the sum, so a client of any rank is welcome.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Of an image's features f (F,), none negative, q = sqrt(f) and h = (q - m) / |q - m| with m the mean q of all images.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

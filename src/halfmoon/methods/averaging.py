@@ -1,7 +1,5 @@
 """The server half of FedAvg, and what servers of other methods do with uploads."""
 
-from __future__ import annotations
-
 import torch
 
 from halfmoon.api.requirements import SUM, Requirements

@@ -9,8 +9,6 @@ same, the cut last one too. Rows do not leave their holders here, so a batch hol
 equal parts of at most 250; it counts by its rows, or a client of twelve images would weigh as much as one of 250.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal

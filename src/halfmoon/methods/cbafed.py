@@ -22,8 +22,6 @@ of a model that knows nothing yet would be trained on. The std is over the class
 ten-fold weight of labeled clients on skin images is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce

@@ -19,8 +19,6 @@ they are drawn alike and averaged by rows, so that the term is all that differs.
 not. Batch-normalization statistics, of which neither paper speaks, are averaged like parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce

@@ -25,8 +25,6 @@ Where the authors' released code departs from the paper:
 * A client without a confident image trains on its labels alone, in the same batches (the code: batches of 64).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce

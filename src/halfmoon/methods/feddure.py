@@ -21,8 +21,6 @@ depart from the paper in `regulator_input`, `regulator_bias`, `regulator_lr`, `r
 reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` "plain" is the other one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce

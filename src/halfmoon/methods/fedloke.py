@@ -18,8 +18,6 @@ is not finite set to 0) are left out: log-softmax needs none. Gradient clipping 
 augmentation for all images of a step are the task's, not the method's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

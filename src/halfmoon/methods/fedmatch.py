@@ -36,8 +36,6 @@ Departures from the authors' code:
 SemiFL's tables have a version of their own, which is that method's loop: `halfmoon.methods.semifl`, `fedmatch-semifl`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce

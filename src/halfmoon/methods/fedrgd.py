@@ -26,8 +26,6 @@ SemiFL's tables have a version of their own, which is that method's loop with th
 `halfmoon.methods.semifl`, `server_share`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -14,8 +14,6 @@ where the brackets are there if gradients also pass through H's input ("product"
 products as the MLP has layers, in place of nested transforms of `torch.func`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -56,7 +54,7 @@ class WeightedLoss:
     count: Tensor | int  # n
 
     @classmethod
-    def of(cls, z: Tensor, label: Tensor, seen: Input, through: Through, real: Tensor | None = None) -> WeightedLoss:
+    def of(cls, z: Tensor, label: Tensor, seen: Input, through: Through, real: Tensor | None = None) -> "WeightedLoss":
         """Return the loss of logits z (n, classes) and labels (n,) int64; with a mask `real` (n,), of the real rows."""
         log_p = z.log_softmax(-1)
         loss, error = -log_p.gather(-1, label[:, None])[:, 0], log_p.exp() - F.one_hot(label, z.shape[-1])

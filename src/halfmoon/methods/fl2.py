@@ -21,8 +21,6 @@ theirs 10. With labels at the clients the first term takes in their labeled imag
 that is sure of nothing learns from them alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast

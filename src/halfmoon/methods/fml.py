@@ -13,8 +13,6 @@ random network, where the authors draw one for each client (`private`). Of the u
 weight, nor view, nor filter: they are fields below. The learning-rate schedule is the task's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Parameters in two halves, theta = sigma + psi, and what of them travels: what FedMatch computes with."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -18,8 +18,6 @@ Departures: client k has the rate k modulo the number of rates for good, where t
 blocks of clients. The mask also says whose rows of the head are averaged: without it, all clients' are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Both models pass their images, then both take their step (Jacobi): what the one 
 either has moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

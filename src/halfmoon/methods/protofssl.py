@@ -22,8 +22,6 @@ has the mean prototypes as its head: -d(e, p) is (2 e p - p^2) / features up to 
 their test at the best round on validation images are the run's to say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce

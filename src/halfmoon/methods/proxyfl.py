@@ -17,8 +17,6 @@ each global row with local rows. Departures: batches follow a hash of the round,
 weighs nothing has no say. The step is taken by its formula, on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast

@@ -1,7 +1,5 @@
 """The catalog of methods: it collects the rows that stand in each method's own file."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import typing

@@ -1,7 +1,5 @@
 """What FedDure's regulators learn from: the network that they judge, and what is made of its rewards and labels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

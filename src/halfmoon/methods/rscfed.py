@@ -23,8 +23,6 @@ looks through the task's `labeling` statistics, tracked ones being the student's
 with labels, 0.021 without).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce

@@ -21,8 +21,6 @@ A labeled minibatch is as large as the batch rule says: accepted images are lear
 unlabeled ones. They are looked at in the view `view`, which in the paper is the image itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce

@@ -41,8 +41,6 @@ The rows "FedRGD" and "FedMatch" of the paper's tables are this method's loop wi
   (here they count nothing). psi is drawn from one seed, for a method draws no random number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

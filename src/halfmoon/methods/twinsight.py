@@ -18,8 +18,6 @@ strong views swapped) is left out. The projector has `hidden` and `projected` nu
 ResNet-18. The twin starts alike for all seeds, and is no part of the solution. Both views are weak ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

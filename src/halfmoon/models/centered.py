@@ -1,7 +1,5 @@
 """A linear layer on the square roots of features, centered and of unit length."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

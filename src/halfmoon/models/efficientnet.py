@@ -4,8 +4,6 @@
 whose file is compared with `SHA256` before it is read. Strided convolutions are padded as TensorFlow pads even sizes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

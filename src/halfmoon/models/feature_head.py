@@ -1,7 +1,5 @@
 """A linear head on features that a frozen backbone has computed once: the network trained on cached features."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

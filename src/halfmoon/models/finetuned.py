@@ -4,8 +4,6 @@
 trained; the frozen part, with the statistics of its batch normalizations, is added inside each pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Modules of transformers, torchvision and timm, made anew from their names; nothing in them draws random numbers."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Batch normalizations are replaced by ones that are given their statistics and sa
 package do; every other layer stays what it is. A pass is `torch.func.functional_call`, a tangent `torch.func.jvp`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -128,7 +126,7 @@ class ModuleNetwork(Network):
 
     def _pass(
         self, params: Tree, x: Tensor, stats: Tree, train: bool, real: Tensor | None = None
-    ) -> tuple[Tensor, _Pass]:
+    ) -> "tuple[Tensor, _Pass]":
         """Call the module; batch normalizations that `stats` has do not look at the batch."""
         template = _template(self)
         seen = _Pass(_flat(stats), {}, {}, real)
@@ -168,7 +166,7 @@ class _Pass:
 class _Batch(nn.Module):
     """A batch normalization that takes its statistics from the pass that is going on."""
 
-    def __init__(self, name: str, old: _NormBase, template: _Template) -> None:
+    def __init__(self, name: str, old: _NormBase, template: "_Template") -> None:
         super().__init__()
         self.name: str = name
         self.eps: float = old.eps

@@ -1,7 +1,5 @@
 """What a network is: parameters in, logits and batch moments out; no side effect, nothing hidden."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast, get_args
@@ -79,12 +77,12 @@ class Network(ABC):
         """Return whether the leading part of every leaf is a network as well."""
         return True
 
-    def whole(self, model: Tree) -> tuple[Network, Tree]:
+    def whole(self, model: Tree) -> "tuple[Network, Tree]":
         """Return the network and the model that is saved, of what is trained: here these are the same."""
         return self.exact, model
 
     @property
-    def exact(self) -> Network:
+    def exact(self) -> "Network":
         """Return the network whose products are not rounded: what is tested, saved and shipped."""
         return self if self.precision == "float32" else replace(self, precision="float32")
 

@@ -1,7 +1,5 @@
 """From pixels to the floats that a network reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The passes through a network: what each layer does in training, under tracked statistics, and to tangents."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

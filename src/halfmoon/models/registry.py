@@ -1,7 +1,5 @@
 """Networks by name: those of this package, and any `torch.nn.Module` that a factory from outside makes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace

@@ -1,7 +1,5 @@
 """Residual networks: ResNet-8 of SAGE and ProxyFL, and ResNet-18 with the stem of ImageNet or for 32x32 images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

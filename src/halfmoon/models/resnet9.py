@@ -1,7 +1,5 @@
 """ResNet-9 as FedDure, FedRGD and FedMatch use it: eight 3x3 convolutions, each with its normalization or none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

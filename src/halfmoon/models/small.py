@@ -1,7 +1,5 @@
 """A small convolutional network for the embedded digits and for tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """A vision transformer (Dosovitskiy et al., ICLR 2021) in the plain form of Beyer, Zhai and Kolesnikov (2022)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

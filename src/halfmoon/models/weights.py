@@ -1,7 +1,5 @@
 """Weights to start from: a safetensors file of halfmoon, or of a PyTorch state dict, and where its tensors belong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

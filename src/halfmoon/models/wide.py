@@ -1,7 +1,5 @@
 """Wide ResNets as SemiFL and FedDB use them (Zagoruyko and Komodakis, BMVC 2016): WRN-28-2, WRN-28-8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

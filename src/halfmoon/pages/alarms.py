@@ -1,7 +1,5 @@
 """What somebody should look at in a run: rules on its rows, each with a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

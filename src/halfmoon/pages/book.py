@@ -1,7 +1,5 @@
 """A folder's labels as they stand on the disk, while people answer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path

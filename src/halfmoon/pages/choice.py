@@ -5,8 +5,6 @@ BADGE, ICLR 2020). Here: one predicted class after the other, those with the few
 which margin-uncertainty times the squared distance to everything labeled or chosen is largest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a federation's log tells of its sites, and a site's log of its part: sentences, read back as far as known."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

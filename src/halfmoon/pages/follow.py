@@ -1,7 +1,5 @@
 """Run folders while they grow: rows read once, as far as they are written, and what they say so far."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Large images are decoded one at a time, and few requests wait for them, so that memory stays bounded.
 """
 
-from __future__ import annotations
-
 import io
 import threading
 import warnings

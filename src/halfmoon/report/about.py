@@ -1,7 +1,5 @@
 """What runs were made on, in words: the data set by its name, the split, how many labels, which seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any

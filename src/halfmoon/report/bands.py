@@ -1,7 +1,5 @@
 """Curves over seeds for JSON: mean, smallest and largest by round; needs neither pandas nor torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Who holds how much of what: FedDure's Figure 3, one bubble a client and class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning curves: test accuracy, and the quality of pseudo-labels, round by round."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What all pictures share: a figure without global state, plain axes, and how it is saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.axes import Axes

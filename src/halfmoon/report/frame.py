@@ -1,7 +1,5 @@
 """Two data frames of a study: its cells and its metrics. Tables, charts, CSV and LaTeX are made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any

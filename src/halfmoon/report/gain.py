@@ -1,7 +1,5 @@
 """What a method won of the distance between labels alone and all labels, in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The inputs of a report: sweeps as they are, and loose runs put together into one grid by what differs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +82,7 @@ class Loose:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, run: Run) -> Loose:
+    def of(cls, run: Run) -> "Loose":
         """Read the options of a run; raise UserError where they were changed to something else."""
         options = run.options
         own, seed = options.get("options", {}), options.get("seed", 0)

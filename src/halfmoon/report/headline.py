@@ -1,7 +1,5 @@
 """The result of a study in a sentence or two, for the top of its page."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The accuracy tables of a report as LaTeX for the package booktabs."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The leaderboard: the summaries of committed sweeps as one Markdown page, every number beside the published one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from halfmoon.core.errors import UserError

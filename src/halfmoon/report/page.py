@@ -1,7 +1,5 @@
 """One self-contained HTML page of studies: tables by the templates in web/, charts drawn by the script there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a model is as often right as it says: its accuracy by how sure it was, and how many images that were."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

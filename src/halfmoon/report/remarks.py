@@ -1,7 +1,5 @@
 """What a comparison has to say beside its numbers: whose budget it had, and what keeps it from being one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

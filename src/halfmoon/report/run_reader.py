@@ -1,7 +1,5 @@
 """Run folders as a reader sees them; the files are described in `halfmoon.storage.run_folder`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -128,7 +126,7 @@ class Run:
     summary: dict[str, Any] | None  # summary.json; None while the run is not finished
 
     @classmethod
-    def read(cls, path: Path) -> Run:
+    def read(cls, path: Path) -> "Run":
         """Read the folder of a run; raise UserError if it is none or a row cannot be read."""
         try:
             config = (path / "config.toml").read_text(encoding="utf-8")

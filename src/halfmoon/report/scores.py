@@ -1,7 +1,5 @@
 """Measured beside published: means over seeds, the two-sigma rule, agreement of orderings, and costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data of a page's charts, made from the data frames of a study and ready for JSON; shares are percent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

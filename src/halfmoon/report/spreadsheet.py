@@ -1,7 +1,5 @@
 """Escape cells of tables against CSV formula injection: a spreadsheet would run such texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -1,7 +1,5 @@
 """A study: the cells of a sweep with their runs, read from sweep.json."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

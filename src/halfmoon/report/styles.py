@@ -1,7 +1,5 @@
 """Colors, dashes and markers that anybody can tell apart, for pictures and pages; a method keeps its own."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The table of a comparison: accuracy and costs of every method."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -37,7 +35,7 @@ class Result:
     chosen: float | None = None
 
     @classmethod
-    def of(cls, summary: Mapping[str, Any], method: str | None = None) -> Result:
+    def of(cls, summary: Mapping[str, Any], method: str | None = None) -> "Result":
         """Read a run's summary.json; `method` is the name in the table, the method's title if None."""
         cost, accuracy = summary["cost"], summary["accuracy"]
         return cls(

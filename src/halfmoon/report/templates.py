@@ -1,7 +1,5 @@
 """HTML by jinja2: whatever a template is given is escaped, unless it is `Markup`."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from importlib import resources
 from typing import Any

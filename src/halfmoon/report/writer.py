@@ -1,7 +1,5 @@
 """A report on the disk: the page, and beside it the same numbers as CSV and LaTeX."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

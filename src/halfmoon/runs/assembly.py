@@ -1,7 +1,5 @@
 """What every run is made of, simulated or with sites: its experiment, its summary, and the card of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 What they are told stands in the run folder as well; metrics.jsonl is the source, and no watch can change it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

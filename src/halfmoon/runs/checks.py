@@ -1,7 +1,5 @@
 """What is refused before anything is played, as it could only fail later."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

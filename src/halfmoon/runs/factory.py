@@ -1,7 +1,5 @@
 """From a configuration to what its methods share: data, split, task, views and batch rule."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +62,7 @@ class ImageSpec:
     std: tuple[float, ...]
 
     @classmethod
-    def of(cls, source: Source) -> ImageSpec:
+    def of(cls, source: Source) -> "ImageSpec":
         height, width, channels = source.train.images.shape[1:]
         return cls((channels, height, width), source.classes, source.mirror, source.mean, source.std)
 

@@ -4,8 +4,6 @@ They lie in the user's cache folder, (N, views, 1, F) in half precision, and are
 the hash of the weights, the recipes of the views and the pixels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a run folder says of its runs: the configuration of one, and the jobs of a comparison."""
 
-from __future__ import annotations
-
 import shlex
 import tomllib
 from collections.abc import Sequence

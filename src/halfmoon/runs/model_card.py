@@ -1,7 +1,5 @@
 """What a model file says of itself: enough to label images with nothing but the file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -85,7 +83,7 @@ class Card:
         }
 
     @classmethod
-    def parse(cls, said: Mapping[str, str], place: Path) -> Card:
+    def parse(cls, said: Mapping[str, str], place: Path) -> "Card":
         """Return the card of metadata; raise `UserError`, which names `place`, for what is missing or cannot be."""
         _check_format(said, place)
         missing = [name for name in (*_KINDS, *_WORDS) if name not in said]

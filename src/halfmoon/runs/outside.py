@@ -1,7 +1,5 @@
 """Runs with parts from outside: a method that is given as an object, and parts that are still what they were."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

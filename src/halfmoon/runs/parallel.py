@@ -4,8 +4,6 @@ The runs are the same to the last byte as those played one after another: a run 
 computes with as many threads as it would alone. What they share is loaded once and sent to every process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence

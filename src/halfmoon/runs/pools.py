@@ -5,8 +5,6 @@ as the run would alone; results come in the order of the cohort. So a run does n
 are. They hold no state of it: the memory of a client travels with it.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

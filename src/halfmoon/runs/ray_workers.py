@@ -4,8 +4,6 @@ Functions, clients and results travel as `halfmoon.runs.pools` packs them, so ma
 common.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future

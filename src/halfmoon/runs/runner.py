@@ -1,7 +1,5 @@
 """From a configuration to runs on disk: play every method, go on where one was stopped, draw what came out."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress

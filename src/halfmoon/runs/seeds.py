@@ -1,7 +1,5 @@
 """The seeds of one method, played in lockstep: which runs are alike, what they share, and how they are played."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

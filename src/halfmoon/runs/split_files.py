@@ -1,7 +1,5 @@
 """The files of a run folder that say who holds which rows, with their checksums."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In how many processes the clients of a run's cohorts train."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

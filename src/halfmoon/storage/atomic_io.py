@@ -4,8 +4,6 @@ Nothing here knows what a file means; `halfmoon.storage.run_folder` does. Everyt
 it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

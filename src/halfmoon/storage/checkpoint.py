@@ -1,7 +1,5 @@
 """One checkpoint on disk: its tensors, and a JSON that says what they are and carries the checksum of both."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path

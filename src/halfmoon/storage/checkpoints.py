@@ -5,8 +5,6 @@ the clients keep lies in a folder of its own, of which a checkpoint writes what 
 (`halfmoon.storage.state_store`).
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from typing import Any, NamedTuple

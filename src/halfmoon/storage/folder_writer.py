@@ -3,8 +3,6 @@
 A file is written under a temporary name, flushed to the disk and renamed, so that a name that exists is whole.
 """
 
-from __future__ import annotations
-
 import errno
 import shlex
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ accuracy, one exponent of a weight. So there are
 This finds damage, not malice: whoever can write a folder can write its checksums.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

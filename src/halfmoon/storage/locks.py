@@ -4,8 +4,6 @@ A lock of the system ends with its process, however that ends. A file does not, 
 one of this machine that lives no more is replaced, one of another machine has to be removed by people.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

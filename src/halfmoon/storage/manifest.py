@@ -5,8 +5,6 @@ key counts. So an old commit can be read as long as the files that it names are 
 than its changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -45,7 +43,7 @@ class Commit(NamedTuple):
     length: int  # bytes
     chain: str  # SHA-256 of the last line after that of the lines before it, and so on
 
-    def after(self, lines: Sequence[bytes]) -> Commit:
+    def after(self, lines: Sequence[bytes]) -> "Commit":
         """Return the mark with more lines behind it."""
         chain = self.chain
         for line in lines:

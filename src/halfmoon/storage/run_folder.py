@@ -3,8 +3,6 @@
 How files are written is in `halfmoon.storage.folder_writer`, what a checkpoint is in `halfmoon.storage.checkpoints`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,7 +38,7 @@ class RunFolder:
         self.checkpoints = Checkpoints(self.writer, self.metrics)
 
     @classmethod
-    def create(cls, path: Path, config: str, identity: str) -> RunFolder:
+    def create(cls, path: Path, config: str, identity: str) -> "RunFolder":
         """Make the folder of a new run with its `config.toml`; `identity` is a sha256 of what changes the numbers.
 
         Raise UserError if the folder holds a run or anything else, is in use, or cannot be written.
@@ -73,7 +71,7 @@ class RunFolder:
         return (path / RUN).exists() and not {entry.name for entry in path.iterdir()} <= _BEGUN
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
+    def open(cls, path: Path) -> "RunFolder":
         """Open the folder of a run that exists; raise UserError if it is none or its configuration was changed."""
         head = integrity.object_of(path / RUN)
         if head is not None and not cls.made(path):
@@ -96,7 +94,7 @@ class RunFolder:
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: {CONFIG} is no text; put it back or start a new run.") from error
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> "RunFolder":
         """Return the folder; leaving the block closes it."""
         return self
 

@@ -5,8 +5,6 @@ memory. All three are part of a state: sums are taken in these orders, so a run 
 differ in the last digits.
 """
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

@@ -9,8 +9,6 @@ costs what the clients of its rounds cost, however many there are, and the commi
 removes the files that only it names.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path

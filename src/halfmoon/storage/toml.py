@@ -1,7 +1,5 @@
 """TOML that is written, and read by Python's own tomllib."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Sequence

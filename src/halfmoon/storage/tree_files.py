@@ -1,7 +1,5 @@
 """The files of a `halfmoon.storage.state_store.Store`: one a tree, mapped into memory when it is read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

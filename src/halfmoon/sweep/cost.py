@@ -1,7 +1,5 @@
 """What a recipe costs on this machine: a round of a cell of each row is played and timed, and multiplied."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ What a worker had played when it was killed stands in the run's folder, and whoe
 there.
 """
 
-from __future__ import annotations
-
 import tomllib
 import traceback
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The grid of a recipe: which cells are asked for, and the complete configuration of every run in them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -7,8 +7,6 @@ alone, all labels together (a network, and a random forest on pixels), a federat
 images without a label as well, and with fewer labels.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

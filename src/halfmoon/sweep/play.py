@@ -1,7 +1,5 @@
 """A sweep: play the runs of a recipe's cells that are not finished, and keep its sweep.json up to date."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

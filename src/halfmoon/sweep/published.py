@@ -1,7 +1,5 @@
 """The papers' own numbers, cell by cell (`halfmoon/recipes/published.csv`)."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from functools import cache

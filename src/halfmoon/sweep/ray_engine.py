@@ -5,8 +5,6 @@ any machine, and goes on from the checkpoints in its folders, which therefore ha
 under the same path, as the data has.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Sequence

@@ -44,8 +44,6 @@ values' in the order of the axes, then `when`, then the scale's and its `when`, 
 that both files have is the base's, then this one's; what is said `about` it is this one's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources

@@ -1,7 +1,5 @@
 """The file of a recipe: its keys, over those of the file that it extends, and the options that layers come to."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources

@@ -1,7 +1,5 @@
 """The folder of a sweep: `sweep.json`, all that a table of it needs, written anew whenever a run is over."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Mapping, Sequence

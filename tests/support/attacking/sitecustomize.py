@@ -5,8 +5,6 @@ With "hold:3" it answers that round only when the file says so no more. The site
 key of its own; it answers honestly otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

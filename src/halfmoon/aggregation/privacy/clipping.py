@@ -4,8 +4,6 @@ McMahan, Ramage, Talwar and Zhang 2018 (Learning Differentially Private Recurren
 a client changes is one vector, and where its Euclidean norm is over the bound, it is scaled down to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

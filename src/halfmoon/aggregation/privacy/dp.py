@@ -8,8 +8,6 @@ The noise comes from a key that depends on the server's secret and on the sum it
 the same sum gets the same noise and tells nothing new; another sum gets noise that is independent of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A line's seal is the SHA-256 of the seal before it and of the line itself, so th
 is found. The last lines could be cut off unseen; but a round that was played has its line, and that is checked.
 """
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

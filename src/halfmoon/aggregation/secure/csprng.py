@@ -3,8 +3,6 @@
 torch's generator (the Mersenne Twister) can be predicted from what it has drawn; AES in counter mode cannot.
 """
 
-from __future__ import annotations
-
 import hmac
 from hashlib import sha256
 

@@ -5,8 +5,6 @@ divided by the sum of the weights is what a weighted mean of the uploads would b
 weights sum to W, it is off by at most k 2^-25 / W in any coordinate, before it is rounded to the type of the leaf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

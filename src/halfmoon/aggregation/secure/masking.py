@@ -16,8 +16,6 @@ All that a party has to hide of a sum follows (HKDF-SHA256) from 32 random bytes
 after it. Who steals what is left later opens nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass

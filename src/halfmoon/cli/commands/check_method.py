@@ -1,7 +1,5 @@
 """`halfmoon check-method`: try a method of one's own on a small federation, promise by promise."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """`halfmoon data [NAME ...]`: the images of data sets, and who holds them under a split."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`halfmoon site join`: take part in a federation with the images of a site folder, which stay where they are."""
 
-from __future__ import annotations
-
 import argparse
 import select
 import sys

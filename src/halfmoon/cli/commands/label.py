@@ -1,7 +1,5 @@
 """`halfmoon site label`: a page that shows the most useful unlabeled images, and writes labels.csv."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

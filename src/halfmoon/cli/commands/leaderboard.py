@@ -1,7 +1,5 @@
 """`halfmoon leaderboard`: the page of committed results."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

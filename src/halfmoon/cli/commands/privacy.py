@@ -1,7 +1,5 @@
 """`halfmoon privacy`: what a plan costs in epsilon, or how much noise an epsilon needs, before anything is trained."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from typing import Any

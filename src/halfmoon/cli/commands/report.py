@@ -1,7 +1,5 @@
 """`halfmoon report`: one page of runs, comparisons and sweeps, with the same numbers as CSV and LaTeX."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`halfmoon site terms`: what the sites of a federation's file are asked to take part in, and the hash that says so."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

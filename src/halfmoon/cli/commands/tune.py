@@ -1,7 +1,5 @@
 """`halfmoon tune`: search options of a run by validation images."""
 
-from __future__ import annotations
-
 import argparse
 
 from halfmoon.cli.commands.base import layers, print_json

@@ -1,7 +1,5 @@
 """`halfmoon watch`: a page that follows runs, sweeps, federations, or a site's part in one."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

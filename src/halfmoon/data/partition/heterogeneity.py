@@ -4,8 +4,6 @@ Internal imbalance lies inside a client, between its labeled and its unlabeled r
 between clients, each client's mix against the mix of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The rules are those of FedMatch and FedDure (AAAI 2024); a Dirichlet over client
 Yurochkin et al. 2019, as do its cap and smallest size. Every draw comes from an explicit generator.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -4,8 +4,6 @@ Every rule returns the client of each row, int64 (N,), -1 for a row that nobody 
 0..classes-1, and all draws come from one explicit generator. Departures from the authors' code are named.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ FedDure (AAAI 2024) names its settings (labeled, unlabeled); SemiFL (NeurIPS 202
 rules; FedLoKe (CIKM 2023) gives labeled and unlabeled rows one distribution; FedMatch (ICLR 2021) balances labels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """A split: which client holds each row, and which rows are labeled; and the file it is kept in."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
@@ -140,7 +138,7 @@ class Split:
             raise UserError(f"{path}: the split cannot be written ({error}).") from error
 
     @classmethod
-    def load(cls, path: Path) -> Split:
+    def load(cls, path: Path) -> "Split":
         """Return the split that `save` wrote; raise UserError for a missing, damaged or foreign file."""
         try:
             table = pq.read_table(path)

@@ -4,8 +4,6 @@ A record is one label byte (CIFAR-10) or two, coarse then fine (CIFAR-100), and 
 blue, each 32 rows of 32 (https://www.cs.toronto.edu/~kriz/cifar.html).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Pixels lie in images-KEY.npy, and beside them images-KEY.json says how the pixel
 every start is read there, and the pixels themselves only where somebody looks at them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

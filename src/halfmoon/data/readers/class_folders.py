@@ -1,7 +1,5 @@
 """Class folders: train/CLASS/*.png and test/CLASS/*.png; the images of a class may also lie in CLASS/images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

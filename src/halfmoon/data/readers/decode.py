@@ -1,7 +1,5 @@
 """Encoded image files (PNG, JPEG, WebP ...) into one uint8 array; errors name file and row."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Iterable

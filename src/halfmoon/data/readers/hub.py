@@ -1,7 +1,5 @@
 """Data sets by name from the Hugging Face hub, through its library `datasets` (extra `hub`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ The format is described on the page of the MNIST database (LeCun, Cortes, Burges
 unsigned bytes, the number of axes, then the length of each axis as a 32-bit number.
 """
 
-from __future__ import annotations
-
 import gzip
 import struct
 import zlib

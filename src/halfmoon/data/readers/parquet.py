@@ -1,7 +1,5 @@
 """Parquet files with encoded images, as Hugging Face writes them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ train/WNID/images/*.JPEG are the training images, val/images/*.JPEG with val/val
 move the images of val into class folders: val/WNID/*.JPEG is read as well.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

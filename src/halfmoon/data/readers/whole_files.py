@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, and arrays that are written row by row."""
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile
@@ -43,7 +41,7 @@ class Rows:
         self._held: np.ndarray | None = None
         self._file: Any = None
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> "Rows":
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("wb")

@@ -6,8 +6,6 @@ and Sharpness a blend with another image. `pools` says how strong they are, `tab
 the pixels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

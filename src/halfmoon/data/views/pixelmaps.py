@@ -4,8 +4,6 @@ An image of H * W pixels has one more, number H * W, which stands for everything
 map needs no mask.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

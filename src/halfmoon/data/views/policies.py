@@ -6,8 +6,6 @@ and treats every row alone: a slice of the rows with the same slice of the draws
 A large batch costs less a row than a small one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

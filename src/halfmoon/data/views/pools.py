@@ -3,8 +3,6 @@
 A pool is numbers only: `tables` makes look-up tables and index maps of it, `operations` applies them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

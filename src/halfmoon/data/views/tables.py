@@ -1,7 +1,5 @@
 """What a pool's operations need that no pixel decides: look-up tables and index maps."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

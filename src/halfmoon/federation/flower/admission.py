@@ -4,8 +4,6 @@ Flower knows nodes by keys and calls them by numbers. A file says which number e
 believes no node another name than that (`halfmoon.federation.server.membership`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ here, each of which is enough: the SuperNode refuses a run with another bundle t
 all and loads the installed app, whatever a bundle says. A Flower without one of these places is not used.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

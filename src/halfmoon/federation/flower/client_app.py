@@ -7,8 +7,6 @@ rehearsal, on Flower's simulation engine, it has numbers alone: the site is then
 "sites", and takes part in whatever is played there.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from functools import cache

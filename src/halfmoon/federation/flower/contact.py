@@ -1,7 +1,5 @@
 """Where a server is, and whether it is one: asked with Python's own means before Flower tries forever."""
 
-from __future__ import annotations
-
 import http.client
 import ssl
 from contextlib import suppress
@@ -27,7 +25,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, words: str, flag: str = "--server") -> Address:
+    def parse(cls, words: str, flag: str = "--server") -> "Address":
         """Return the address in HOST:PORT; raise UserError where there is none."""
         host, colon, port = words.rpartition(":")
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -46,7 +44,7 @@ class Address:
         return self.host == "localhost"
 
     @property
-    def near(self) -> Address:
+    def near(self) -> "Address":
         """Return the address at which this machine reaches a server that listens here: everywhere is also here."""
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 

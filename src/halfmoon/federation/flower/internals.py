@@ -6,8 +6,6 @@ register sites' keys, to ask for requests more often, to read why a SuperNode en
 process. The test of this module alone tries a new version of Flower, which pyproject.toml then admits.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import ssl

@@ -4,8 +4,6 @@ Nothing here computes: the ServerApp plays the rounds and writes the run folder;
 the ServerApp goes on from the last completed round.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re
@@ -100,7 +98,7 @@ class Server:
             )
 
     @classmethod
-    def guarded(cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int) -> Server:
+    def guarded(cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int) -> "Server":
         """Return a server that only sites with a key of `access` reach: by its proxy, so it listens here alone."""
         return cls(
             config,

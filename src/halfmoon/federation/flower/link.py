@@ -1,7 +1,5 @@
 """Flower's Grid as a `halfmoon.federation.server.transport.Transport`: bytes in the arrays of a record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flower's two apps in one process, without a network: a rehearsal, and the proof that the adapter changes no bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

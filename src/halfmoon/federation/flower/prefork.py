@@ -5,8 +5,6 @@ of that name (`halfmoon.federation.flower.child_main`) asks here for a fork inst
 locks, and ends when the fork does; where nobody listens it goes the long way.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import mmap

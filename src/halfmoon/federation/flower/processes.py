@@ -1,7 +1,5 @@
 """Flower's processes of one server or one site: started in a folder, watched by locks, ended without a remainder."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -4,8 +4,6 @@ Sites are waited for without end, or for `run_config` "patience" seconds. Where 
 `run_config` "keys" says whose key each node has.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`halfmoon site join`: Flower's SuperNode of one site, kept alive until it is told to end; a log in plain words."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -4,8 +4,6 @@ The bundle has no code: one file, `pyproject.toml`, names what is installed at a
 between two servers reaches Flower beside it, so the bundle of one version is always the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

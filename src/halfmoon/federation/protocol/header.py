@@ -5,8 +5,6 @@ tensor), and the tensors' bytes. A sender may lie in every byte. A header that p
 exactly once, so reading them takes as much memory again, and no more.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Labeled images of a folder in the form of a federation's terms, with labels numbered as its classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

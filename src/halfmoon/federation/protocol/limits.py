@@ -3,8 +3,6 @@
 Authors of terms, requests and replies may be hostile. Sizes are computed from their words before anything is allocated.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

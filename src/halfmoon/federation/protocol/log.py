@@ -1,7 +1,5 @@
 """The log of a federation, one line an event, and its terms for people. Imports no torch, to start at once."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

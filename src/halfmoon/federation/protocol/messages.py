@@ -5,8 +5,6 @@ downlink. A site answers with an Acceptance, with Replies (its upload, the metho
 the end the server sends Final, and a site a Receipt. Nothing else leaves a site.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
@@ -155,7 +153,7 @@ class Reply:
             raise Malformed("a reply's samples are not totals, squares and counts.")
 
     @classmethod
-    def of(cls, request: Request, version: str, result: ClientResult) -> Reply:
+    def of(cls, request: Request, version: str, result: ClientResult) -> "Reply":
         """Return the reply with the result of a client update."""
         return cls(
             **{name: getattr(request, name) for name in ECHO if name != "version"},

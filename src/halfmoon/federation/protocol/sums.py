@@ -1,7 +1,5 @@
 """What server and sites both know of a masked sum: its stages, the tensors of each, and rows of bytes as tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

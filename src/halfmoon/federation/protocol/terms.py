@@ -1,7 +1,5 @@
 """The terms that all of a federation agree on. Equal terms have equal hashes, and the hash is in every message."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -44,7 +42,7 @@ class Terms:
     config: Config
 
     @classmethod
-    def of(cls, name: str, sites: tuple[str, ...], form: ImageSpec, values: Mapping[str, Any], file: str) -> Terms:
+    def of(cls, name: str, sites: tuple[str, ...], form: ImageSpec, values: Mapping[str, Any], file: str) -> "Terms":
         """Return the terms with the options `values`, without those of `LOCAL`; `file` is named where one is wrong.
 
         Raise UserError where a name cannot be one, the method cannot be played between sites, the images do not fit, or
@@ -68,7 +66,7 @@ class Terms:
         return cls(name, sites, form, config)
 
     @classmethod
-    def parse(cls, text: str) -> Terms:
+    def parse(cls, text: str) -> "Terms":
         """Return the terms in a server's message; raise UserError where this halfmoon does not understand them."""
         if len(text) > limits.TERMS:
             raise UserError(f"the server's terms have {size(len(text))}, of {size(limits.TERMS)} at most.")

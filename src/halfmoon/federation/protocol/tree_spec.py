@@ -1,7 +1,5 @@
 """The shape that an upload must have. A server that trusts no site finds it by the same update on made-up images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

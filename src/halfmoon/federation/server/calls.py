@@ -1,7 +1,5 @@
 """Requests to sites and their replies: which replies may touch the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol

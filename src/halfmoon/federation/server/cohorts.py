@@ -1,7 +1,5 @@
 """Draws the sites of a round as a simulation does, and others where too few have answered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

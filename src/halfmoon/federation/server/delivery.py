@@ -1,7 +1,5 @@
 """The end of a federation at its server: every site gets the final model, and a file says which sites have it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

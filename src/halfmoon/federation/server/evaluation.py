@@ -1,7 +1,5 @@
 """A model's evaluation on the test and validation images of the sites: the sum of their counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,5 +61,5 @@ class Evaluations(NamedTuple):
     validations: FederatedEvaluation
 
     @classmethod
-    def capped(cls, cap: float) -> Evaluations:
+    def capped(cls, cap: float) -> "Evaluations":
         return cls(FederatedEvaluation(cap), FederatedEvaluation(cap))

@@ -3,8 +3,6 @@
 Nodes have random numbers, which change when a site starts again. A new node is asked to join, and names its site.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from halfmoon.federation.protocol.messages import Acceptance, Malformed, Offer, Refusal, read, write

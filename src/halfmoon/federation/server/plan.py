@@ -1,7 +1,5 @@
 """The configuration file of a federation's server: options of a run, and a table [federation]."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

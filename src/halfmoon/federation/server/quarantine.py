@@ -1,7 +1,5 @@
 """The register of unusable replies: how many of each site, and why last. It outlives the server's process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

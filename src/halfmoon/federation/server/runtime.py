@@ -1,7 +1,5 @@
 """The server's runtime where the clients are sites behind a link: the same rounds, the client updates elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Sites drop out between any two of them. As long as over two thirds of the cohort
 of it can be read, and the round is played again.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence

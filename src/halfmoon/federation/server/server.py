@@ -1,7 +1,5 @@
 """A federation's server: from its plan to a finished run folder, over any transport; it resumes wherever it stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

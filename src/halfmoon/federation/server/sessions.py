@@ -3,8 +3,6 @@
 Nothing here reads requests; `halfmoon.federation.server.membership` knows who is connected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The files are the bytes as they came. No server needs them again: the next one removes those of a killed one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import weakref

@@ -1,7 +1,5 @@
 """Changes of a round at the server, which count only when the round does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Transports of bytes between a server and its sites, and a connection that waits out their losses."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Every check returns its reason in words that name no site: the caller knows whic
 cut and escaped, for they end up in logs.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping

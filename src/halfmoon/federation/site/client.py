@@ -3,8 +3,6 @@
 Whatever comes, `SiteClient.answer` answers; its words about a failure name no path, file or image of the site.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -97,7 +95,7 @@ class SiteClient:
         trusted: tuple[str, ...] = (),
         validations: Path | None = None,
         keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
-    ) -> SiteClient:
+    ) -> "SiteClient":
         """Return the client of a site folder, with its home in that folder where no other is given.
 
         `device` is where it computes. `tests` and `validations` are folders of labeled images that are never trained

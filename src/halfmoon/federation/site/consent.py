@@ -1,7 +1,5 @@
 """The consent of a site's people: a site takes part on terms that they know, and on no others."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass

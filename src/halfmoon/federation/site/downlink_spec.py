@@ -4,8 +4,6 @@ The counterpart of `halfmoon.federation.protocol.tree_spec`. A site trains its d
 from it: a wider one would be trained as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +47,7 @@ class DownlinkSpec:
     @classmethod
     def of(
         cls, method: Method, task: Task, views: Views, image: tuple[int, int, int], seed: int, sites: int
-    ) -> DownlinkSpec:
+    ) -> "DownlinkSpec":
         """Return the shapes that a server of the method sends; nothing where one cannot be computed."""
         uplinks = UplinkSpec(task, views, image, seed)
         specs: dict[str, list[TreeSpec]] = {}
@@ -65,7 +63,7 @@ class DownlinkSpec:
         return cls(specs, sites)
 
     @classmethod
-    def parse(cls, facts: Any, sites: int) -> DownlinkSpec:
+    def parse(cls, facts: Any, sites: int) -> "DownlinkSpec":
         """Undo `facts`; raise ValueError, LookupError or TypeError where that cannot be."""
         return cls(_map(dict(facts), lambda kind: (tuple(kind[0]), DTYPES[kind[1]])), sites)
 

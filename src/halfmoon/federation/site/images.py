@@ -1,7 +1,5 @@
 """The images of a site, decoded into the form of a federation's terms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ and a server that was killed plays its last rounds again. The server says with e
 and how far back it may still go; older files are removed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A site: one client of a federation with its own rows and its own memory, which answers requests."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -79,7 +77,7 @@ class SiteRuntime:
     @classmethod
     def of(
         cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, place: str = "auto"
-    ) -> SiteRuntime:
+    ) -> "SiteRuntime":
         """Return the site with these images, uint8 (N, H, W, C), and labels, int64 (N,), -1 where there is none.
 
         It computes on the device `place`. Raises `RefusalError` where the method cannot use such a site.

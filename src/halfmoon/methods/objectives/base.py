@@ -1,7 +1,5 @@
 """What an objective is, and what most of them compute with: losses, sweeps, debiasing, forward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """FixMatch (Sohn et al. 2020): a confident guess on the weak view is the label of the strong one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """ProxyFL's client loss (CVPR 2026): labels of the received model, and features drawn to proxies of likely classes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -138,7 +136,7 @@ class ICPL(Objective):
             features.append(given)
         return logits, features, passes
 
-    def _kinds(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> Kinds:
+    def _kinds(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> "Kinds":
         """Return the classes of labeled and unlabeled images, of predictions g (B + b, classes)."""
         top = one_hot(label, g.shape[-1], g)
         wide = (g > prior).to(g.dtype)
@@ -147,7 +145,7 @@ class ICPL(Objective):
             sets = torch.cat([one_hot(y, g.shape[-1], g), sets[len(y) :]])
         return Kinds(sets, pull)
 
-    def _contrast(self, params: Tree, features: list[Tensor], kinds: Kinds, batch: Batch) -> Tensor:
+    def _contrast(self, params: Tree, features: list[Tensor], kinds: "Kinds", batch: Batch) -> Tensor:
         """Return InfoNCE over the strong and the weak views, of features of labeled, strong and weak images."""
         head, labeled, real = params["feature_head"], len(batch.x), padding.joined(batch.masks(2))
         z = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)

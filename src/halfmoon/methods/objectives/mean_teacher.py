@@ -1,7 +1,5 @@
 """Mean Teacher (Tarvainen and Valpola 2017): the average of all models so far says what a prediction should be."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """What MixMatch and ReMixMatch share: mixed images with mixed soft labels, and sharpened guesses."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

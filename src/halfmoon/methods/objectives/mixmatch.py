@@ -1,7 +1,5 @@
 """MixMatch (Berthelot et al. 2019): guess, sharpen, and learn from mixtures of all images and their labels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

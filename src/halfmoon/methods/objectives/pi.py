@@ -1,7 +1,5 @@
 """The Pi-model (Laine and Aila 2017): two weak views of one image should get the same prediction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Pseudo-Label (Lee 2013): the class that the network finds most likely is the image's label."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Where pseudo-labels come from, and which of them count: what all objectives with weak and strong views share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

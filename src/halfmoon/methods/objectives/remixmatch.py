@@ -1,7 +1,5 @@
 """ReMixMatch (Berthelot et al. 2020): aligned guesses on weak views anchor strong ones, mixed and not, and rotated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

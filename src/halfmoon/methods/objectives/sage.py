@@ -1,7 +1,5 @@
 """SAGE (CVPR 2025): the local and the received model label together, the more alike they are in confidence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log
 

@@ -1,7 +1,5 @@
 """Cross-entropy on labeled images: the floor and, with all labels, the ceiling of every comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -17,8 +17,6 @@ all rows when a client update begins and keeps nothing. FreeMatch's fairness ter
 here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """UDA (Xie et al. 2020): the sharpened guess on the weak view is the soft label of the strong one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A picture of many small images: what a network will see of a folder."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

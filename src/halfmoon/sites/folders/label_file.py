@@ -1,7 +1,5 @@
 """labels.csv as people write it: other names' cases, semicolons, tabs and byte order marks are read, and said."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

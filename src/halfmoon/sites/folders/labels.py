@@ -1,7 +1,5 @@
 """One answer at a time into a site's labels.csv: whole or not at all, and no two writers lose each other's."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io
@@ -111,7 +109,7 @@ class _Lines:
             self.places.setdefault(plain(row[0]), []).append(place)
 
     @classmethod
-    def read(cls, file: Path) -> _Lines:
+    def read(cls, file: Path) -> "_Lines":
         """Read a file; raise UserError where it is none that can be added to."""
         text, faults, _ = decoded(file)
         if text is None and faults:

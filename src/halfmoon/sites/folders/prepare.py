@@ -1,7 +1,5 @@
 """A site's images decoded once, into a memory-mapped array beside an index that tells whether it is still true."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -351,7 +349,7 @@ class _Known:
     rows: Mapping[str, int]
 
     @classmethod
-    def of(cls, old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> _Known:
+    def of(cls, old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> "_Known":
         """Return what an earlier array has of the files with these stamps, in this shape."""
         images = old.open() if old is not None and old.shape[1:] == shape else None
         if old is None or images is None:

@@ -1,7 +1,5 @@
 """A site folder: images in any nested folders, a labels.csv that names a few of them, and perhaps a classes.txt."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import posixpath

@@ -4,8 +4,6 @@ Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: on
 every predicted class as it is. The images have to be new to the model: on its training images it is too often right.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ classes): shrinking, padding, normalization, the temperature and the softmax are
 as metadata.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """List and label the images of a folder, of any size and mode, and read them a batch at a time."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections import Counter

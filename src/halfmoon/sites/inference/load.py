@@ -1,7 +1,5 @@
 """Load a trained model from a run, with every check, and compute its probabilities."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measure a model on labeled images: accuracy, the scores of each class, and calibration."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Predict the classes of a folder's images, as a table with probabilities."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter

@@ -4,8 +4,6 @@ All keys are on the curve P-384, which Flower, OpenSSH and every TLS library of 
 each other is what `openssl` and `ssh-keygen` show, so that people can compare it over the telephone.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A change is first written beside the files, as a whole, into a folder `.next`. T
 the change counts, and whoever holds the lock next puts into place what a kill has left there, the record last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The folder that says who may come in: what lies where, its record, and what is wrong with it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -105,7 +103,7 @@ class Access:
     refused: frozenset[str]
 
     @classmethod
-    def open(cls, folder: Path) -> Access:
+    def open(cls, folder: Path) -> "Access":
         """Return what a folder says; raise UserError where it is none, damaged, or its keys are open to others."""
         folder = folder.absolute()
         with reading(folder) as record:

@@ -1,7 +1,5 @@
 """What a folder of keys holds, for people and programs to read: fingerprints and dates, nothing secret."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What changes who may come in: a new folder, a site more or less, other keys. Each says what has to be done then."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

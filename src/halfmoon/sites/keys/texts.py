@@ -1,7 +1,5 @@
 """Render the texts that lie beside the keys: nginx's configuration, and commands for the people of server and sites."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket
