@@ -350,7 +350,7 @@ def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str])
         "fedavg-seed0",
         "fedavg-seed1",
     ]
-    assert table.count("2 seeds") == 2
+    assert table.count("  2 seeds") == 2
     assert lines.count("round 1/1, accuracy") == 4
     assert Path("c/table.csv").read_text().startswith("method,seeds,last_percent")
     assert Path("c/table.md").read_text().count("2 seeds") == 2

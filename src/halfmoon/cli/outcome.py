@@ -16,9 +16,11 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
     from halfmoon.methods import registry
     from halfmoon.report import tables
     from halfmoon.report.gain import gain
+    from halfmoon.report.paired import ONE_SEED, differences
     from halfmoon.report.remarks import remarks
 
     table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
+    paired = differences(outcome.summaries, registry.ceilings())
     sentence = gain(outcome.summaries, registry.ceilings())
     notes = remarks(outcome.summaries, registry.ceilings())
     if as_json:
@@ -28,6 +30,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
                 "curves": str(outcome.curves),
                 "tables": [str(path) for path in outcome.tables],
                 "comparison": table.as_json(),
+                "differences": paired and paired.as_json(),
                 "gain": sentence,
                 "remarks": notes,
                 "runs": [
@@ -39,6 +42,11 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
         return
     wide_table = replace(table, wide=wide)
     show(wide_table.headings, wide_table.cells)
+    if paired:
+        show(paired.headings, paired.cells)
+        say(paired.sentence)
+    elif len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
+        say(ONE_SEED)
     for words in (*([sentence] if sentence else ()), *notes):
         say(words)
     say(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from scipy.stats import kendalltau
+
 from halfmoon.report import frame
 from halfmoon.report.study import TEST, Column, Published, Study
 from halfmoon.report.tables import Spread, mean_of
@@ -39,23 +41,9 @@ def verdict(measured: Spread, published: Published) -> Verdict:
 
 
 def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order.
-
-    Source: Kendall (1945), The treatment of ties in ranking problems: pairs that agree minus pairs that do not, over
-    the geometric mean of the pairs that are not tied on each side.
-    """
-    score = ordered_left = ordered_right = 0
-    for n in range(len(left)):
-        for m in range(n):
-            a, b = _sign(left[n] - left[m]), _sign(right[n] - right[m])
-            score += a * b
-            ordered_left += abs(a)
-            ordered_right += abs(b)
-    return score / math.sqrt(ordered_left * ordered_right) if ordered_left and ordered_right else None
-
-
-def _sign(number: float) -> int:
-    return (number > 0) - (number < 0)
+    """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order."""
+    tau = float(kendalltau(left, right)[0]) if len(left) > 1 else math.nan
+    return None if math.isnan(tau) else tau
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""Paired differences, adjusted p-values and ranks against numbers derived by hand or printed in the papers."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from halfmoon.report import paired
+
+
+def summary(method: str, seed: int, accuracy: float) -> dict:
+    return {"method": method, "title": method.upper(), "seed": seed, "accuracy": {"last": accuracy / 100}}
+
+
+def test_a_difference_is_students_t_of_the_pairs() -> None:
+    """Differences 1, 2, 3: mean 2, s = 1, error 1/sqrt(3), t(0.975, 2) = 4.302653."""
+    result = paired.paired([11, 12, 13], [10, 10, 10])
+    reach = 4.302653 / 3**0.5
+    assert result[:3] == pytest.approx((2, 2 - reach, 2 + reach), abs=1e-6)
+    assert result.p == pytest.approx(stats.ttest_rel([11, 12, 13], [10, 10, 10]).pvalue)
+
+
+def test_overlapping_splits_widen_the_interval() -> None:
+    """Nadeau and Bengio: the variance is (1/n + test/train) s^2, here (1/4 + 1/4) in place of 1/4."""
+    ours, base = [3.0, 5.0, 4.0, 8.0], [1.0, 2.0, 3.0, 4.0]
+    narrow, wide = paired.paired(ours, base), paired.paired(ours, base, overlap=0.25)
+    assert wide.high - wide.mean == pytest.approx(2**0.5 * (narrow.high - narrow.mean))
+
+
+def test_equal_results_differ_by_nothing() -> None:
+    assert paired.paired([1, 2], [1, 2]) == (0, 0, 0, 1)
+    with pytest.raises(ValueError, match="cannot be paired"):
+        paired.paired([1], [2])
+
+
+def test_the_interval_covers_the_truth_in_95_of_100() -> None:
+    """2,000 comparisons of five seeds with a common split effect; 95 % within three standard errors (1.5 points)."""
+    draw = np.random.default_rng(0)
+    split = draw.normal(0, 5, (2000, 5))
+    base, ours = split + draw.normal(0, 1, split.shape), split + 2 + draw.normal(0, 1, split.shape)
+    covered = [r.low <= 2 <= r.high for r in map(paired.paired, ours, base)]
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
+
+
+def test_holm_on_numbers_derived_by_hand() -> None:
+    """Sorted 0.01, 0.03, 0.04 times 3, 2, 1, never falling: 0.03, 0.06, 0.06."""
+    assert paired.holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
+
+
+def test_methods_are_compared_with_labels_alone_on_common_seeds() -> None:
+    runs = [summary("feddure", 0, 80), summary("feddure", 1, 84), summary("feddure", 2, 99)]
+    runs += [summary("fedavg", 0, 78), summary("fedavg", 1, 80), summary("all", 0, 95), summary("all", 1, 95)]
+    result = paired.differences(runs, {"all"})
+    assert result is not None
+    assert (result.base, result.seeds, [row.method for row in result.rows]) == ("FEDAVG", 2, ["FEDDURE"])
+    assert result.rows[0].difference.mean == pytest.approx(3)
+    assert paired.differences(runs[:1] + runs[3:4]) is None
+
+
+def test_ranks_and_critical_difference_of_demsars_example() -> None:
+    """Demsar 2006, section 3.2.2: four methods on 14 data sets have a critical difference of 1.25."""
+    draw = np.random.default_rng(1)
+    result = paired.ranks({name: draw.random(14) for name in "abcd"})
+    assert result.critical == pytest.approx(1.25, abs=0.005)
+    assert sum(result.means.values()) == pytest.approx(10)
+    best = paired.ranks({"a": [3, 3], "b": [2, 2], "c": [1, 1]})
+    assert best.means == {"a": 1, "b": 2, "c": 3}
