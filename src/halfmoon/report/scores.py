@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scipy.stats import kendalltau
 
@@ -42,8 +42,10 @@ def verdict(measured: Spread, published: Published) -> Verdict:
 
 def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order."""
-    tau = float(kendalltau(left, right)[0]) if len(left) > 1 else math.nan
-    return None if math.isnan(tau) else tau
+    if len(left) < 2:
+        return None
+    result: Any = kendalltau(left, right)
+    return None if math.isnan(result.statistic) else float(result.statistic)
 
 
 @dataclass(frozen=True)
