@@ -203,7 +203,7 @@ _KINDS: dict[str, type[Message]] = {
 }  # fmt: skip
 _WORDS = {kind: word for word, kind in _KINDS.items()}
 _TREES = ("down", "up", "samples", "evaluation", "masks", "model")
-_TYPES: dict[str, type] = {"str": str, "int": int, "list[int]": list}
+_TYPES: dict[Any, type] = {str: str, int: int, list[int]: list}
 M = TypeVar("M", bound=Message)
 
 
@@ -282,8 +282,9 @@ def _without_trees(kind: type[M], head: dict[str, Any], shape: dict[str, Any]) -
     for each in fields(kind):
         tree = each.name in _TREES
         value = shape.get(each.name, {}) if tree else head.get(each.name)
-        if type(value) is not (dict if tree else _TYPES[str(each.type)]):
-            raise Malformed(f"a message's {each.name} is not of type {each.type}.")
+        expected = dict if tree else _TYPES[each.type]
+        if type(value) is not expected:
+            raise Malformed(f"a message's {each.name} is not of type {expected.__name__}.")
         if not tree:
             _check(each.name, value)
             values[each.name] = value
