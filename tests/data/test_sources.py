@@ -23,6 +23,7 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, fit, hold_out, load, names, pad_to, shrink, subset
 from halfmoon.data.images import pool, statistics
+from halfmoon.data.readers import cache as decoded
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -592,6 +593,26 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="decoded images cannot be kept there"):
         load(str(tmp_path / "set"), cache=tmp_path / "file" / "cache")
+
+
+def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that cannot be written, a set below the limit, and `off` change nothing but the time."""
+    folder, home = tmp_path / "set", tmp_path / "home"
+    parquet_set(folder, [good(), good()], [0, 1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    load(str(folder))
+    assert not home.exists()
+    monkeypatch.setattr(decoded, "LARGE", 1)
+    load(str(folder), cache=Path("off"))
+    assert not home.exists()
+    first = load(str(folder))
+    assert (home / "halfmoon" / "images").stat().st_mode & 0o077 == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", lambda *_: pytest.fail("decoded again"))
+        np.testing.assert_array_equal(load(str(folder)).train.images, first.train.images)
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    np.testing.assert_array_equal(load(str(folder)).train.images, first.train.images)
 
 
 # The hub

@@ -38,7 +38,7 @@ class DataOptions:
 
     data: Annotated[str, "a data set: its name, its folder, or owner/name on the Hugging Face hub"] = "digits"
     data_dir: Annotated[Path | None, "the folder where named data sets lie; none: the hub"] = None
-    cache: Annotated[Path | None, "a folder that keeps decoded images; none: nothing is kept"] = None
+    cache: Annotated[Path | None, "a folder for decoded images, or off; none: the user's cache, for large sets"] = None
     data_share: Annotated[float, "share of the training images of each class that is used at all", SHARE] = 1.0
     validation_share: Annotated[
         float, "share of the training images of each class that is set aside to choose a round by; 0: none", BELOW_ONE

@@ -25,6 +25,7 @@ from halfmoon.api.types import Batch, ClientUpdate, StepMetrics
 from halfmoon.core.autodiff import lifted, nested_leaves, nested_like
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.tree import Tree
+from halfmoon.core.user_cache import user_cache
 
 SHAPES = 8
 """For how many shapes of its steps a work is compiled at most, in one process."""
@@ -220,8 +221,7 @@ def private_cache() -> Path:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
-    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    folder = Path(home) / "halfmoon" / "inductor"
+    folder = user_cache("inductor")
     chosen = os.environ.get(CACHE)
     if chosen and chosen != default_cache_dir():  # PyTorch writes its default there, too
         folder = Path(chosen)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.user_cache import user_cache
 from halfmoon.models.centered import CenteredLinear
 
 FEATURES = 1280
@@ -134,15 +135,14 @@ def converted(source: Path) -> Path:
 
     Raise `UserError` where the published file is not the one that is known.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfmoon"
-    path = home / f"efficientnet-lite0-{SHA256[:16]}.safetensors"
+    path = user_cache("weights") / f"efficientnet-lite0-{SHA256[:16]}.safetensors"
     if path.is_file():
         return path
     data = source.read_bytes()
     if hashlib.sha256(data).hexdigest() != SHA256:
         raise UserError(f"weights {source} are not those that were published: install the package again.")
     tensors = torch.load(io.BytesIO(data), weights_only=True)  # known bytes, read without running code
-    home.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     save_file({renamed(name): value.contiguous() for name, value in sorted(tensors.items())}, partial)
     os.replace(partial, path)

@@ -25,6 +25,7 @@ from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen
 from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Slower, Steps
+from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
 from halfmoon.data import load as load_source
 from halfmoon.data.images import UNKNOWN
@@ -42,7 +43,7 @@ from halfmoon.models.feature_head import FirstView, on_features
 from halfmoon.models.finetuned import BACKBONE, finetuned, slower
 from halfmoon.models.normalize import Normalize
 from halfmoon.models.weights import read as read_weights
-from halfmoon.runs.features import cached_views, features, user_cache
+from halfmoon.runs.features import cached_views, features
 
 TINY = 500_000
 """Products an image up to which clients in one program take less of a processor's time than one by one."""
@@ -100,7 +101,7 @@ def problem(config: Config, split: Split | None = None) -> Problem:
     if config.features or (config.features is None and config.network in hubs.PRETRAINED):
         head = on_features(shared.network)
         if head is not None:
-            of = partial(features, head, recipes, shared.normalize, user_cache())
+            of = partial(features, head, recipes, shared.normalize, user_cache("features"))
             train, test = of(train, augmented=True), of(test)
             validation = None if validation is None else of(validation)
             shared, recipes = replace(shared, network=head, normalize=FirstView()), cached_views(recipes)

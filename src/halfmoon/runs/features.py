@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.core import rng
+from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.evaluation import Examples
@@ -28,11 +29,6 @@ CHUNK = 32
 
 DRAWS = {"labeled": 2, "weak": 2, "strong": 4}
 """How many views of an image are drawn of each recipe; a step takes one of them at random."""
-
-
-def user_cache() -> Path:
-    """Return the folder where this user's programs keep what they can compute again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfmoon"
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,10 @@ def features(
     digest = hashlib.sha256(words.encode())
     for part in images.split(4096):
         digest.update(part.contiguous().cpu().numpy().tobytes())
-    path = folder / "features" / f"{digest.hexdigest()[:32]}.npy"
+    path = folder / f"{digest.hexdigest()[:32]}.npy"
     if not path.is_file():
         _write(path, head, images, recipes, normalize, progress)
+    os.utime(path)
     held = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
     return Examples(held.to(images.device), examples.labels)
 
@@ -127,3 +124,4 @@ def _write(
             progress(min(len(images), done * CHUNK), len(images))
     out.flush()
     os.replace(partial, path)
+    trim(path.parent, path.stem)

@@ -1,4 +1,4 @@
-"""Decoded images kept in a folder of the user's choice, so that decoding is paid for once; they are mapped into memory.
+"""Decoded images on the disk, so that decoding is paid for once; they are mapped into memory.
 
 Pixels lie in images-KEY.npy, and beside them images-KEY.json says how the pixels are spread: what is asked of them at
 every start is read there, and the pixels themselves only where somebody looks at them.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.user_cache import trim, user_cache
 from halfmoon.data.images import Images, statistics
 from halfmoon.data.readers.whole_files import mapped, replacing
 from halfmoon.storage import atomic_io
@@ -26,16 +27,40 @@ Reader = Callable[[Path | None], Decoded]
 # Part of every key: raise it when a reader starts to give other pixels.
 READER = 2
 
+OFF = Path("off")
+"""The folder of those who want nothing on the disk."""
+
+LARGE = 8 * 2**20
+"""Bytes of image files from which on decoding takes long enough to be paid for once."""
+
 
 def keep(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "") -> Decoded:
-    """Return what `read` gives for `files`, from `folder` where it was kept before, and keep it there.
+    """Return what `read` gives for `files`, from `folder` where an earlier call wrote it, and write it there.
 
-    The key is made of the files' paths, sizes and times of change, and of `form`, which tells apart readers that
-    give other pixels for the same files. A kept file that is damaged is read anew
-    and replaced. With no folder, only `read` is called. Raise UserError where the folder cannot be written.
+    The key is made of the files' paths, sizes and times of change, and of `form`, which tells apart readers that give
+    other pixels for the same files. A damaged file is read anew and replaced. Without a folder, `LARGE` sets go to the
+    user's cache, as far as it can be written and with `CAP` bytes at most, and others nowhere; `OFF` writes nothing.
+    Raise UserError where a folder that the user names cannot be written.
     """
-    if folder is None:
+    if folder == OFF or (folder is None and sum(path.stat().st_size for path in files) < LARGE):
         return read(None)
+    if folder is not None:
+        return _through(folder, files, read, form)
+    try:
+        cache = user_cache("images")
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        result = _through(cache, files, read, form)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError):  # a full disk, or a home that cannot be written
+            return read(None)
+        raise
+    except OSError:
+        return read(None)
+    trim(cache, f"images-{key(files, form)}")
+    return result
+
+
+def _through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> Decoded:
     path = folder / f"images-{key(files, form)}.npy"
     kept = _kept(path)
     if kept is not None:
@@ -64,6 +89,7 @@ def _kept(path: Path) -> Decoded | None:
     try:
         if path.stat().st_size != facts["bytes"]:
             return None
+        os.utime(path)  # what is used stays longest
         mean, std = (tuple(float(value) for value in each) for each in facts["statistics"])
         names = None if facts["names"] is None else tuple(str(name) for name in facts["names"])
         labels = np.load(path.with_suffix(".labels.npy"), allow_pickle=False)
