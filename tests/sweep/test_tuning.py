@@ -30,6 +30,7 @@ def test_knobs_are_read_from_words():
     assert Knob.parse("lr=1e-4..1e-2") == Knob("lr", (), 1e-4, 1e-2)
     assert Knob.parse("labeled-batch=5..20") == Knob("labeled_batch", (), 5.0, 20.0, whole=True)
     assert Knob.parse("norm=batch,group") == Knob("norm", ("batch", "group"))
+    assert Knob.parse("fedavg-fixmatch.teacher-decay=0,1").name == "fedavg-fixmatch.teacher_decay"
     assert Knob.parse("feddure.hidden=32,64") == Knob("feddure.hidden", ("32", "64"))
 
 

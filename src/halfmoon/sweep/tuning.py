@@ -56,7 +56,8 @@ class Knob:
     def parse(cls, words: str) -> Knob:
         """Return the knob that NAME=LOW..HIGH or NAME=VALUE,VALUE,... spells; raise UserError for any other words."""
         name, sign, text = words.partition("=")
-        name = name.replace("-", "_")
+        method, dot, option = name.rpartition(".")
+        name = f"{method}{dot}{option.replace('-', '_')}"
         if not sign or not text:
             raise UserError(f"--knob {words!r} is not NAME=LOW..HIGH or NAME=VALUE,VALUE: write lr=1e-4..1e-2.")
         own = "." in name

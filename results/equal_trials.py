@@ -1,0 +1,154 @@
+"""Every method with the same number of tuning trials, then compared on seeds that tuned nothing.
+
+    python results/equal_trials.py play digits --runs RUNS [--trials 20] [--seeds 0 1 2 3 4]
+    python results/equal_trials.py play fashion_mnist --runs RUNS --data-dir DATA
+    python results/equal_trials.py report
+
+Each method searches three knobs with Optuna: the learning rate, and two of its own. A trial is judged on as many
+validation images as there are labels, 100, with seed and split 100. `play` writes each trial into
+equal_trials_search.csv and each final run into equal_trials.csv, and goes on where it was stopped.
+"""
+
+import argparse
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SEARCH, FINAL, PAGE = (HERE / name for name in ("equal_trials_search.csv", "equal_trials.csv", "equal_trials.md"))
+SHARED: dict[str, Any] = {"clients": 20, "cohort": 5, "steps": 8, "labeled_batch": 10, "unlabeled_batch": 30,
+                          "labels": 100, "network": "small", "device": "cpu", "threads": 1}  # fmt: skip
+SETS: dict[str, dict[str, Any]] = {
+    "digits": {"setting": "dir-dir", "rounds": 40, "evaluate_every": 5, "validation_share": 100 / 1437},
+    "fashion_mnist": {"setting": "iid-dir", "rounds": 60, "evaluate_every": 10, "data_share": 0.1, "shrink": 2,
+                      "width": 16, "validation_share": 100 / 6000},
+}  # fmt: skip
+RATE = "lr=1e-3..2e-2"
+THRESHOLD = "threshold=0.5,0.7,0.8,0.9,0.95"
+KNOBS = {
+    "fedavg": ("server_ema=0,0.9", "labeled_view=weak,plain"),
+    "fedavg-fixmatch": (THRESHOLD, "unlabeled_weight=0.3,1,3"),
+    "fedavg-soft-labels": ("teacher_decay=0.5,0.9,0.97", "unlabeled_weight=0.3,1,3"),
+    "fedavg-uda": (THRESHOLD, "unlabeled_weight=0.3,1,3"),
+    "feddure": (THRESHOLD, "regulator_lr=1e-5,5e-5,5e-4"),
+    "fedmatch": (THRESHOLD, "unlabeled_weight=0.01,0.1,1"),
+    "fedloke": ("ramp_rounds=10,40,200", "unlabeled_weight=0.3,1,3"),
+    "sage": (THRESHOLD, "unlabeled_weight=0.3,1,3"),
+    "proxyfl": (THRESHOLD, "proxy_weight=0.1,0.3,1"),
+}
+"""The two knobs of each method beside the rate."""
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table, none where it is not there yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to a table, which is made where it is missing."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        sheet = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            sheet.writeheader()
+        sheet.writerow(row)
+
+
+def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | None, **changes: Any) -> None:
+    """Search for each method, then play its best values on every seed."""
+    from halfmoon.config import schema
+    from halfmoon.runs import runner
+    from halfmoon.sweep.tuning import BEST, Knob, tune
+
+    own = set(schema.Config.__dataclass_fields__)
+    done = {(row["data"], row["method"], int(row["seed"])) for row in rows(FINAL)}
+    for method, knobs in KNOBS.items():
+        values = {**SHARED, **SETS[data], "data": data, "data_dir": folder, "method": method, **changes}
+        base = schema.Config(**values, seed=100, split_seed=100)
+        words = [RATE, *(knob if knob.partition("=")[0] in own else f"{method}.{knob}" for knob in knobs)]
+        place = runs / data / method
+        searched = {row["trial"] for row in rows(SEARCH) if (row["data"], row["method"]) == (data, method)}
+        for trial in sorted(tune(base, [Knob.parse(word) for word in words], trials, [100], place, print), key=number):
+            if str(trial.number) not in searched:
+                found = " ".join(f"{name}={value}" for name, value in trial.values.items())
+                row = {"data": data, "method": method, "trial": trial.number, "validation": trial.accuracy}
+                append(SEARCH, {**row, "values": found})
+        best = schema.resolve(schema.load(place / BEST), {}, place / BEST)
+        for seed in seeds:
+            if (data, method, seed) not in done:
+                config = replace(best, seed=seed, split_seed=seed, run_dir=None)
+                summary = runner.cell(config, place / f"seed{seed}")
+                row = {"data": data, "method": method, "seed": seed, "accuracy": summary["accuracy"]["last"]}
+                append(FINAL, row)
+                print(row, flush=True)
+
+
+def number(trial: Any) -> int:
+    return trial.number
+
+
+def report() -> None:
+    """Write the comparison's tables into equal_trials.md."""
+    from halfmoon.report.paired import differences, ranks
+
+    page, scores = PAGE.read_text(), {}
+    for data in SETS:
+        found = [row for row in rows(FINAL) if row["data"] == data]
+        if not found:
+            continue
+        summaries = [
+            {"method": row["method"], "title": f"`{row['method']}`", "seed": int(row["seed"]),
+             "accuracy": {"last": float(row["accuracy"])}} for row in found
+        ]  # fmt: skip
+        table = differences(summaries)
+        assert table is not None, "two methods have two seeds"
+        ends = {method: [100 * float(row["accuracy"]) for row in found if row["method"] == method] for method in KNOBS}
+        lines = ["| method | test % | to labels only | 95 % interval | p (Holm) |", "| --- | --: | --: | --: | --: |"]
+        lines.append(f"| `fedavg` (labels only) | {mean(ends['fedavg']):.1f} | | | |")
+        for row, cells in zip(table.rows, table.cells, strict=True):
+            lines.append(f"| {row.method} | {mean(ends[row.method.strip('`')]):.1f} | {' | '.join(cells[1:])} |")
+        page = placed(page, data, "\n".join(lines))
+        for method, values in ends.items():
+            scores.setdefault(method, []).append(mean(values))
+    complete = {method: values for method, values in scores.items() if len(values) == len(SETS)}
+    if len(complete) > 2:
+        result = ranks(complete)
+        order = sorted(result.means.items(), key=lambda item: item[1])
+        lines = ["| method | mean rank |", "| --- | --: |", *(f"| `{name}` | {rank:.1f} |" for name, rank in order)]
+        page = placed(page, "ranks", "\n".join(lines) + f"\n\nThe critical difference is {result.critical:.1f} ranks.")
+    PAGE.write_text(page)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def placed(page: str, name: str, text: str) -> str:
+    """Return a page with the text between the marks of this name."""
+    before, after = page.split(f"<!-- {name} -->\n", 1)
+    return f"{before}<!-- {name} -->\n\n{text}\n\n<!-- /{name} -->{after.split(f'<!-- /{name} -->', 1)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["play", "report"])
+    parser.add_argument("data", nargs="?", choices=sorted(SETS))
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--rounds", type=int, help="in place of the set's own number, to try the script")
+    arguments = parser.parse_args()
+    if arguments.action == "report":
+        report()
+    else:
+        changes = {} if arguments.rounds is None else {"rounds": arguments.rounds}
+        play(arguments.data, arguments.trials, arguments.seeds, arguments.runs, arguments.data_dir, **changes)
+
+
+if __name__ == "__main__":
+    main()
