@@ -9,8 +9,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import device, threads
-from halfmoon.runs.pools import processors
+from halfmoon.runs.pools import processors, ready_context, terminate
 from halfmoon.runs.workers import share
 
 WORTHWHILE = 100
@@ -69,13 +67,12 @@ def side_by_side(
     count = processes(config, len(units))
     if count < 2:
         return {}
-    context = _context()
+    context = ready_context(__name__, "halfmoon.runs.runner")
     told, begun = context.Queue(), {unit: context.Event() for unit in units}
     found: dict[Unit, list[Row]] = {}
     known: dict[Path, RunInfo] = {}
     with ProcessPoolExecutor(count, context, _begin, (play, told, begun, count)) as pool:
         waiting: dict[Future[list[Row] | Failed], Unit] = {pool.submit(_play, unit): unit for unit in units}
-        started = tuple((pool._processes or {}).values())
         try:
             while waiting:
                 done = wait(waiting, TICK, FIRST_COMPLETED).done
@@ -83,8 +80,7 @@ def side_by_side(
                 for future in done:
                     found[waiting.pop(future)] = _summaries(future)
         except BaseException:
-            for process in started:
-                process.terminate()
+            terminate(pool)
             raise
     _tell(told, known, begun, watch)  # all that was put before the processes ended
     return found
@@ -162,12 +158,3 @@ def _play(unit: Unit) -> list[Row] | Failed:
     except (UserError, Diverged) as error:
         cause = error.__cause__
         return Failed(error, cause if isinstance(cause, OSError) else None)
-
-
-def _context() -> BaseContext:
-    """Return how processes are begun: not forked from this one, as a copy of PyTorch's threads may hang."""
-    if "forkserver" not in get_all_start_methods():
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "halfmoon.runs.runner"])
-    return context

@@ -17,7 +17,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from itertools import chain, islice
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_all_start_methods, get_context, parent_process
+from multiprocessing.context import BaseContext
 from threading import Thread
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -94,6 +95,25 @@ def processors() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def ready_context(*modules: str) -> BaseContext:
+    """Return how processes start that have imported these modules, without importing them once more.
+
+    They are not forked from this process: a copy of PyTorch's threads may hang. Where the system can, they are forked
+    from one that has imported the modules and computes nothing.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    return context
+
+
+def terminate(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool, whatever they do."""
+    for process in (pool._processes or {}).values():
+        process.terminate()
+
+
 class Pool(ABC):
     """A `halfmoon.engine.spread.Spread` of at most `number` processes, which are started with the first items."""
 
@@ -157,8 +177,7 @@ class Workers(Pool):
 
     def close(self) -> None:
         if self._pool is not None:
-            for process in (self._pool._processes or {}).values():
-                process.kill()
+            terminate(self._pool)
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 

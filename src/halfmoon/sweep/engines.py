@@ -12,8 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +22,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
+from halfmoon.runs.pools import ready_context, terminate
 from halfmoon.runs.seeds import Seat, in_lockstep
 from halfmoon.storage.folder_writer import Busy
 
@@ -157,7 +156,7 @@ class Processes:
     def _until_broken(self, asked: Sequence[Unit], tries: dict[Unit, int], note: Note) -> list[Unit]:
         """Return the units that were not over when a process died; none where all are over."""
         waiting, running = list(asked), dict[Future[list[Done]], Unit]()
-        with ProcessPoolExecutor(self.jobs, mp_context=_context()) as pool:
+        with ProcessPoolExecutor(self.jobs, ready_context(__name__)) as pool:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
@@ -174,20 +173,6 @@ class Processes:
                     tries[unit] += 1
                 return [*running.values(), *waiting]
             except BaseException:
-                for process in (pool._processes or {}).values():
-                    process.terminate()
+                terminate(pool)
                 raise
         return []
-
-
-def _context() -> BaseContext:
-    """Return how processes are begun.
-
-    They are not forked from this one: a copy of a process with threads of PyTorch's may hang. Where it can be had, they
-    are forked from one that has imported all that they need and computes nothing: importing takes seconds, once.
-    """
-    if "forkserver" not in get_all_start_methods():
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
