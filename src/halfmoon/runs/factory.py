@@ -1,7 +1,7 @@
 """From a configuration to what its methods share: data, split, task, views and batch rule."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -45,6 +45,8 @@ from halfmoon.models.normalize import Normalize
 from halfmoon.models.weights import read as read_weights
 from halfmoon.runs.features import cached_views, features
 
+Progress = Callable[[int, int], None]
+
 TINY = 500_000
 """Products an image up to which clients in one program take less of a processor's time than one by one."""
 
@@ -84,9 +86,19 @@ class Problem:
     validation: Examples | None = None  # training images that nobody trains on
 
 
-def problem(config: Config, split: Split | None = None) -> Problem:
-    """Return data, split, task, views and batch rule of a configuration; raises `UserError` where they do not fit."""
-    found = images(config)
+def problem(
+    config: Config,
+    split: Split | None = None,
+    methods: Sequence[str] = (),
+    found: Source | None = None,
+    progress: Progress = lambda done, count: None,
+) -> Problem:
+    """Return data, split, task, views and batch rule of a configuration; raises `UserError` where they do not fit.
+
+    `methods` are all that play on it: where none of them takes steps, features are those of the plain views alone.
+    `found` are images that were read before. `progress` is told how many images have features.
+    """
+    found = images(config) if found is None else found
     data = fitted(config, found)
     if split is None:
         split = split_of(config, data)
@@ -101,24 +113,19 @@ def problem(config: Config, split: Split | None = None) -> Problem:
     if config.features or (config.features is None and config.network in hubs.PRETRAINED):
         head = on_features(shared.network)
         if head is not None:
-            of = partial(features, head, recipes, shared.normalize, user_cache("features"))
-            train, test = of(train, augmented=True), of(test)
+            of = partial(features, head, recipes, shared.normalize, user_cache("features"), progress=progress)
+            train, test = of(train, augmented=_steps(methods or (config.method,), shared)), of(test)
             validation = None if validation is None else of(validation)
             shared, recipes = replace(shared, network=head, normalize=FirstView()), cached_views(recipes)
         elif config.features:
             raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
-    return Problem(
-        data,
-        split,
-        train,
-        test,
-        shared,
-        recipes,
-        batching,
-        serving,
-        (height, width),
-        validation,
-    )
+    return Problem(data, split, train, test, shared, recipes, batching, serving, (height, width), validation)
+
+
+def _steps(methods: Sequence[str], task: Task) -> bool:
+    """Return whether one of the methods takes steps, and so draws views."""
+    updates = (each for name in methods for each in registry.make(name).client_updates(task).values())
+    return any(each.needs.trains for each in updates)
 
 
 def task(config: Config, form: ImageSpec) -> Task:

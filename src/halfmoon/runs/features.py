@@ -6,6 +6,7 @@ the hash of the weights, the recipes of the views and the pixels.
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.models.feature_head import FeatureHead
 from halfmoon.models.normalize import Normalize
+from halfmoon.runs.pools import processors
 
 CHUNK = 32
 """Images that pass the backbone together: more do not fit a processor's cache."""
@@ -99,9 +101,41 @@ def _write(
 ) -> None:
     """Write the features of all images, chunk by chunk on all processors; the bytes do not depend on how many."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    chunk = _chunks(head, images, recipes, normalize)
+    starts = range(0, len(images), CHUNK)
+    _, first = chunk(0)
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    out = np.lib.format.open_memmap(partial, "w+", np.float16, (len(images), *first.shape[1:]))
+    with ThreadPoolExecutor(len(processors())) as pool:
+        for done, (start, values) in enumerate(pool.map(chunk, starts), start=1):
+            out[start : start + CHUNK] = values
+            progress(min(len(images), done * CHUNK), len(images))
+    out.flush()
+    os.replace(partial, path)
+    trim(path.parent, path.stem)
+
+
+def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
+    """Return the seconds that the plain view of an image takes on all processors: timed on one chunk for each.
+
+    `images` are repeated where there are fewer.
+    """
+    count = len(processors())
+    images = images.repeat(-(-CHUNK * count // len(images)), 1, 1, 1)[: CHUNK * count]
+    chunk = _chunks(head, images, [Plain()], normalize)
+    chunk(0)  # warms up
+    began = time.perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(chunk, range(0, len(images), CHUNK)))
+    return (time.perf_counter() - began) / len(images)
+
+
+def _chunks(
+    head: FeatureHead, images: Tensor, recipes: Sequence[View], normalize: Normalize
+) -> Callable[[int], tuple[int, np.ndarray]]:
+    """Return what gives the features (n, views, 1, F) of the `CHUNK` images from a row on, and that row."""
     keep_memory()
-    model = head.init(torch.Generator().manual_seed(0))
-    network, model = head.whole(model)
+    network, model = head.whole(head.init(torch.Generator().manual_seed(0)))
     shape = (images.shape[1], images.shape[2], images.shape[3])
     draws = [recipe.draw(len(images), shape, rng.generator(0, "features", n)) for n, recipe in enumerate(recipes)]
 
@@ -114,14 +148,4 @@ def _write(
                 parts.append(network.represent(model["params"], model["stats"], x)[1])
         return start, torch.stack(parts, 1)[:, :, None].half().cpu().numpy()
 
-    starts = range(0, len(images), CHUNK)
-    _, first = chunk(0)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
-    out = np.lib.format.open_memmap(partial, "w+", np.float16, (len(images), *first.shape[1:]))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for done, (start, values) in enumerate(pool.map(chunk, starts), start=1):
-            out[start : start + CHUNK] = values
-            progress(min(len(images), done * CHUNK), len(images))
-    out.flush()
-    os.replace(partial, path)
-    trim(path.parent, path.stem)
+    return chunk

@@ -26,7 +26,7 @@ from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run, ended
 from halfmoon.report.tables import Result, comparison
 from halfmoon.runs import assembly, checks, factory, outside, split_files, workers
-from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import (
     ImageSpec,
     Problem,
@@ -67,11 +67,17 @@ class RunResult:
     tables: list[Path]
 
 
-def start(config: Config, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> RunResult:
+def start(
+    config: Config,
+    watch: Callback = NULL_CALLBACK,
+    method: outside.OwnMethod | None = None,
+    shared: Problem | None = None,
+) -> RunResult:
     """Play `config.method` and those `baselines` it in a new run folder.
 
     `method` is one of your own, in place of `config.method`: the run's file names its class and its options, and
-    `resume` goes on with it where that class can be imported, or where it is given the method as well.
+    `resume` goes on with it where that class can be imported, or where it is given the method as well. `shared` is what
+    `halfmoon.runs.factory.problem` has made of the configuration, where it was made before.
 
     Raises `UserError` for a configuration or data that cannot work, before anything is written, and
     `halfmoon.engine.driver.Diverged` when a loss is not a number.
@@ -85,7 +91,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, method: outside.OwnMe
     root = config.run_dir or free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
     jobs = _jobs(config)
-    shared = _shared(jobs, None, watch)
+    shared = _shared(jobs, None, watch, shared=shared)
     return _play_all(root, _settled(jobs, shared), shared, watch)
 
 
@@ -238,9 +244,18 @@ def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
 
-def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback, seat: Seat | None = None) -> Problem:
+def _shared(
+    jobs: Sequence[Job],
+    split: Split | None,
+    watch: Callback,
+    seat: Seat | None = None,
+    shared: Problem | None = None,
+) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
-    shared = (problem if seat is None else seat.problem)(jobs[0].config, split)
+    if shared is None:
+        methods = [job.config.method for job in jobs]
+        make = partial(problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
+        shared = make(jobs[0].config, split)
     checks.check(jobs, shared, watch)
     if (words := told(shared.task.network)) is not None:
         watch.say(words)
