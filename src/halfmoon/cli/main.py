@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from halfmoon.cli import own_sites
+from halfmoon.cli import own_images, own_sites
 from halfmoon.cli.commands import (
     base,
     check_method,
@@ -57,6 +57,8 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
+    from halfmoon.sweep.own_images import Played
+    from halfmoon.sweep.own_plan import Plan
 
 Outcome = TypeVar("Outcome")
 
@@ -163,6 +165,7 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
 
     run = command(commands, "run", "train a method; without --method and --config: the main job on digits", "", _run)
     own_sites.add(run)
+    own_images.add(run)
     tracked(run)
     _shown(run)
     options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
@@ -211,6 +214,8 @@ def _run(args: argparse.Namespace) -> int:
         root, again = config.run_dir, "the same command goes on"
         return _play(args, root, lambda watch: rehearse(config, folders, root, watch), own_sites.print_rows, again)
     own_sites.refuse_federation(args.config, values, flags)
+    if (plan := own_images.planned(args, flags)) is not None:
+        return _play_plan(args, plan)
     if args.config is None and not {"method", "baselines"} & flags.keys():
         flags = _main_job(flags)
     config = settings.resolve(values, _at_once(values, flags), file)
@@ -221,6 +226,23 @@ def _run(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
 
     return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch))
+
+
+def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
+    """Show a plan for images of one's own, and play it."""
+    if args.plan or not args.json:
+        own_images.show_plan(plan, args.json)
+    if args.plan:
+        return 0
+    folder = plan.config.run_dir or settings.free_folder(plan.config, plan.config.method)
+    from halfmoon.sweep.own_images import play
+
+    def show(args: argparse.Namespace, folder: Path, played: Played) -> None:
+        if played.outcome is not None:
+            print_outcome(played.outcome, args.json, args.wide, played.decision)
+        own_images.show_played(plan, played, folder, args.json)
+
+    return _play(args, folder, lambda watch: play(plan, folder, watch), show, "start it again in another --run-dir")
 
 
 def _note(config: Config, requested: Mapping[str, Any]) -> None:

@@ -9,10 +9,12 @@ from halfmoon.cli.commands.base import print_json, say, show
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import RunResult
+    from halfmoon.sweep.decision import Decision
 
 
-def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
-    """Print the table, what was won and where all of it lies; as JSON, everything."""
+def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
+    """Print the table, what was won and where all of it lies; as JSON, everything, with a `decision` where one was
+    made."""
     from halfmoon.methods import registry
     from halfmoon.report import tables
     from halfmoon.report.gain import gain
@@ -32,6 +34,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
                 "comparison": table.as_json(),
                 "differences": paired and paired.as_json(),
                 "gain": sentence,
+                **({} if decision is None else {"decision": decision.as_json()}),
                 "remarks": notes,
                 "runs": [
                     {**summary, "folder": str(path)}
@@ -45,7 +48,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool) -> None:
     if paired:
         show(paired.headings, paired.cells)
         say(paired.sentence)
-    elif len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
+    elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
         say(ONE_SEED)
     for words in (*([sentence] if sentence else ()), *notes):
         say(words)

@@ -123,7 +123,6 @@ def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
     count = len(processors())
     images = images.repeat(-(-CHUNK * count // len(images)), 1, 1, 1)[: CHUNK * count]
     chunk = _chunks(head, images, [Plain()], normalize)
-    chunk(0)  # warms up
     began = time.perf_counter()
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(chunk, range(0, len(images), CHUNK)))

