@@ -622,3 +622,16 @@ def test_the_package_runs_as_the_command_does() -> None:
     """`python -m halfmoon` says what `halfmoon` says, and calls itself so."""
     done = subprocess.run([sys.executable, "-m", "halfmoon", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("halfmoon ")
+
+
+def test_the_time_left_is_that_of_all_rows() -> None:
+    """Ten rounds of a second, four of them played, one of three rows begun: 6 + 2 * 10 s, and 5 s of other work."""
+    now = [0.0]
+    watch = console.Lines(Console(file=io.StringIO()), lambda: now[0], rows=3, after=5)
+    assert watch.all_left() is None
+    run = RunInfo(Path("run"), Config(rounds=10), "one")
+    watch.begin(run)
+    assert watch.all_left() is None
+    now[0] = 4.0
+    watch.round(run, {"round": 4})
+    assert watch.all_left() == pytest.approx(6 + 20 + 5)

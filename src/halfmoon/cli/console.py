@@ -95,8 +95,10 @@ class Watcher(Protocol):
 class Quiet:
     """Note how far every method is, and show nothing but what has to be said."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.clock = console, clock
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, rows: int = 0, after: float = 0.0
+    ) -> None:
+        self.console, self.clock, self.rows, self.after = console, clock, rows, after
         self.played: list[Progress] = []
 
     def __enter__(self) -> Quiet:
@@ -130,6 +132,20 @@ class Quiet:
         """Return how far a run is; several may be played at once."""
         return next(each for each in reversed(self.played) if each.folder == run.folder)
 
+    def all_left(self) -> float | None:
+        """Return the seconds that all `rows` still need, and what comes `after` them; None before the first round.
+
+        A row that has not begun takes as long as the others in their mean, and as many are played at once.
+        """
+        now = self.clock()
+        lefts = [each.left(now) for each in self.played if each.took is None]
+        known = [left for left in lefts if left is not None]
+        if len(known) < len(lefts) or not self.played:
+            return None
+        lengths = [each.took or now - each.began + (each.left(now) or 0) for each in self.played]
+        waiting = max(0, self.rows - len(self.played)) * sum(lengths) / len(lengths)
+        return max(known, default=0) + waiting / max(1, len(known)) + self.after
+
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
         args = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
@@ -151,14 +167,18 @@ class Lines(Quiet):
         super().round(run, row)
         now = self.of(run)
         if now.done * STEPS // now.rounds > (now.done - 1) * STEPS // now.rounds:
-            say(self.console, line(now, self.clock()))
+            left = self.all_left() if self.rows > 1 else None
+            whole = f"; all rows: {duration(left)} left" if left else ""
+            say(self.console, f"{line(now, self.clock())}{whole}")
 
 
 class Rows(Quiet):
     """Keep one live row a method on a terminal."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, clock)
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, rows: int = 0, after: float = 0.0
+    ) -> None:
+        super().__init__(console, clock, rows, after)
         self.live = Live(console=console, get_renderable=self.table, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Rows:
@@ -176,9 +196,11 @@ class Rows(Quiet):
 
     def table(self) -> Table:
         """Return the rows as they are now."""
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, caption_justify="left")
         if not self.played:
             return table
+        if self.rows > 1:
+            table.caption = f"all rows: {duration(self.all_left())} left"
         cells = [self._cells(each) for each in self.played]
         names, room = fitting(cells, self.console.width)
         table.add_column("method", no_wrap=True, overflow="ellipsis", max_width=room)
@@ -221,10 +243,10 @@ def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], i
     return columns, max(1, SHORTEST + room)
 
 
-def watcher(console: Console, json: bool = False) -> Watcher:
-    if console.is_terminal and not console.is_dumb_terminal:
-        return Rows(console)
-    return Quiet(console) if json else Lines(console)
+def watcher(console: Console, json: bool = False, rows: int = 0, after: float = 0.0) -> Watcher:
+    """Return what shows `rows` runs, and counts the seconds of what comes `after` them."""
+    terminal = console.is_terminal and not console.is_dumb_terminal
+    return (Rows if terminal else Quiet if json else Lines)(console, rows=rows, after=after)
 
 
 def line(progress: Progress, now: float) -> str:

@@ -225,7 +225,8 @@ def _run(args: argparse.Namespace) -> int:
     folder = config.run_dir or settings.free_folder(config, config.method)
     from halfmoon.runs import runner
 
-    return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch))
+    rows = 1 + len(config.baselines)
+    return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch), rows=rows)
 
 
 def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
@@ -242,7 +243,8 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
             print_outcome(played.outcome, args.json, args.wide, played.decision)
         own_images.show_played(plan, played, folder, args.json)
 
-    return _play(args, folder, lambda watch: play(plan, folder, watch), show, "start it again in another --run-dir")
+    again = "start it again in another --run-dir"
+    return _play(args, folder, lambda watch: play(plan, folder, watch), show, again, plan.rows, plan.after)
 
 
 def _note(config: Config, requested: Mapping[str, Any]) -> None:
@@ -296,7 +298,8 @@ def _compare(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)
-    return _play(args, folder, lambda watch: runner.compare(config, args.methods, seeds, watch))
+    rows = len(args.methods) * len(seeds)
+    return _play(args, folder, lambda watch: runner.compare(config, args.methods, seeds, watch), rows=rows)
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -315,15 +318,20 @@ def _play(
     play: Callable[[Callback], Outcome],
     show: Callable[[argparse.Namespace, Path, Outcome], None] = _outcome,
     again: str = "",
+    rows: int = 0,
+    after: float = 0.0,
 ) -> int:
-    """Play runs before the user's eyes and show what came out; `again`: how to go on, if not by `halfmoon resume`."""
+    """Play runs before the user's eyes and show what came out; `again`: how to go on, if not by `halfmoon resume`.
+
+    There are so many `rows`, where that is known, and `after` seconds of other work follow.
+    """
     from rich.console import Console
 
     from halfmoon.cli.console import watcher
     from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callbacks
 
-    watch = watcher(Console(stderr=True), args.json)
+    watch = watcher(Console(stderr=True), args.json, rows, after)
     catch_end()
     tracking = trackers(args)
     try:

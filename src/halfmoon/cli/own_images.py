@@ -83,7 +83,9 @@ def show_played(plan: Plan, played: Played, root: Path, as_json: bool) -> None:
             print_json({"folder": str(root), "runs": played.runs, "decision": decision and decision.as_json()})
         return
     if decision is None:
-        say("One split decides nothing: give more --minutes for several, or label more images.")
+        every = plan.contents.site and plan.contents.labeled == len(plan.contents.paths)
+        why = "Every image has a label: there are none without to help." if every else ""
+        say(why or "One split decides nothing: give more --minutes for several, or label more images.")
         return
     from halfmoon.methods import registry
 

@@ -72,6 +72,17 @@ class Plan:
     def seconds(self) -> float:
         return sum(step.seconds for step in self.steps)
 
+    @property
+    def rows(self) -> int:
+        """How many runs are played."""
+        own = 1 + len(self.config.baselines)
+        return own if self.heads or self.splits < 2 else own * (self.splits + int(self.contents.site))
+
+    @property
+    def after(self) -> float:
+        """The seconds of the splits that are no runs."""
+        return self.steps[-1].seconds if self.heads else 0.0
+
     def as_json(self) -> dict[str, Any]:
         rows = [{"step": step.name, "minutes": step.seconds / 60} for step in self.steps]
         facts = {"folder": str(self.contents.folder), "holds": self.contents.sentence, "chosen": dict(self.reasons)}
@@ -312,8 +323,12 @@ def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
     with TemporaryDirectory() as folder:
         cell(short, Path(folder) / "run", shared=_blank(short, contents))
         first = [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
-    tests = contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS
-    return first[1], max(0.0, first[2] - first[1]) * tests / min(tests, SYNTHETIC)
+    return first[1], max(0.0, first[2] - first[1]) * max(1.0, _tested(contents) / SYNTHETIC)
+
+
+def _tested(contents: Contents) -> int:
+    """Return how many images a run is tested on."""
+    return max(1, contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS)
 
 
 def _blank(config: Config, contents: Contents) -> Problem:
@@ -324,15 +339,13 @@ def _blank(config: Config, contents: Contents) -> Problem:
     labels = contents.labels[rows]
     if contents.site:
         labels = contents.labels[np.argsort(contents.labels < 0, kind="stable")][:SYNTHETIC]
-    tests = contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS
-    held = np.arange(max(1, min(tests, SYNTHETIC))) % len(contents.classes)
+    held = np.arange(min(_tested(contents), SYNTHETIC)) % len(contents.classes)
     shape = (height, width, channels)
     parts = [Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, held)]
     found = Source(contents.folder.name, *parts, contents.classes, False, form.mean, form.std)
     return factory.problem(config, one_holder(labels) if contents.site else None, found=found)
 
 
-def one_holder(labels: np.ndarray, labeled: np.ndarray | None = None) -> Split:
-    """Return the split in which one client holds every row; those of `labeled`, or with a label, are labeled."""
-    marks = labels >= 0 if labeled is None else labeled
-    return Split(np.zeros(len(labels), np.int64), marks, 1)
+def one_holder(labels: np.ndarray) -> Split:
+    """Return the split in which one client holds every row, int64 (N,) with a negative label where there is none."""
+    return Split(np.zeros(len(labels), np.int64), labels >= 0, 1)
