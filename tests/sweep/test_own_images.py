@@ -145,3 +145,18 @@ def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["run", "--plan"]) == 2
     assert "--plan and --minutes go with --data FOLDER" in capsys.readouterr().err
     assert main(["run", "--minutes", "0"]) == 2
+
+
+def test_data_shows_a_folder_as_run_would_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gray and RGB, and several sizes, need no flags; a site's folder is shown by its labels."""
+    written(tmp_path / "photos", 12, 40)
+    Image.new("RGB", (90, 70)).save(tmp_path / "photos" / "0" / "wide.png")
+    assert main(["data", "photos", "--clients", "2", "--labels-per-class", "1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["data"][0]
+    assert facts["labels"] == {"0": 13, "1": 12, "2": 12}
+    assert facts["shape"] == [facts["trained_on"]["resize"]] * 2 + [3]
+    assert main(["data", "photos", "--resize", "20", "--channels", "1", "--clients", "2"]) == 0
+    assert "20x20, 1 channel" in capsys.readouterr().out
+    a_ward(tmp_path / "ward", 5, 2)
+    assert main(["data", "ward"]) == 0
+    assert "ward: 15 images, 6 with a label; 3 classes; 32x32, gray." in capsys.readouterr().out

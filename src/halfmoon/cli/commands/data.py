@@ -1,18 +1,23 @@
 """`halfmoon data [NAME ...]`: the images of data sets, and who holds them under a split."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import command, layers, options, print_json, say, show
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
+if TYPE_CHECKING:
+    from halfmoon.sweep.own_folder import Contents
+
 SPLIT_OPTIONS = (
-    *("data_dir", "cache", *settings.IMAGES, "shrink", "image_size", "data_share"),
+    *("data_dir", "cache", *settings.IMAGES, *settings.PIXELS, "flip", "shrink", "image_size", "data_share"),
     *("validation_share", "validation_part", *settings.SCENARIO, "split"),
 )
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
@@ -40,10 +45,16 @@ def run(args: argparse.Namespace) -> int:
     named = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
     facts_of_sets = []
     for layer in named or [{**flags, "cohort": 1}]:
+        contents = _contents({**values, **layer})
+        if contents is not None:
+            layer = {**_image_options(contents), **layer}
+        if contents is not None and contents.site:
+            facts_of_sets.append({"name": contents.folder.name, **_holds(contents)})
+            continue
         config = settings.merge(values, layer, file)
         if config.split is not None and "data" not in {**values, **layer}:
             config = _of_split(config, config.split)
-        facts_of_sets.append(_facts(config, args))
+        facts_of_sets.append({**_facts(config, args), **_holds(contents)})
     if args.json:
         print_json({"data": facts_of_sets})
         return 0
@@ -51,6 +62,29 @@ def run(args: argparse.Namespace) -> int:
     for facts in facts_of_sets:
         show_data(facts)
     return 0
+
+
+def _contents(values: Mapping[str, Any]) -> Contents | None:
+    """Return what a folder of one's own holds, None for another data set."""
+    if not Path(name := values.get("data", Config.data)).is_dir():
+        return None
+    from halfmoon.sweep.own_folder import look
+
+    return look(Path(name))
+
+
+def _image_options(contents: Contents) -> dict[str, Any]:
+    from halfmoon.sweep.own_plan import image_options, pretrained
+
+    return image_options(contents, pretrained())
+
+
+def _holds(contents: Contents | None) -> dict[str, Any]:
+    """Return what a folder of one's own holds, and what `run` would train on, ready for JSON."""
+    if contents is None:
+        return {}
+    rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]
+    return {"holds": contents.sentence, "labels": dict(rows), "trained_on": _image_options(contents)}
 
 
 def _of_split(config: Config, path: Path) -> Config:
@@ -93,6 +127,13 @@ def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 
 def show_data(facts: Mapping[str, Any]) -> None:
     """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
+    if "holds" in facts:
+        say(f"{facts['holds']}.")
+        form = [f"{facts['trained_on'].get(name, 'as it is')}" for name in ("resize", "channels")]
+        say(f"run --data would train on: size {form[0]}, channels {form[1]}; run --data FOLDER --plan says the rest")
+    if "split" not in facts:
+        show(["class", "labels"], [[name, f"{count:,}"] for name, count in facts["labels"].items()])
+        return
     split, scenario = facts["split"], facts["scenario"]
     height, width, channels = facts["shape"]
     say(
