@@ -22,6 +22,7 @@ Departures: the paper's text names few hyper-parameters; the defaults are those 
 - Epochs and batch sizes are the batch rule's, under which a last batch is filled, not cut. One that holds all rows at
   once ("rest") cycles the fix set.
 - Under `task.statistics` "joint" strong and mixed images share a forward pass; "separate" is the authors' reading.
+  Labels "step" are made in passes of their own.
 - Their third forward pass, on weak views, serves a log alone and is left out.
 - `fine_tune` False is the authors' control, and its fall is not for want of training in turn. The step with momentum
   starts at the model that the server has just trained, so that the server's half of a change of d stays as d/2 in its
@@ -84,7 +85,9 @@ class SemiFL:
 
     `labels`: "round" fixes the pseudo-labels when a client update begins (the paper's), "step" guesses anew on every
     minibatch with the model of the moment, under the task's `labeling` statistics; a step sure of nothing is skipped,
-    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `mix_weight` 0 leaves the
+    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `drop_unsure`: with labels
+    "step", unsure images leave before the forward pass, as in the authors' code, so that batch statistics are those of
+    the sure ones; with "round" no unsure image is drawn in the first place. `mix_weight` 0 leaves the
     mix set out; `thresholding` and `threshold_decay` say which rows a client is sure of; `concentration` is a of the
     Beta(a, a). `debias` divides every guess by the client's mean prediction (FedDPL, FedDB Eq. 14) before it is judged.
     `fine_tune` False: the server trains beside the clients, and has `server_share` of the average: "half", or that of
@@ -99,6 +102,7 @@ class SemiFL:
     concentration: float = 0.75
     unlabeled_weight: float = 1.0
     labels: Literal["round", "step"] = "round"
+    drop_unsure: bool = True
     debias: bool = False
     fine_tune: bool = True
     server_share: Literal["half", "groups"] = "half"
@@ -298,10 +302,8 @@ class Mixing(ClientUpdate):
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         sets = 2 if self.options.mix_weight else 1
         taught = labeled + sets * unlabeled
-        if self.options.labels == "round":
-            return Passes(taught, taught)
-        shared = self.task.statistics == "joint" and self.task.labeling == "batch"
-        return Passes(taught + sets * unlabeled, taught + sets * unlabeled if shared else taught)
+        guessed = 0 if self.options.labels == "round" else sets * unlabeled
+        return Passes(taught + guessed, taught)
 
     @property
     def _runs(self) -> bool:
@@ -309,37 +311,50 @@ class Mixing(ClientUpdate):
         return self.options.labels == "step" and self.options.rule.runs
 
     def _loss(self, trained: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
-        mixes, o = bool(self.options.mix_weight), self.options
-        params = o.parameters(down, trained)
-        weak = [batch.u[view] for view in self.needs.views if view == "weak"]
-        taught, share = [batch.x, batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
-        if mixes:
-            weak.append(batch.others["weak"])
-            share = batch.mixing["mix"].to(batch.x.dtype)
-            taught.append(share * weak[0] + (1 - share) * weak[1])
-        by_batch = o.labels == "step" and self.task.labeling == "batch"
-        joint = self.task.statistics == "joint"
-        frozen = tuple(weak) if by_batch else ()
-        real = batch.masks(len(taught) + len(frozen) - 1)
-        logits, guesses, _ = forward(self.task.network, params, joint, tuple(taught), frozen, real)
+        o, params = self.options, self.options.parameters(down, trained)
+        weak, rows = [batch.u[view] for view in self.needs.views if view == "weak"], [batch.u_rows]
+        if o.mix_weight:
+            weak, rows = [*weak, batch.others["weak"]], [*rows, batch.mixing["other_rows"]]
         if o.labels == "round":
-            rows = [batch.u_rows, *([batch.mixing["other_rows"]] if mixes else [])]
-            pseudo, state = Pseudo(*(carry[name][rows[0]] for name in ("label", "confidence", "weight"))), {}
+            pseudo, state = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight"))), {}
             labels = [carry["label"][at] for at in rows]
         else:
-            if not by_batch:
-                guesses = [self._predict(params, down["stats"], each) for each in weak]
-            judged = [self._predicted(guess, carry.get("prior")) for guess in guesses]
+            judged = [self._guess(params, down, carry, images, batch.u_real) for images in weak]
             pseudo, state = o.rule.pseudo_label(judged[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in judged[1:])]
-        label, used = pseudo.label, padding.kept(pseudo.weight.to(batch.x.dtype), batch.u_real)
-        loss = per_image(logits[1], label)
-        if mixes:
-            mixed = share * per_image(logits[2], label) + (1 - share) * per_image(logits[2], labels[1])
+        used = padding.kept(pseudo.weight.to(batch.x.dtype), batch.u_real)
+        taught, share = [batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
+        if o.mix_weight:
+            share = batch.mixing["mix"].to(batch.x.dtype)
+            taught.append(share * weak[0] + (1 - share) * weak[1])
+        real = batch.masks(len(taught))
+        if o.labels == "step" and o.drop_unsure:
+            real, taught = self._sure(used > 0, batch, taught)
+        joint = self.task.statistics == "joint"
+        (logits, *others), _, _ = forward(self.task.network, params, joint, (batch.x, *taught), real=real)
+        loss = per_image(others[0], labels[0])
+        if o.mix_weight:
+            mixed = share * per_image(others[1], labels[0]) + (1 - share) * per_image(others[1], labels[1])
             loss = loss + o.mix_weight * mixed
         unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
-        total = supervised(logits[0], batch.y, batch.x_real) + o.unlabeled_weight * unlabeled
+        total = supervised(logits, batch.y, batch.x_real) + o.unlabeled_weight * unlabeled
         return total, (pseudo._replace(weight=used), state)
+
+    @staticmethod
+    def _sure(sure: Tensor, batch: Batch, taught: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return masks by which batch statistics leave out unsure images (b,), in whose places stands a sure one."""
+        at = torch.where(sure, torch.arange(len(sure), device=sure.device), sure.int().argmax())
+        labeled = torch.ones_like(batch.y, dtype=torch.bool) if batch.x_real is None else batch.x_real
+        return (labeled, *[sure] * len(taught)), [images[at] for images in taught]
+
+    @torch.no_grad()
+    def _guess(self, params: Tree, down: Tree, carry: Tree, images: Tensor, real: Tensor | None) -> Tensor:
+        """Return the predictions (b, classes) that label a step, under the task's `labeling` statistics."""
+        if self.task.labeling == "batch":
+            guess = self.task.network.train(params, images, real=real)[0].detach()
+        else:
+            guess = self._predict(params, down["stats"], images)
+        return self._predicted(guess, carry.get("prior"))
 
     @torch.no_grad()
     def _predict(self, params: Tree, stats: Tree, images: Tensor) -> Tensor:
