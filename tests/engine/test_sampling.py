@@ -167,6 +167,10 @@ def rule(batching: Batching, labeled: int, unlabeled: int, views: bool = True) -
         (Batching(10, 10, epoch="labeled"), (50, 450), (5, 10, 10), (5, 10, 0)),
         (Batching(10, 64, epoch="unlabeled"), (50, 450), (8, 10, 64), (5, 10, 0)),  # ceil(7.03)
         (Batching(10, "rest", epoch="labeled"), (50, 450), (5, 10, 90), (5, 10, 0)),
+        # one of CBAFed's clients: 4,750 of 5,000 images labeled are round(74.2) steps, not ceil(250 / 64) = 4
+        (Batching(64, 64, epoch="larger"), (4750, 250), (74, 64, 64), (74, 64, 0)),
+        (Batching(64, 64, epoch="larger", epochs=2), (0, 5000), (158, 0, 64), (0, 0, 0)),
+        (Batching(10, "rest", epoch="larger"), (50, 450), (5, 10, 90), (5, 10, 0)),
         (Batching(10, "rest", steps=7), (50, 450), (7, 10, 64), (7, 10, 0)),  # 450 // 7 = 64
         (Batching(10, 10, steps=7), (50, 450), (7, 10, 10), (7, 10, 0)),
         (Batching(10, "rest"), (27, 100), (3, 10, 33), (3, 10, 0)),  # round(2.7), 100 // 3

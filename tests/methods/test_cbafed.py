@@ -10,6 +10,7 @@ from torch_models import TorchSmall, twin
 from halfmoon.api.types import Batch, Local
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
+from halfmoon.engine.budget import ClientSize, natural
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.cbafed import Balanced, CBAFed, residual
 
@@ -76,6 +77,17 @@ def test_a_visit_with_labels_goes_back():
     for layer, stats in carry["stats"].items():
         mean = model.get_buffer(f"{layer}.norm.running_mean")
         torch.testing.assert_close(stats["mean"], mean, rtol=1e-8, atol=1e-10)
+
+
+def test_a_client_with_labels_trains_eleven_epochs_in_the_authors_code():
+    """4,750 labeled images in batches of 64: 11 * 74 steps, in which the local residual acts after 5 and 10 epochs; an
+    epoch of a client without labels is one pass over what it accepts."""
+    client_update = CBAFed(labeled_epochs=11).client_updates(task())["train"]
+    rule = Batching(64, 64, epoch="larger")
+    assert natural(rule, client_update, ClientSize(4750, 250)) == (11 * 74, 64, 64, 0)
+    assert natural(rule, client_update, ClientSize(0, 5000)) == (79, 0, 64, 1)
+    assert natural(Batching(64, 64, steps=20), client_update, ClientSize(4750, 250)).steps == 20
+    assert [11 * 74 * 64 // (4750 * 5), 74 * 64 // (4750 * 5)] == [2, 0]
 
 
 def test_shares_are_those_of_all_labels_together():

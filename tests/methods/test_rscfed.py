@@ -22,25 +22,29 @@ def images(count: int, seed: int) -> Tensor:
 
 def test_weights_by_hand():
     """Two clients of 1 and 3 rows, tensors (0) and (4): their mean is 3, away by 3 and 1; a second tensor adds 0.75 and
-    0.25. With beta 2: 1/4 exp(-2 3.75 / 1) and 3/4 exp(-2 1.25 / 3). With a labeled client: beta 1, and six times v.
+    0.25. With beta 2: 1/4 exp(-2 3.75 / 1) and 3/4 exp(-2 1.25 / 3). With labels at the first: beta 1, and it
+    counts six times: the means are 12/9 and 3/9, away by 4/3 + 1/3 and 8/3 + 2/3. Statistics are tensors like others.
     """
     second = torch.tensor([[0.0, 0.0], [0.6, 0.8]], dtype=torch.float64)
-    params = {"a": torch.tensor([[0.0], [4.0]]).double(), "b": second}
+    params = {"params": {"a": torch.tensor([[0.0], [4.0]]).double()}, "stats": {"b": second}}
     rows = torch.tensor([1.0, 3.0]).double()
     method = RSCFed(beta=2.0, beta_labeled=1.0)
     found = method.weigh(params, rows, torch.zeros(2).double())
     wanted = [0.25 * exp(-2 * 3.75), 0.75 * exp(-2 * 1.25 / 3)]
     assert float(found[0] / found[1]) == pytest.approx(wanted[0] / wanted[1], rel=1e-12)
     found = method.weigh(params, rows, torch.tensor([1.0, 0.0]).double())
-    wanted = [6 * 0.25 * exp(-3.75), 0.75 * exp(-1.25 / 3)]
+    wanted = [6 / 9 * exp(-5 / 3), 3 / 9 * exp(-10 / 9)]
     assert float(found[0] / found[1]) == pytest.approx(wanted[0] / wanted[1], rel=1e-12)
     assert RSCFed(beta=1e9).weigh(params, rows, torch.zeros(2).double()).tolist() == [0.0, 1.0]
     assert float(method.weigh(params, torch.tensor([0.0, 3.0]).double(), torch.zeros(2).double())[0]) == 0
 
 
 def test_a_visit_with_its_teacher():
-    """Three steps on a module and a copy that follows it, both on batch statistics; the teacher comes back."""
-    options, shared = RSCFed(unlabeled_weight=2.0, decay=0.9), task(optimizer=SGD(0.3))
+    """Three steps on a module and a copy that follows it, both on batch statistics; the teacher comes back.
+
+    After t steps it keeps min(0.6, 1 - 1 / t) of itself, as in the authors' `update_ema_variables`: 0, 1/2, 0.6.
+    """
+    options, shared = RSCFed(unlabeled_weight=2.0, decay=0.6), task(optimizer=SGD(0.3))
     client_update, down = options.client_updates(shared)["train"], begin(options, shared)
     nobody = Local(*[torch.zeros(0)] * 3, torch.tensor(2), torch.tensor(3))
     memory = client_update.remember(down, torch.Generator())
@@ -64,12 +68,14 @@ def test_a_visit_with_its_teacher():
         optimizer.step()
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
-                old.mul_(0.9).add_(0.1 * new)
+                keep = (0.0, 0.5, 0.6)[number]
+                old.mul_(keep).add_((1 - keep) * new)
     for part, theirs in (("params", model), ("teacher", teacher)):
         for (name, p), leaf in zip(theirs.named_parameters(), tree.leaves(carry[part]), strict=True):
             torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
     up, kept = client_update.finish(down, carry, nobody)
     assert same(kept["teacher"], carry["teacher"])
+    assert kept["teacher_steps"] == 2
     assert (float(up.weight), float(up.aux["labels"])) == (5, 1)
 
 

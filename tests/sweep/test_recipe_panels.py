@@ -39,6 +39,8 @@ class Panel:
 FEDDB = {"fixmatch", "fedmatch", "fedrgd", "semifl", "feddb"}
 DEBIASED = {"fixmatch-feddpl", "fedmatch-feddpl", "fedrgd-feddpl", "semifl-feddpl"}
 ALPHAS = {0.01, 0.1, 0.5}
+TEN = {"clients": 10, "cohort": 10, "labels": 4000, "reuse_labeled": False}
+"""FedDB's Section 4.2: 10 clients, each in every round, 4000 labeled and 46000 unlabeled images."""
 EVEN, UNEVEN = {"setting": "feddb-iid"}, {"setting": "feddb-dir", "dirichlet_alpha": 0.3}
 COHORTS = {2, 5, 10, 20}
 SHARES = {1.0, 2.0, 5.0, 7.5, 10.0}  # of 500 CIFAR-10 images a client, ten classes: 2, 4, 10, 15, 20 %
@@ -99,10 +101,10 @@ PANELS: dict[str, dict[str, Panel]] = {
     },
     # "Class-wise test accuracy ... along with the labeled data distribution on an individual client. (a) ... local
     # model, (b) ... global model"
-    "feddb-figure1": {"a, b": Panel({"cifar10"}, {**UNEVEN, "client_models": 2}, {})},
+    "feddb-figure1": {"a, b": Panel({"cifar10"}, {**UNEVEN, **TEN, "client_models": 2}, {})},
     # "JS divergence between the ground truth bias and either the labeled data distribution or APP-U on clients. (a) ...
     # local model, (b) ... global model"; the text: "mean and range across clients"
-    "feddb-figure3": {"a, b": Panel({"cifar10"}, {**UNEVEN, "client_models": 10}, {})},
+    "feddb-figure3": {"a, b": Panel({"cifar10"}, {**UNEVEN, **TEN, "client_models": 10}, {})},
     # "Convergence curve on CIFAR100. (a) IID, (b) Non-IID with delta = 0.3"
     "feddb-figure5": {"a": Panel({"cifar100"}, EVEN, {}), "b": Panel({"cifar100"}, UNEVEN, {})},
     # "Accuracy of pseudo labels on CIFAR100"

@@ -397,6 +397,57 @@ def test_sages_protocol_by_hand() -> None:
         assert (config.labeled_batch, config.unlabeled_batch, config.schedule) == (128, 256, "constant")
 
 
+def test_proxyfls_labels_by_hand() -> None:
+    """Its code takes 460 images of each class of SVHN; 10 % of the others, whose classes are of one size."""
+    labels = {name: np.repeat(np.arange(len(each)), each) for name, each in COUNTS.items()}
+    wanted = {"svhn": [460] * 10, "cifar10": [500] * 10, "cifar100": [50] * 100, "cinic10": [900] * 10}
+    for data, counts in wanted.items():
+        config = cell_at("proxyfl-table1", dataset=data, setting="pair-0_1", method="proxyfl").configs[0]
+        split = factory.scenario(config).split(labels[data], len(counts))
+        assert np.bincount(labels[data][split.labeled]).tolist() == counts
+        assert len(labels[data]) - sum(counts) == (~split.labeled).sum()  # whom the labeled images join, unlabeled
+        assert config.reuse_labeled
+
+
+def test_feddbs_figures_1_and_3_play_section_4_2() -> None:
+    """ "10 clients, each participating in model training in every round", 4,000 and 46,000 images on CIFAR-10."""
+    labels = np.repeat(np.arange(10), 5000)
+    for name in ("feddb-figure1", "feddb-figure3"):
+        for scale, rounds in ((None, 800), ("small", 40), ("tiny", 12)):
+            config = cell_at(name, scale, dataset="cifar10", setting="dir-0_3", method="fixmatch").configs[0]
+            assert (config.clients, config.cohort, config.rounds) == (10, 10, rounds)
+        config = cell_at(name, dataset="cifar10", setting="dir-0_3", method="fixmatch").configs[0]
+        split = factory.scenario(config).split(labels, 10)
+        assert (split.labeled.sum(), (~split.labeled & (split.client >= 0)).sum()) == (4000, 46_000)
+        assert (config.reuse_labeled, config.setting, config.dirichlet_alpha) == (False, "feddb-dir", 0.3)
+        assert np.bincount(labels[split.labeled]).tolist() == [400] * 10  # "a balanced labeled dataset" (Section 5.1)
+
+
+def test_labels_of_some_clients_are_trained_on_as_the_authors_do() -> None:
+    """CBAFed's 11 epochs of the labeled client; no other method's, and nowhere an epoch of a few unlabeled images."""
+    for name in ("cbafed-table1", "cbafed-table3", "twinsight-table1"):
+        for cell in every_cell(name, None):
+            config = cell.configs[0]
+            own = method_options(config, config.method).get("labeled_epochs")
+            assert (config.epoch, config.epochs) == ("larger", 1)
+            assert own == (11 if config.method == "cbafed" else None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_names_its_sources_and_a_scale_does_not(name: str) -> None:
+    """What a scale unsets is not said of its page; of the seeds' papers, sentences are quoted by their section."""
+    found = loaded(name)
+    assert found.sources in found.words(None)
+    quoted = found.paper in ("FedDure", "FedLoKe", "FedDB", "SemiFL")
+    assert ("Section" in found.sources and "'" in found.sources) == quoted
+    assert all(word in found.sources for word in ("round", "seed") if not quoted)
+    for scale in found.scales.values():
+        words = found.words(scale)
+        assert not found.sources or found.sources not in words
+        for option in scale.set.get("unset", ()):
+            assert f"{option} '" not in words, (name, scale.name)
+
+
 def test_rows_of_semifls_table_2_are_the_authors() -> None:
     """SemiFL alone has Mixup; labels of the moment come under the batch's statistics; the controls lose momentum."""
     rows = {

@@ -166,6 +166,7 @@ class Needs:
     mixup: a of the Beta(a, a) from which a step's "mix" () is drawn. With it come "order", a permutation of the
         B + len(views) * b images of the step, and "turn" (b,), quarter turns from 0 to 3.
     trains: whether it takes steps; without them it goes from `begin` to `finish`.
+    labeled_epochs: how many of the batch rule's epochs a client with labels makes in the place of one.
     masks: whether it leaves out padding rows (`Batch.real`, `Local.real`). Then clients of unequal sizes, or with
         unequal images a step, are batched together.
     all_rows: whether it computes with all rows of a client together, beside `sweep` and `row_memory`.
@@ -186,6 +187,7 @@ class Needs:
     sweep: tuple[str, ...] = ()
     mixup: float | None = None
     trains: bool = True
+    labeled_epochs: int = 1
     masks: bool = False
     all_rows: bool = False
     row_memory: Mapping[str, int] = field(default_factory=dict[str, int])

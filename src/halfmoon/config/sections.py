@@ -100,8 +100,9 @@ class BatchOptions:
     ] = 10
     epochs: Annotated[int, "local epochs in a round", at_least(1)] = 1
     epoch: Annotated[
-        Literal["auto", "labeled", "unlabeled"],
-        "the images an epoch passes over once; auto: labeled with unlabeled_batch rest, else unlabeled",
+        Literal["auto", "labeled", "unlabeled", "larger"],
+        "the images an epoch passes over once; auto: labeled with unlabeled_batch rest, else unlabeled; "
+        "larger: those that take a client more steps",
     ] = "auto"
     steps: Annotated[int | None, "local steps in a round instead of epochs", at_least(1)] = None
     server_batch: Annotated[

@@ -57,9 +57,9 @@ def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) ->
     if not client_update.needs.views:
         return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
     size = batching.unlabeled_size(own.labeled, own.unlabeled)
-    by_unlabeled = batching.unlabeled != "rest" and batching.epoch != "labeled" and not batching.steps
-    epochs = batching.epochs if by_unlabeled else 0
-    return Amount(batching.steps_both(own.labeled, own.unlabeled), labeled, size, epochs)
+    more = client_update.needs.labeled_epochs if labeled and not batching.steps else 1
+    epochs = batching.passes(own.labeled, own.unlabeled) * more
+    return Amount(batching.steps_both(own.labeled, own.unlabeled) * more, labeled, size, epochs)
 
 
 def largest(

@@ -30,14 +30,15 @@ class Batching:
     `labeled` and `unlabeled` are images a step; "rest" spreads the unlabeled rows over the steps (FedDure's released
     code: N_u // steps); labeled "all" puts all labeled rows into every step. One epoch is one pass over the labeled
     rows, round(N_l / labeled) steps, or one over the unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which;
-    the other set is cycled. "auto" is unlabeled where `unlabeled` is a number and labeled where it is "rest". `steps`
+    the other set is cycled. "auto" is unlabeled where `unlabeled` is a number and labeled where it is "rest"; "larger"
+    is at each client the set that takes more steps. `steps`
     fixes the number of steps instead. A set smaller than its batch is cycled, never padded.
     """
 
     labeled: int | Literal["all"] = 10
     unlabeled: int | Literal["rest"] = "rest"
     epochs: int = 1
-    epoch: Literal["auto", "labeled", "unlabeled"] = "auto"
+    epoch: Literal["auto", "labeled", "unlabeled", "larger"] = "auto"
     steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,10 +68,17 @@ class Batching:
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
         """Return the steps of a client update that trains on both sets, at least 1; `draw` needs unlabeled rows."""
-        by_labels = self.epoch == "labeled" or (self.epoch == "auto" and self.unlabeled == "rest")
-        if self.steps or by_labels or self.unlabeled == "rest":
+        passes = self.passes(labeled, unlabeled)
+        if not passes:
             return self.steps_labeled(labeled)
-        return self.epochs * max(1, -(-unlabeled // self.unlabeled))
+        return passes * max(1, -(-unlabeled // self.unlabeled_size(labeled, unlabeled)))
+
+    def passes(self, labeled: int, unlabeled: int) -> int:
+        """Return the passes over the unlabeled rows that are a client update; 0 where something else measures it."""
+        if self.steps or self.unlabeled == "rest" or self.epoch == "labeled":
+            return 0
+        steps = self.epochs * -(-unlabeled // self.unlabeled)
+        return 0 if self.epoch == "larger" and self.steps_labeled(labeled) > steps else self.epochs
 
     def unlabeled_size(self, labeled: int, unlabeled: int) -> int:
         if self.unlabeled == "rest":

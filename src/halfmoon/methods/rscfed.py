@@ -4,17 +4,17 @@ A labeled image teaches by cross-entropy; an unlabeled one by a mean teacher, wh
 
     loss = mean CE(y, f(x)) + unlabeled_weight mean_i ||softmax f(weak2_i) - sharpen(softmax teacher(weak_i))||^2,
 
-teacher <- decay teacher + (1 - decay) params after each step. From the uploads of a round the server forms `groups`
-groups of `size` clients at random, a client in several of them perhaps. Each group has a mean a of its models by rows,
-and from it weights
+teacher <- keep teacher + (1 - keep) params after its t-th step in all rounds, keep = min(decay, 1 - 1 / t). From the
+uploads of a round the server forms `groups` groups of `size` clients at random, a client in several of them perhaps.
+Each group has a mean a of its models by n, and from it weights
 
-    v_i = n_i exp(-beta |params_i - a| / n_i), times `labeled_factor` for a client with labels,
+    v_i = n_i exp(-beta |model_i - a| / rows_i), n_i the rows, times `labeled_factor` for a client with labels,
 
-|.| the sum of the norms of all tensors; beta is `beta_labeled` in a group with a labeled client. The group's model has
-the weights v, and the new one is the mean over groups.
+|.| the sum of the norms of all tensors, statistics too; beta is `beta_labeled` in a group with a labeled client. The
+group's model has the weights v, and the new one is the mean over groups.
 
-server: params, stats.  down: the same.  memory: the teacher's parameters, the optimizer's state.  up: params, stats,
-weight (rows), labels (1 with labels, else 0).
+server: params, stats.  down: the same.  memory: the teacher's parameters and steps, the optimizer's state.  up: params,
+stats, weight (rows), labels (1 with labels, else 0).
 
 Departures: a client trains once in a round and its upload serves all its groups; theirs trains anew for each. Groups
 follow a hash of the round, the same for every seed. Their code applies `labeled_factor` to the sizes and again to the
@@ -40,9 +40,11 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average
-from halfmoon.methods.objectives.base import guess_of, supervised
+from halfmoon.methods.objectives.base import follow, guess_of, supervised
 from halfmoon.methods.objectives.mixing import sharpened
 from halfmoon.models import forward, track
+
+TEACHER = ("teacher", "teacher_steps")
 
 
 @dataclass(frozen=True)
@@ -87,20 +89,19 @@ class RSCFed(ModelAveraging):
             mine = chosen.to(up.weight.device)
             if bool(up.weight[mine].sum() > 0):
                 group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], up.update)
-                shares = self.weigh(group["params"], up.weight[mine], up.aux["labels"][mine])
+                shares = self.weigh(group, up.weight[mine], up.aux["labels"][mine])
                 means.append(tree.weighted_mean(group, shares))
         return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
 
-    def weigh(self, params: Tree, rows: Tensor, labels: Tensor) -> Tensor:
+    def weigh(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
         """Return v (m,) of a group's models (leaves (m, ...)) with so many `rows` (m,); who has none weighs nothing."""
-        center = average(Upload({"params": params}, rows))["params"]
+        n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
+        center = average(Upload(models, n))
         away = torch.zeros_like(rows, dtype=torch.float64)
-        for leaf, mean in zip(tree.leaves(params), tree.leaves(center), strict=True):
+        for leaf, mean in zip(tree.leaves(models), tree.leaves(center), strict=True):
             away = away + euclidean((leaf - mean).flatten(1).double(), -1).to(away.device)
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
-        n = rows.double().clamp_min(1)
-        logs = (rows.double() / rows.double().sum()).log() - beta * away / n
-        logs = logs + torch.where(labels > 0, self.labeled_factor, 1.0).double().log()
+        logs = (n / n.sum()).log() - beta * away / rows.double().clamp_min(1)
         return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not
 
 
@@ -116,23 +117,28 @@ class Following(ClientUpdate):
         return Needs(("weak", "weak2"), masks=True, keep_optimizer=keep, uplink=uplink)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return {"teacher": down["params"], **super().remember(down, generator)}
+        steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(down["params"])).device)
+        return {"teacher": down["params"], "teacher_steps": steps, **super().remember(down, generator)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return {**super().begin(down, memory, data), "teacher": memory["teacher"]}
+        return {**super().begin(down, memory, data), **{name: memory[name] for name in TEACHER}}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, which the teacher follows."""
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
         stats = reduce(track, moments, carry["stats"])
-        teacher = tree.map(lambda old, new: torch.lerp(new, old, self.options.decay), carry["teacher"], params)
-        new = {"params": params, "stats": stats, "teacher": teacher, "optimizer": optimizer}
-        return new, StepMetrics(loss, {}, (guess_of(target),))
+        teacher = follow(carry, params, self.options.decay)
+        return {"params": params, "stats": stats, "optimizer": optimizer, **teacher}, StepMetrics(
+            loss, {}, (guess_of(target),)
+        )
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, memory = super().finish(down, carry, data)
-        return up._replace(aux={"labels": (data.labeled > 0).double()}), {"teacher": carry["teacher"], **memory}
+        return up._replace(aux={"labels": (data.labeled > 0).double()}), {
+            **memory,
+            **{name: carry[name] for name in TEACHER},
+        }
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)

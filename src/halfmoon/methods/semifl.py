@@ -85,9 +85,9 @@ class SemiFL:
 
     `labels`: "round" fixes the pseudo-labels when a client update begins (the paper's), "step" guesses anew on every
     minibatch with the model of the moment, under the task's `labeling` statistics; a step sure of nothing is skipped,
-    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `drop_unsure`: with labels
-    "step", unsure images leave before the forward pass, as in the authors' code, so that batch statistics are those of
-    the sure ones; with "round" no unsure image is drawn in the first place. `mix_weight` 0 leaves the
+    but its client stays in the average (with `mix_weight` 0: the authors' FedAvg + FixMatch). `drop_unsure`: under
+    "step" unsure images leave before the forward pass, as in the authors' code, so that batch statistics are those of
+    the sure ones; under "round" no unsure image is drawn in the first place. `mix_weight` 0 leaves the
     mix set out; `thresholding` and `threshold_decay` say which rows a client is sure of; `concentration` is a of the
     Beta(a, a). `debias` divides every guess by the client's mean prediction (FedDPL, FedDB Eq. 14) before it is judged.
     `fine_tune` False: the server trains beside the clients, and has `server_share` of the average: "half", or that of

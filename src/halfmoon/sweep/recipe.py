@@ -5,6 +5,7 @@
     item = "Table 1"
     about = "one sentence"
     reading = "what the paper leaves open, and how it is read here"
+    sources = "the sentences of the paper, or its code, that the protocol is from"
     extends = "_feddure"            # a file beside it whose keys are the defaults of this one's
     kind = "table"                  # table, lines (accuracy against `x`), curves (against rounds), splits (no training)
     rows = "method"
@@ -130,12 +131,19 @@ class Recipe:
     measure: str = "test"
     panels: Mapping[str, At] = field(default_factory=dict)
     skip: tuple[At, ...] = ()
+    sources: str = ""
 
     def scale(self, name: str) -> Scale:
         """Return a scale by its name; raise UserError with the nearest one for an unknown."""
         if name not in self.scales:
             raise UserError(f"recipe {self.name} has no scale {name!r}: {_nearest(name, self.scales)}")
         return self.scales[name]
+
+    def words(self, scale: Scale | None) -> str:
+        """Return how the paper is read, and at full scale where in it the protocol stands."""
+        if scale is not None:
+            return scale.reading or self.reading
+        return " ".join(part for part in (self.reading, self.sources) if part)
 
 
 def meets(selected: At, at: Mapping[str, str]) -> bool:
@@ -201,6 +209,7 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
         measure=_measure(keys.get("measure", "test"), where),
         panels={name: _at(at, axis_values, f"{where}, panel {name}") for name, at in keys.get("panels", {}).items()},
         skip=_skip(keys.get("skip", []), axis_values, where),
+        sources=str(keys.get("sources", "")),
     )
 
 

@@ -15,7 +15,8 @@ Layer = Mapping[str, Any]
 
 UNSET, INHERITED = "unset", "inherited"
 KEYS: Mapping[str, type] = {
-    **dict.fromkeys(("title", "paper", "item", "about", "reading", "extends", "kind", "rows", "x", "measure"), str),
+    **dict.fromkeys(("title", "paper", "item", "about", "reading", "sources", "extends"), str),
+    **dict.fromkeys(("kind", "rows", "x", "measure"), str),
     **dict.fromkeys(("columns", "seeds", "skip", "when"), list),
     **dict.fromkeys(("published", "panels", "protocol", "axes", "scales"), dict),
 }

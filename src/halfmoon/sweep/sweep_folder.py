@@ -66,7 +66,7 @@ class SweepFolder:
         return {
             "format": FORMAT,
             **{name: getattr(recipe, name) for name in ("title", "paper", "item", "about", "kind", "rows", "x")},
-            "reading": (self.scale and self.scale.reading) or recipe.reading,
+            "reading": recipe.words(self.scale),
             "recipe": recipe.name,
             "measure": MEASURES[recipe.measure],
             "columns": list(recipe.columns),

@@ -73,7 +73,7 @@ def _facts(loaded: Recipe) -> dict[str, Any]:
         "paper": loaded.paper,
         "item": loaded.item,
         "about": loaded.about,
-        "reading": loaded.reading,
+        "reading": loaded.words(None),
         "kind": loaded.kind,
         "cells": len(grid.combinations(loaded, {})),
         "seeds": list(loaded.seeds),
