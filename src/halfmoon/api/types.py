@@ -1,8 +1,9 @@
 """What a method is made of: its five trees, what one client does, and the one port to the outside."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from functools import reduce
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
-from halfmoon.models import Network
+from halfmoon.models import Network, track
 from halfmoon.models.normalize import Normalize
 
 Statistics = Literal["joint", "separate"]
@@ -245,6 +246,12 @@ class ClientUpdate:
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step on a minibatch."""
         raise NotImplementedError
+
+    def advance(self, carry: Tree, gradient: Tree, moments: Sequence[Tree] = (), **new: Any) -> Tree:
+        """Return the carry after a step of the optimizer, with statistics that take in `moments`, and what is `new`."""
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+        stats = {"stats": reduce(track, moments, carry["stats"])} if moments else {}
+        return {**carry, "params": params, "optimizer": optimizer, **stats, **new}
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         """Return what goes up, as `Needs.uplink` declares it, and the memory that stays."""

@@ -24,7 +24,6 @@ they are, not a sample's. Their ten-fold weight of labeled clients on skin image
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -37,10 +36,10 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging
+from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.objectives.base import per_image, supervised, sweep_logits
 from halfmoon.methods.objectives.mixing import one_hot
-from halfmoon.models import forward, track
+from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
@@ -150,18 +149,16 @@ class Balanced(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and a step back at the end of every few epochs of the labeled images."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, moments, carry["stats"])
+        new = self.advance(carry, gradient, moments)
         images = carry["images"] + padding.count(batch.x, batch.x_real)
-        model, saved = {"params": params, "stats": stats}, carry["saved"]
-        if saved:
+        if saved := carry["saved"]:
+            model = model_of(new)
             stretch = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
             over = (images / stretch).floor() > (carry["images"] / stretch).floor()
             back = residual(model, saved, self.options.local_residual)
-            model, saved = tree.select(over, back, model), tree.select(over, back, saved)
+            new |= {**tree.select(over, back, model), "saved": tree.select(over, back, saved)}
         samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
-        new = {**carry, **model, "optimizer": optimizer, "images": images, "saved": saved}
-        return new, StepMetrics(loss, samples, (pseudo,))
+        return {**new, "images": images}, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         like, classes = down["share"], len(down["share"])

@@ -21,7 +21,7 @@ not. Batch-normalization statistics, of which neither paper speaks, are averaged
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 
 import torch
 
@@ -34,7 +34,6 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.batchnorm_stats import counted
 from halfmoon.methods.objectives import Objective, Supervised
 from halfmoon.methods.objectives.base import follow
-from halfmoon.models import track
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,9 @@ class LocalTraining(ClientUpdate):
         if self.prox:
             pull = partial(torch.add, alpha=self.prox)
             gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], down["params"])
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, seen.moments, carry["stats"])
-        new = {**carry, **seen.aux, "params": params, "stats": stats, "optimizer": optimizer}
+        new = self.advance(carry, gradient, seen.moments, **seen.aux)
         if self.objective.decay is not None:
-            new |= follow(carry, params, self.objective.decay)
+            new |= follow(carry, new["params"], self.objective.decay)
         return new, StepMetrics(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:

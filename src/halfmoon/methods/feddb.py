@@ -27,7 +27,6 @@ Where the authors' released code departs from the paper:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Literal
 
 import torch
@@ -46,7 +45,6 @@ from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import prior, sweep_logits
 from halfmoon.methods.objectives.pseudo_labeling import Teacher, no_average
 from halfmoon.methods.objectives.thresholding import Rule
-from halfmoon.models import track
 
 DMA = Literal["paper", "released", "logits", "uniform", "size"]
 """How the server weighs the clients: by their APP-U in one of three ways, all alike, or by their rows."""
@@ -139,9 +137,7 @@ class Debiased(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
         gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, seen.moments, carry["stats"])
-        new = {**carry, **seen.aux, "params": params, "stats": stats, "optimizer": optimizer}
+        new = self.advance(carry, gradient, seen.moments, **seen.aux)
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)

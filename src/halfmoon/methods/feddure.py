@@ -23,7 +23,6 @@ reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` "pla
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,7 +52,6 @@ from halfmoon.methods.regulators import (
     log_shares,
     norm,
 )
-from halfmoon.models import track
 from halfmoon.models.network import linear
 
 
@@ -266,13 +264,11 @@ class Regulated(ClientUpdate):
 
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, moments, carry["stats"])
         samples = {"m": sample(judged.weights, batch.u_real), "d": sample(judged.d)}
         samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
         samples |= {name: sample(norm) for name, norm in judged.norms.items()}
         notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
-        return {**carry, **own, "params": params, "stats": stats, "optimizer": optimizer, **regulators}, notes
+        return self.advance(carry, gradient, moments, **own, **regulators), notes
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, memory = super().finish(down, carry, data)

@@ -176,9 +176,7 @@ class SharpnessAware(ClientUpdate):
             gradient = tree.map(lambda g, h: torch.add(g, h, alpha=o.sharpness_weight), gradient, flatter)
             loss = loss + o.sharpness_weight * distance
             samples["sharpness"] = sample(distance)
-        params, optimizer = self.task.optimizer.step(params, gradient, carry["optimizer"])
-        pseudo = Pseudo(label, confidence, used)
-        return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, samples, (pseudo,))
+        return self.advance(carry, gradient), StepMetrics(loss, samples, (Pseudo(label, confidence, used),))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         drawn = self.keep(carry, data)

@@ -129,8 +129,7 @@ class Narrow(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on the masked cross-entropy."""
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        return {**carry, "params": params, "optimizer": optimizer}, StepMetrics(loss, {}, ())
+        return self.advance(carry, gradient), StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         weight = (data.labeled > 0).double()

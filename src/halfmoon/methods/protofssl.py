@@ -24,7 +24,6 @@ their test at the best round on validation images are the run's to say.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.objectives.base import chunks
 from halfmoon.methods.objectives.mixing import one_hot, sharpened, soft_cross_entropy
-from halfmoon.models import seen_by, track
+from halfmoon.models import seen_by
 
 FAR = 1e4
 """The distance of a class of which nobody knows a prototype."""
@@ -115,9 +114,7 @@ class Episodes(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Play one episode."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], down, batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, moments, carry["stats"])
-        return {"params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, (pseudo,))
+        return self.advance(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         head = carry["params"]["head"]["weight"]

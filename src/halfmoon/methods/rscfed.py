@@ -25,7 +25,6 @@ with labels, 0.021 without).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average
 from halfmoon.methods.objectives.base import follow, guess_of, supervised
 from halfmoon.methods.objectives.mixing import sharpened
-from halfmoon.models import forward, track
+from halfmoon.models import forward
 
 TEACHER = ("teacher", "teacher_steps")
 
@@ -126,12 +125,9 @@ class Following(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, which the teacher follows."""
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, moments, carry["stats"])
-        teacher = follow(carry, params, self.options.decay)
-        return {"params": params, "stats": stats, "optimizer": optimizer, **teacher}, StepMetrics(
-            loss, {}, (guess_of(target),)
-        )
+        new = self.advance(carry, gradient, moments)
+        new |= follow(carry, new["params"], self.options.decay)
+        return new, StepMetrics(loss, {}, (guess_of(target),))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, memory = super().finish(down, carry, data)

@@ -23,7 +23,6 @@ unlabeled ones. They are looked at in the view `view`, which in the paper is the
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 from math import ceil
 from typing import Any, Literal
 
@@ -45,7 +44,7 @@ from halfmoon.methods.averaging import ModelAveraging, average
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives.base import per_image, sweep_logits
 from halfmoon.methods.objectives.thresholding import NONE, remembered
-from halfmoon.models import forward, track
+from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,7 @@ class Growing(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats = reduce(track, moments, carry["stats"])
-        return {**carry, "params": params, "stats": stats, "optimizer": optimizer}, StepMetrics(loss, {}, pseudo)
+        return self.advance(carry, gradient, moments), StepMetrics(loss, {}, pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, _ = super().finish(down, carry, data)

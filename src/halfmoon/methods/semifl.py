@@ -280,8 +280,7 @@ class Mixing(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step; with labels "step", one that has neither labels nor sure guesses is skipped."""
         gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], down, carry, batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        new = {**carry, "params": params, "optimizer": optimizer, "thresholds": state}
+        new = self.advance(carry, gradient, thresholds=state)
         unlabeled = not len(batch.x)
         if self.options.labels == "step" and (unlabeled or batch.x_real is not None):
             sure = pseudo.weight.sum() > 0

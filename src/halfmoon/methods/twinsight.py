@@ -20,6 +20,7 @@ ResNet-18. The twin starts alike for all seeds, and is no part of the solution. 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -93,13 +94,9 @@ class Twins(ClientUpdate):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step of both networks."""
         gradient, loss, (passes, guess, terms) = grad_and_value(self._loss, carry["params"], batch)
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
-        stats, twin = _without_twin(carry["stats"]), carry["stats"].get(TWIN, {})
-        stats = track(stats, passes[0])
-        for each in passes[1:]:
-            twin = track(twin, each)
+        own, twin = _without_twin(carry["stats"]), reduce(track, passes[1:], carry["stats"].get(TWIN, {}))
+        new = self.advance(carry, gradient, stats={**track(own, passes[0]), **_named(twin)})
         samples = {name: sample(value) for name, value in terms.items()}
-        new = {"params": params, "stats": {**stats, **_named(twin)}, "optimizer": optimizer}
         return new, StepMetrics(loss, samples, (guess_of(guess),))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

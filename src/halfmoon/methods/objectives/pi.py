@@ -50,13 +50,4 @@ class PiModel(Objective):
         return loss, StepResult(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
 
 
-ROWS = (
-    FedAvgRow(
-        "pi-model",
-        "Pi-Model",
-        "Laine and Aila 2017",
-        "two views, one prediction",
-        PiModel(),
-        pooled=True,
-    ),
-)
+ROWS = (FedAvgRow("pi-model", "Pi-Model", "Laine and Aila 2017", "two views, one prediction", PiModel(), pooled=True),)

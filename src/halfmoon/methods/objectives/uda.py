@@ -57,11 +57,6 @@ ROWS = (
         UDA(threshold=0.0, temperature=1.0, teacher="average"),
     ),
     FedAvgRow(
-        "uda",
-        "UDA",
-        "Xie et al. 2020",
-        "sharpened guesses on weak views teach strong views",
-        UDA(),
-        pooled=True,
+        "uda", "UDA", "Xie et al. 2020", "sharpened guesses on weak views teach strong views", UDA(), pooled=True
     ),
 )
