@@ -8,6 +8,13 @@ class UserError(ValueError):
     """A mistake in what the user gave; its message says what is wrong, where, and what to do."""
 
 
+def check_least(owner: object, least: int, *names: str) -> None:
+    """Raise `UserError` for the first of these fields that is below `least`."""
+    for name in names:
+        if (value := getattr(owner, name)) < least:
+            raise UserError(f"{name} is {value}: it must be at least {least}.")
+
+
 def one_line(words: object) -> str:
     """Return words, such as those of a library's exception, on one line."""
     return " ".join(str(words).split())

@@ -12,8 +12,10 @@ from halfmoon.core.tree import Tree
 class ModelAveraging:
     """The server half of FedAvg: its tree is the model, and a round is the weighted mean of what clients send."""
 
+    needed = SUM
+
     def requirements(self, norm: str) -> Requirements:
-        return SUM
+        return self.needed
 
     def start(self, task: Task, model: Tree) -> Tree:
         return model

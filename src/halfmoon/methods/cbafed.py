@@ -34,7 +34,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Ps
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import check_least
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.objectives.base import per_image, supervised, sweep_logits
@@ -50,6 +50,7 @@ class CBAFed(ModelAveraging):
     `local_residual` 0 leave the residual weights out. Raises `UserError` for an interval below 1.
     """
 
+    needed = Requirements("sum", "", ("some", "clients"))
     threshold: float = 0.84
     threshold_most: float = 0.95
     tail: float | None = 0.03
@@ -64,12 +65,7 @@ class CBAFed(ModelAveraging):
     keep_optimizer: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("residual_every", "local_residual_every", "labeled_epochs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-
-    def requirements(self, norm: str) -> Requirements:
-        return Requirements("sum", "", ("some", "clients"))
+        check_least(self, 1, "residual_every", "local_residual_every", "labeled_epochs")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Balanced(task, self)}

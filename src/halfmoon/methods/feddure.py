@@ -81,6 +81,7 @@ class FedDure(ModelAveraging):
     `keep_optimizer`: the local model's optimizer goes on where the client's last update ended.
     """
 
+    needed = Requirements("sum", "", ("clients",))
     coarse: bool = True
     fine: bool = True
     threshold: float = 0.95
@@ -116,9 +117,6 @@ class FedDure(ModelAveraging):
             raise UserError(f"reward_bound is {self.reward_bound:g}: it must be above 0.")
         if self.labeled_first < 0:
             raise UserError(f"labeled_first is {self.labeled_first}: it must be at least 0.")
-
-    def requirements(self, norm: str) -> Requirements:
-        return Requirements("sum", "", ("clients",))
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Regulated(task, self)}

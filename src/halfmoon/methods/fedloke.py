@@ -26,27 +26,15 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import Number, at_most_one
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
+from halfmoon.methods import mutual
 from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.mutual import (
-    Looked,
-    Pass,
-    Weights,
-    advance,
-    divergence,
-    kept,
-    learner,
-    passed,
-    sure,
-    uplink_of,
-    weight_of,
-)
 from halfmoon.methods.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
 
 VIEWS = {
@@ -85,7 +73,7 @@ class FedLoKe(ModelAveraging):
     global_labels: bool = True
     views: Literal["default", "strong", "weak", "none"] = "default"
     private: Literal["copy", "fresh"] = "copy"
-    weights: Weights = "size"
+    weights: mutual.Weights = "size"
 
     def __post_init__(self) -> None:
         if not 0 <= self.ema <= 1:
@@ -110,23 +98,19 @@ class Cotraining(ClientUpdate):
     @property
     def needs(self) -> Needs:
         views = VIEWS[self.options.views]
-        return Needs(views, labeled_views=views, masks=True, uplink=uplink_of(self.options.weights))
+        return Needs(views, labeled_views=views, masks=True, uplink=mutual.uplink_of(self.options.weights))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         if not self.options.local:
             return {}
-        model = model_of(down)
-        if self.options.private == "fresh":
-            like = next(tree.leaves(down["params"]))
-            model = tree.to(self.task.network.init(generator), like.device, like.dtype)
-        return kept(model, "params", "stats")
+        return mutual.kept(mutual.first_model(self.task, down, self.options.private, generator), "params", "stats")
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         received = model_of(down)
-        carry = {"global": learner(self.task, received)}
+        carry = {"global": mutual.learner(self.task, received)}
         if self.options.local:
             fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, model_of(memory))
-            carry["local"] = learner(self.task, fused)
+            carry["local"] = mutual.learner(self.task, fused)
         return carry
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -135,54 +119,50 @@ class Cotraining(ClientUpdate):
         quiet, loud = self.needs.views
         main = self._pass(carry["global"], batch, loud)
         local = self._pass(carry["local"], batch, quiet) if o.local else main
-        used = {"global": sure(main.guess, o.delta), "local": sure(local.guess, o.delta)}
+        used = {"global": mutual.sure(main.guess, o.delta), "local": mutual.sure(local.guess, o.delta)}
 
         def lesson(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-                apart = mean(mask * divergence(teacher, unlabeled), batch.u_real)
+                apart = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
                 return supervised(labeled, batch.y, batch.x_real) + weight * apart
 
             return loss
 
         new: Tree = {}
-        new["global"], loss = advance(self.task, carry["global"], main, lesson(local.guess, used["local"], lam))
+        new["global"], loss = mutual.advance(self.task, carry["global"], main, lesson(local.guess, used["local"], lam))
         if o.local:
             weight = lam if o.global_labels else 0.0
-            new["local"], other = advance(self.task, carry["local"], local, lesson(main.guess, used["global"], weight))
+            new["local"], other = mutual.advance(
+                self.task, carry["local"], local, lesson(main.guess, used["global"], weight)
+            )
             loss = loss + other
         names = ("global", "local") if o.local else ("global",)
         shown = "global" if o.global_labels else names[-1]  # guesses that teach somebody
         teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
         guesses = {"global": main.guess, "local": local.guess}
-        made = {name: _pseudo(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
+        made = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
         samples = {f"{name}_sure": sample(used[name], batch.u_real) for name in names}
         return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up = Upload(model_of(carry["global"]), weight_of(data, self.options.weights))
-        return up, (kept(carry["local"], "params", "stats") if self.options.local else {})
+        up = Upload(model_of(carry["global"]), mutual.weight_of(data, self.options.weights))
+        return up, (mutual.kept(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)
 
-    def _pass(self, model: Tree, batch: Batch, labeled: str) -> Pass:
+    def _pass(self, model: Tree, batch: Batch, labeled: str) -> mutual.Pass:
         """Return what a model says of the labeled images' view `labeled`, and of both views of the unlabeled ones."""
         quiet, loud = self.needs.views
         seen = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
 
-        def look(params: Tree) -> Looked:
+        def look(params: Tree) -> mutual.Looked:
             logits, strong, weak, moments = weak_and_strong(self.task, params, model["stats"], seen)
             return (logits, strong), (weak, moments)
 
-        return passed(look, model["params"])
-
-
-def _pseudo(guess: Tensor, weight: Tensor) -> Pseudo:
-    """Return the pseudo-labels that logits (b, classes) amount to."""
-    confidence, label = guess.softmax(-1).max(-1)
-    return Pseudo(label, confidence, weight)
+        return mutual.passed(look, model["params"])
 
 
 ROWS = (

@@ -64,13 +64,13 @@ from halfmoon.api.types import (
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import check_least
 from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.halves import changes, composed, cut, patched
 from halfmoon.methods.mutual import divergence
-from halfmoon.methods.objectives.base import debiased, prior, supervised, sweep_logits
+from halfmoon.methods.objectives.base import debiased, prior, supervised, sweep_logits, teacher_logits
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
@@ -115,9 +115,8 @@ class FedMatch:
         return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     def __post_init__(self) -> None:
-        for name, value, least in (("helpers", self.helpers, 0), ("interval", self.interval, 1)):
-            if value < least:
-                raise UserError(f"FedMatch's {name} is {value}: it must be at least {least}.")
+        check_least(self, 0, "helpers")
+        check_least(self, 1, "interval")
 
     def requirements(self, norm: str) -> Requirements:
         reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"
@@ -357,16 +356,11 @@ class Disjoint(ClientUpdate):
         """Return the helpers' logits (H, b, classes) and who is there (H,); nothing in a round without them."""
         if not self.helpers:
             return ()
-        network, view, received = self.task.network, batch.u[self.options.view], carry["received"]
+        view, received = batch.u[self.options.view], carry["received"]
         helpers = patched(received["psi"], down["helpers"], self._delta)
-        logits: list[Tensor] = []
-        for k in range(self.helpers):
-            theta = composed(received["sigma"], tree.index(helpers, k))
-            if self.task.labeling == "running":
-                logits.append(network.predict(theta, carry["stats"], view))
-            else:
-                logits.append(network.train(theta, view, real=batch.u_real)[0])
-        return torch.stack(logits).detach(), down["there"].to(view.dtype)
+        models = [composed(received["sigma"], tree.index(helpers, k)) for k in range(self.helpers)]
+        logits = [teacher_logits(self.task, theta, carry["stats"], view, batch.u_real) for theta in models]
+        return torch.stack(logits), down["there"].to(view.dtype)
 
 
 def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:

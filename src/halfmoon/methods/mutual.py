@@ -10,10 +10,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Local, Task
+from halfmoon.api.types import Local, Pseudo, Task
 from halfmoon.api.uploads import Uplink
+from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import model_of
 from halfmoon.models import track
 
 Weights = Literal["size", "uniform"]
@@ -41,6 +43,20 @@ def learner(task: Task, model: Tree) -> Tree:
 def kept(model: Tree, *names: str) -> Tree:
     """Return named parts of a learner for a memory, without empty ones: a flat tree keeps no trace of these."""
     return {name: model[name] for name in names if model[name]}
+
+
+def first_model(task: Task, down: Tree, private: Literal["copy", "fresh"], generator: torch.Generator) -> Tree:
+    """Return the private model that a client begins with: a copy of what came down, or a random network."""
+    if private == "copy":
+        return model_of(down)
+    like = next(tree.leaves(down["params"]))
+    return tree.to(task.network.init(generator), like.device, like.dtype)
+
+
+def pseudo_labels(guess: Tensor, weight: Tensor) -> Pseudo:
+    """Return the pseudo-labels that logits (b, classes) amount to."""
+    confidence, label = guess.softmax(-1).max(-1)
+    return Pseudo(label, confidence, weight)
 
 
 def passed(look: Callable[[Tree], Looked], params: Tree) -> Pass:

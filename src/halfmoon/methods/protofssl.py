@@ -33,7 +33,7 @@ from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, check_least
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import joined, kept
 from halfmoon.core.tree import Tree
@@ -59,8 +59,7 @@ class ProtoFSSL:
     through_target: bool = True
 
     def __post_init__(self) -> None:
-        if self.helpers < 1:
-            raise UserError(f"ProtoFSSL's helpers is {self.helpers}: it must be at least 1.")
+        check_least(self, 1, "helpers")
 
     def requirements(self, norm: str) -> Requirements:
         reason = "clients are sent the prototypes of single other clients"

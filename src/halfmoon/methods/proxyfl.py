@@ -1,8 +1,8 @@
 """ProxyFL (CVPR 2026): the server tunes the averaged classifier against all clients' own, as proxies of the classes.
 
-A row of the classifier stands for its class. An average of rows from clients with different classes is none of theirs;
-so after averaging, the rows W of the global classifier are tuned (global proxy tuning). Every uploaded row r of class c
-is to be nearest to W_c: for `tuning_passes` passes over all rows of all clients, in batches of `tuning_batch`, SGD on
+A row of the classifier stands for its class. After averaging, the rows W of the global classifier are tuned, so that
+every uploaded row r of class c is nearest to W_c: for `tuning_passes` passes over all rows of all clients, in batches
+of `tuning_batch`, SGD on
 
     mean over the batch of CE(c, softmax_k(-|r - W_k| - margin [k = c])),
 
@@ -12,14 +12,13 @@ margin = min(100, the largest distance of a row of the average to its nearest ne
 server: what the method inside keeps.  down: the same as that one's.  memory: that one's.  up: that one's; of it the
 server uses every client's classifier.
 
-Where paper and authors' code differ this file follows the code, from which the margin comes too: the paper contrasts
-each global row with local rows. Departures: batches follow a hash of the round, the same for every seed; a client that
-weighs nothing has no say. The step is taken by its formula, on the CPU.
+Where paper and code differ this file follows the code, margin included: the paper contrasts each global row with local
+rows. Departures: batches follow a hash of the round; a client that weighs nothing has no say.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +26,10 @@ from torch import Tensor
 from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements, requirements_of
-from halfmoon.api.types import ClientUpdate, Federation, Method, StateStore, Task
+from halfmoon.api.types import ClientUpdate, Federation, Method, Task
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import rng
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import check_least
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
@@ -38,16 +37,14 @@ from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.pseudo_labeling import no_average
 
-WIDEST = 100.0
-"""The margin is at most this."""
+WIDEST = 100.0  # the margin is at most this
 
 
 @dataclass(frozen=True)
 class ProxyTuning:
     """Global proxy tuning after each round of a method whose server tree and uploads have "params" with a "head".
 
-    By default that is FedAvg of `ICPL`: ProxyFL. The authors pass 100 times (10 on CIFAR-100). Raises `UserError` for a
-    number of passes below 0 or of rows below 1.
+    By default that is FedAvg of `ICPL`: ProxyFL. The authors pass 100 times (10 on CIFAR-100).
     """
 
     method: Method = field(default_factory=lambda: FedAvg(ICPL()))
@@ -56,9 +53,8 @@ class ProxyTuning:
     tuning_batch: int = 4
 
     def __post_init__(self) -> None:
-        for name, value, least in (("passes", self.tuning_passes, 0), ("batch", self.tuning_batch, 1)):
-            if value < least:
-                raise UserError(f"tuning_{name} is {value}: it must be at least {least}.")
+        check_least(self, 0, "tuning_passes")
+        check_least(self, 1, "tuning_batch")
         if isinstance(self.method, FedAvg):
             no_average("proxy tuning", self.method.objective)
 
@@ -91,39 +87,17 @@ class ProxyTuning:
 
 
 class Listener:
-    """A `halfmoon.api.types.Federation` that passes everything on, and keeps the classifiers of the last uploads."""
+    """A federation that keeps the classifiers of the last uploads."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
         self.rows = torch.zeros(0)  # (M, classes, features)
 
-    @property
-    def clients(self) -> int:
-        """Return how many are registered."""
-        return self._federation.clients
-
-    @property
-    def cohort(self) -> Tensor:
-        """Return the clients of this round."""
-        return self._federation.cohort
-
-    @property
-    def answered(self) -> Tensor:
-        """Return who answered the last query."""
-        return self._federation.answered
-
-    @property
-    def state_store(self) -> StateStore:
-        """Return the server's store."""
-        return self._federation.state_store
-
-    @property
-    def labeled(self) -> int:
-        """Return how many labeled images the server itself has."""
-        return self._federation.labeled
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._federation, name)
 
     def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        """Ask, and keep the classifiers of the uploads that weigh something."""
+        """Ask, and keep the classifiers of those that weigh something."""
         up = self._federation.ask(client_update, down, each, to)
         head = up.update.get("params", {}).get("head")
         if head is not None:
@@ -133,10 +107,6 @@ class Listener:
     def average(self, client_update: str, down: Tree) -> Upload:
         """Ask, keep the classifiers, and return the mean."""
         return mean_of(self.ask(client_update, down), Uplink(), down, client_update)
-
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
-        """Ask the server."""
-        return self._federation.ask_server(client_update, down)
 
 
 def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:

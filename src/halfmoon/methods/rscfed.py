@@ -16,11 +16,10 @@ group's model has the weights v, and the new one is the mean over groups.
 server: params, stats.  down: the same.  memory: the teacher's parameters and steps, the optimizer's state.  up: params,
 stats, weight (rows), labels (1 with labels, else 0).
 
-Departures: a client trains once in a round and its upload serves all its groups; theirs trains anew for each. Groups
-follow a hash of the round, the same for every seed. Their code applies `labeled_factor` to the sizes and again to the
-weights, so 36 in all; here it counts once. They begin with a model that the labeled client has trained. The teacher
-looks through the task's `labeling` statistics, tracked ones being the student's. Learning rates are one (theirs: 0.03
-with labels, 0.021 without).
+Departures: a client trains once in a round for all its groups, theirs for each. Groups follow a hash of the
+round. Their code applies `labeled_factor` to the sizes and again to the weights, 36 in all; here it counts once. They
+begin with a model of the labeled client. The teacher looks through the task's `labeling` statistics, tracked ones being
+the student's. Learning rates are one (theirs: 0.03 with labels, 0.021 without).
 """
 
 from collections.abc import Mapping
@@ -35,11 +34,11 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pa
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import check_least
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average
-from halfmoon.methods.objectives.base import follow, guess_of, supervised
+from halfmoon.methods.objectives.base import follow, guess_of, supervised, teacher_logits
 from halfmoon.methods.objectives.mixing import sharpened
 from halfmoon.models import forward
 
@@ -48,11 +47,11 @@ TEACHER = ("teacher", "teacher_steps")
 
 @dataclass(frozen=True)
 class RSCFed(ModelAveraging):
-    """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels.
+    """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels."""
 
-    Raises `UserError` for no group, or for groups of nobody.
-    """
-
+    needed = Requirements(
+        reason="a client's weight depends on how far its own model is from its group's", places=("some", "clients")
+    )
     groups: int = 3
     size: int = 5
     beta: float = 1e4
@@ -64,13 +63,7 @@ class RSCFed(ModelAveraging):
     keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("groups", "size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"RSCFed's {name} is {getattr(self, name)}: it must be at least 1.")
-
-    def requirements(self, norm: str) -> Requirements:
-        reason = "a client's weight depends on how far its own model is from its group's"
-        return Requirements(reason=reason, places=("some", "clients"))
+        check_least(self, 1, "groups", "size")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Following(task, self)}
@@ -84,8 +77,7 @@ class RSCFed(ModelAveraging):
         g = rng.generator(0, "rscfed", task.round)
         means: list[Tree] = []
         for _ in range(self.groups):
-            chosen = torch.randperm(len(up.weight), generator=g)[: self.size]
-            mine = chosen.to(up.weight.device)
+            mine = torch.randperm(len(up.weight), generator=g)[: self.size].to(up.weight.device)
             if bool(up.weight[mine].sum() > 0):
                 group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], up.update)
                 shares = self.weigh(group, up.weight[mine], up.aux["labels"][mine])
@@ -96,9 +88,8 @@ class RSCFed(ModelAveraging):
         """Return v (m,) of a group's models (leaves (m, ...)) with so many `rows` (m,); who has none weighs nothing."""
         n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
         center = average(Upload(models, n))
-        away = torch.zeros_like(rows, dtype=torch.float64)
-        for leaf, mean in zip(tree.leaves(models), tree.leaves(center), strict=True):
-            away = away + euclidean((leaf - mean).flatten(1).double(), -1).to(away.device)
+        pairs = zip(tree.leaves(models), tree.leaves(center), strict=True)
+        away = tree.sum_of(euclidean((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs)
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
         logs = (n / n.sum()).log() - beta * away / rows.double().clamp_min(1)
         return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not
@@ -131,24 +122,18 @@ class Following(ClientUpdate):
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, memory = super().finish(down, carry, data)
-        return up._replace(aux={"labels": (data.labeled > 0).double()}), {
-            **memory,
-            **{name: carry[name] for name in TEACHER},
-        }
+        own = {name: carry[name] for name in TEACHER}
+        return up._replace(aux={"labels": (data.labeled > 0).double()}), {**memory, **own}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
         """Return the loss, and (moments, the teacher's sharpened predictions)."""
-        network, joint, groups = self.task.network, self.task.statistics == "joint", (batch.x, batch.u["weak2"])
-        (labeled, student), _, moments = forward(network, params, joint, groups, real=batch.masks(1))
-        with torch.no_grad():
-            if self.task.labeling == "running":
-                logits = network.predict(carry["teacher"], carry["stats"], batch.u["weak"])
-            else:
-                logits = network.train(carry["teacher"], batch.u["weak"], real=batch.u_real)[0]
-            target = sharpened(logits.softmax(-1), self.options.temperature).detach()
+        joint, groups = self.task.statistics == "joint", (batch.x, batch.u["weak2"])
+        (labeled, student), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
+        guess = teacher_logits(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
+        target = sharpened(guess.softmax(-1), self.options.temperature)
         apart = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
         labels = supervised(labeled, batch.y, batch.x_real)
         return labels + self.options.unlabeled_weight * apart, (moments, target)

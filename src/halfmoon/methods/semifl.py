@@ -74,7 +74,7 @@ from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.halves import apart, joined
 from halfmoon.methods.objectives import Supervised
-from halfmoon.methods.objectives.base import chunks, debiased, per_image, prior, supervised
+from halfmoon.methods.objectives.base import chunks, debiased, per_image, prior, supervised, teacher_logits
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward
 
@@ -346,14 +346,9 @@ class Mixing(ClientUpdate):
         labeled = torch.ones_like(batch.y, dtype=torch.bool) if batch.x_real is None else batch.x_real
         return (labeled, *[sure] * len(taught)), [images[at] for images in taught]
 
-    @torch.no_grad()
     def _guess(self, params: Tree, down: Tree, carry: Tree, images: Tensor, real: Tensor | None) -> Tensor:
         """Return the predictions (b, classes) that label a step, under the task's `labeling` statistics."""
-        if self.task.labeling == "batch":
-            guess = self.task.network.train(params, images, real=real)[0].detach()
-        else:
-            guess = self._predict(params, down["stats"], images)
-        return self._predicted(guess, carry.get("prior"))
+        return self._predicted(teacher_logits(self.task, params, down["stats"], images, real), carry.get("prior"))
 
     @torch.no_grad()
     def _predict(self, params: Tree, stats: Tree, images: Tensor) -> Tensor:

@@ -6,16 +6,14 @@ minibatch, labeled and not,
     loss = CE(y, classifier(a)) + contrast_weight InfoNCE(twin(a), twin(b)) + gram_weight mean (U U' - V V')^2,
 
 where InfoNCE is SimCLR's, between all 2 N projections, at `temperature`; the rows of U and V are the features of the
-twin and of the classifier on view a, each of length 1. The last term asks both networks to find the same images alike;
-both terms are there with and without labels, so clients with labels and without train towards one another.
+twin and of the classifier on view a, each of length 1.
 
 server: params and stats, in each the twin's under "twin".  down: the same.  memory: with `keep_optimizer`, the
 optimizer's state.  up: the same as down, trained, and weight: twice FedAvg's bytes and more.
 
-Departures: the authors' code divides the Gram term by 64 xor 2 = 66 where the square of 64 must be meant, which makes
-it 62 times as strong: `gram_weight` 62 is that. Its optional FreeMatch loss (off by default there, and with weak and
-strong views swapped) is left out. The projector has `hidden` and `projected` numbers, theirs 4096 and 2048 beside a
-ResNet-18. The twin starts alike for all seeds, and is no part of the solution. Both views are weak ones.
+Departures: the authors' code divides the Gram term by 64 xor 2 = 66 where the square of 64 must be meant: `gram_weight`
+62 is that. Its optional FreeMatch loss is left out. The projector has `hidden` and `projected` numbers, theirs 4096 and
+2048. The twin starts alike for all seeds, and is no part of the solution. Both views are weak ones.
 """
 
 from collections.abc import Mapping
@@ -46,15 +44,13 @@ VIEWS = ("weak", "weak2")
 class TwinSight(ModelAveraging):
     """Twin-sight with the weights and the temperature of the authors' code."""
 
+    needed = Requirements("sum", "", ("some", "clients"))
     contrast_weight: float = 0.5
     gram_weight: float = 1.0
     temperature: float = 0.07
     hidden: int = 512
     projected: int = 128
     keep_optimizer: bool = False
-
-    def requirements(self, norm: str) -> Requirements:
-        return Requirements("sum", "", ("some", "clients"))
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Twins(task, self)}
@@ -73,7 +69,6 @@ class TwinSight(ModelAveraging):
 
 
 def _named(stats: Tree) -> Tree:
-    """Return the twin's statistics under its name; nothing where nothing is tracked."""
     return {TWIN: stats} if stats else {}
 
 
@@ -122,26 +117,18 @@ class Twins(ClientUpdate):
 
 
 def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
-    """Return SimCLR's loss () of projections z (2 N, P), of which i and i + N are two views of one image.
-
-    With a mask `real` (2 N,) of the real ones alone.
-    """
+    """Return SimCLR's loss () of (`real`) projections z (2 N, P), of which i and i + N are two views of one image."""
     z = F.normalize(z, dim=-1)
     same = torch.eye(len(z), dtype=torch.bool, device=z.device)
     if real is not None:
-        same = same | (
-            real[:, None] & ~real
-        )  # a row that is padding keeps its partner: it counts nothing, but is finite
+        same |= real[:, None] & ~real  # a row that is padding keeps its partner: it counts nothing, but is finite
     alike = torch.where(same, -torch.inf, z @ z.T / temperature)
     partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
     return supervised(alike, partner, real)
 
 
 def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the mean squared difference () of the cosines between all rows of `one` (N, F) and of `other` (N, F).
-
-    With a mask `real` (N,), between the real rows.
-    """
+    """Return the mean squared difference () of the cosines between all (`real`) rows of `one` and of `other` (N, F)."""
     u, v = F.normalize(one, dim=-1), F.normalize(other, dim=-1)
     apart = (u @ u.T - v @ v.T).square()
     return apart.mean() if real is None else mean(row_mean(apart, real), real)

@@ -106,6 +106,24 @@ class Objective:
         return Passes(images, images)
 
 
+@dataclass(frozen=True)
+class Consistency(Objective):
+    """Labels, and a term on two weak views, whose weight grows to `unlabeled_weight` over the first `ramp` of the
+    rounds."""
+
+    unlabeled_weight: float = 1.0
+    ramp: float = 0.4
+    ramp_shape: Ramp = "linear"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(("weak", "weak2"), masks=True)
+
+    def total(self, task: Task, labels: Tensor, apart: Tensor) -> Tensor:
+        """Return the loss of both terms."""
+        return labels + ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape) * apart
+
+
 class FedAvgRow(NamedTuple):
     """A row of the catalog (`halfmoon.api.method_entry.MethodEntry`) that is FedAvg around an objective.
 
@@ -176,6 +194,14 @@ def prior(logits: Tensor, real: Tensor | None = None) -> Tensor:
     if real is not None and len(logits):
         return torch.where(real.any(), padding.row_mean(logits.softmax(-1), real), 1 / logits.shape[-1])
     return logits.softmax(-1).mean(0) if len(logits) else torch.full_like(logits.sum(0), 1 / logits.shape[-1])
+
+
+@torch.no_grad()
+def teacher_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return detached logits (b, classes) of a model that teaches, under the task's `labeling` statistics."""
+    if task.labeling == "running":
+        return task.network.predict(params, stats, images).detach()
+    return task.network.train(params, images, real=real)[0].detach()
 
 
 @torch.no_grad()

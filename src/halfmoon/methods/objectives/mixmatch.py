@@ -1,6 +1,6 @@
 """MixMatch (Berthelot et al. 2019): guess, sharpen, and learn from mixtures of all images and their labels."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,26 +10,24 @@ from halfmoon.core.padding import joined, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
+    Consistency,
     FedAvgRow,
-    Objective,
-    Ramp,
     StepResult,
     guess_of,
     guessing_passes,
-    ramped,
     taught_and_guessed,
 )
 from halfmoon.methods.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
 
 
 @dataclass(frozen=True)
-class MixMatch(Objective):
+class MixMatch(Consistency):
     """CE(y', f(x')) + w mean ||q' - softmax f(u')||^2 / classes on mixtures x', u' with mixed labels y', q'.
 
     An unlabeled image's q is its mean prediction over two weak views, sharpened with `temperature`. Labeled images and
     both views are mixed with a permutation of all of them (`mixing.mixed`), with a coefficient from
     Beta(concentration, concentration): one a step, where the authors' code draws one for each image. The averaged
-    teacher of `decay` only evaluates. w grows to `unlabeled_weight` over the first `ramp` of the rounds. Defaults: the
+    teacher of `decay` only evaluates. Defaults: the
     paper's for CIFAR-10, but for the ramp: its 16,000 steps, 1/64 of its run, are more than a short run has, and a
     weight of 75 that is there from the second round on made the digits collapse.
     """
@@ -37,13 +35,11 @@ class MixMatch(Objective):
     unlabeled_weight: float = 75.0
     temperature: float = 0.5
     concentration: float = 0.75
-    ramp: float = 0.4
-    ramp_shape: Ramp = "linear"
     decay: float | None = field(default=0.999, kw_only=True)
 
     @property
     def needs(self) -> Needs:
-        return Needs(("weak", "weak2"), mixup=self.concentration, masks=True)
+        return replace(super().needs, mixup=self.concentration)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
@@ -59,8 +55,7 @@ class MixMatch(Objective):
         y = one_hot(batch.y, task.network.classes, q)
         targets = mixed(torch.cat([y, q, q]), mix, order)
         apart = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), joined(real[1:]))
-        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real) + weight * apart
+        loss = self.total(task, soft_cross_entropy(x, targets[: len(y)], batch.x_real), apart)
         return loss, StepResult(moments, (guess_of(guess),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

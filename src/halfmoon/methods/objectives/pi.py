@@ -4,39 +4,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Needs, Task
+from halfmoon.api.types import Batch, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import (
-    NOTHING,
-    FedAvgRow,
-    Objective,
-    Ramp,
-    StepResult,
-    guess_of,
-    ramped,
-    supervised,
-)
+from halfmoon.methods.objectives.base import NOTHING, Consistency, FedAvgRow, StepResult, guess_of, supervised
 from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
-class PiModel(Objective):
+class PiModel(Consistency):
     """CE(y, f(x)) + w mean_i ||p(weak_i) - p(weak2_i)||^2 / classes, p = softmax f; the gradient passes through both.
 
-    w grows to `unlabeled_weight` over the first `ramp` of the rounds. Weight and ramp are those of the re-runs by
-    MixMatch's authors, which the federated papers quote (these hold one of the two predictions fixed); Laine and Aila
-    ramp a weight of 100 times the labeled share over 80 of 300 epochs, "sigmoid". Their term covers the labeled images
-    too; here, as in the re-runs, the unlabeled ones alone.
+    Weight and ramp of w are those of the re-runs by MixMatch's authors, which the federated papers quote (these hold
+    one of the two predictions fixed); Laine and Aila ramp a weight of 100 times the labeled share over 80 of 300
+    epochs, "sigmoid". Their term covers the labeled images too; here, as in the re-runs, the unlabeled ones alone.
     """
 
     unlabeled_weight: float = 10.0
-    ramp: float = 0.4
-    ramp_shape: Ramp = "linear"
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "weak2"), masks=True)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
@@ -45,8 +29,7 @@ class PiModel(Objective):
         joint = task.statistics == "joint"
         (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
         apart = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
-        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        loss = supervised(labeled, batch.y, batch.x_real) + weight * apart
+        loss = self.total(task, supervised(labeled, batch.y, batch.x_real), apart)
         return loss, StepResult(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
 
 
