@@ -216,7 +216,6 @@ def distance(weights: Tensor, appu: Tensor) -> Tensor:
 
 
 ROWS = (
-    MethodEntry(
-        "feddb", "FedDB", "FedDB, IJCAI 2024", "pseudo-labels and averages without each client's class bias", FedDB()
-    ),
-)
+    MethodEntry("feddb", "FedDB", "FedDB, IJCAI 2024", "pseudo-labels and averages without each client's class bias",
+                FedDB()),
+)  # fmt: skip

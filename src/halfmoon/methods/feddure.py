@@ -370,31 +370,12 @@ def optimizer_of(options: FedDure, task: Task, which: Literal["coarse", "regulat
 
 
 ROWS = (
-    MethodEntry(
-        "feddure",
-        "FedDure",
-        "FedDure, AAAI 2024",
-        "dual regulators weigh each client's pseudo-labels",
-        FedDure(),
-        paper_options=PAPER,
-        paper_run=PAPER_RUN,
-    ),
-    MethodEntry(
-        "feddure-without-creg",
-        "FedDure without C-reg",
-        "FedDure, AAAI 2024, Table 2",
-        "the fine-grained regulator alone, trained through the local model",
-        FedDure(coarse=False),
-        paper_options=PAPER,
-        paper_run=PAPER_RUN,
-    ),
-    MethodEntry(
-        "feddure-without-freg",
-        "FedDure without F-reg",
-        "FedDure, AAAI 2024, Table 2",
-        "the coarse-grained regulator alone, with a fixed threshold",
-        FedDure(fine=False),
-        paper_options=PAPER,
-        paper_run=PAPER_RUN,
-    ),
-)
+    MethodEntry("feddure", "FedDure", "FedDure, AAAI 2024", "dual regulators weigh each client's pseudo-labels",
+                FedDure(), paper_options=PAPER, paper_run=PAPER_RUN),
+    MethodEntry("feddure-without-creg", "FedDure without C-reg", "FedDure, AAAI 2024, Table 2",
+                "the fine-grained regulator alone, trained through the local model", FedDure(coarse=False),
+                paper_options=PAPER, paper_run=PAPER_RUN),
+    MethodEntry("feddure-without-freg", "FedDure without F-reg", "FedDure, AAAI 2024, Table 2",
+                "the coarse-grained regulator alone, with a fixed threshold", FedDure(fine=False), paper_options=PAPER,
+                paper_run=PAPER_RUN),
+)  # fmt: skip

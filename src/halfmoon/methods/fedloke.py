@@ -166,11 +166,6 @@ class Cotraining(ClientUpdate):
 
 
 ROWS = (
-    MethodEntry(
-        "fedloke",
-        "FedLoKe",
-        "FedLoKe, CIKM 2023",
-        "a private local model and the global one label images for each other",
-        FedLoKe(),
-    ),
-)
+    MethodEntry("fedloke", "FedLoKe", "FedLoKe, CIKM 2023",
+                "a private local model and the global one label images for each other", FedLoKe()),
+)  # fmt: skip

@@ -396,18 +396,9 @@ def noise(like: Tensor) -> Tensor:
 
 
 ROWS = (
-    MethodEntry(
-        "fedmatch",
-        "FedMatch",
-        "FedMatch, ICLR 2021",
-        "one half of the parameters learns from labels, the other from guesses that similar clients share",
-        FedMatch(),
-    ),
-    MethodEntry(
-        "fedmatch-feddpl",
-        "FedMatch + FedDPL",
-        "FedMatch, ICLR 2021; FedDB, IJCAI 2024",
-        "FedMatch with its own guesses divided by each client's mean prediction",
-        FedMatch(debias=True),
-    ),
-)
+    MethodEntry("fedmatch", "FedMatch", "FedMatch, ICLR 2021",
+                "one half of the parameters learns from labels, the other from guesses that similar clients share",
+                FedMatch()),
+    MethodEntry("fedmatch-feddpl", "FedMatch + FedDPL", "FedMatch, ICLR 2021; FedDB, IJCAI 2024",
+                "FedMatch with its own guesses divided by each client's mean prediction", FedMatch(debias=True)),
+)  # fmt: skip

@@ -115,18 +115,9 @@ def mean(trees: Sequence[Tree]) -> Tree:
 
 
 ROWS = (
-    MethodEntry(
-        "fedrgd",
-        "FedRGD",
-        "FedRGD (SSFL), IEEE BigData 2021",
-        "FixMatch, averaged in random groups; meant for norm = 'group'",
-        FedRGD(),
-    ),
-    MethodEntry(
-        "fedrgd-feddpl",
-        "FedRGD + FedDPL",
-        "FedRGD (SSFL), IEEE BigData 2021; FedDB, IJCAI 2024",
-        "FedRGD with guesses divided by each client's mean prediction; meant for norm = 'group'",
-        FedRGD(FixMatch(debias=True)),
-    ),
-)
+    MethodEntry("fedrgd", "FedRGD", "FedRGD (SSFL), IEEE BigData 2021",
+                "FixMatch, averaged in random groups; meant for norm = 'group'", FedRGD()),
+    MethodEntry("fedrgd-feddpl", "FedRGD + FedDPL", "FedRGD (SSFL), IEEE BigData 2021; FedDB, IJCAI 2024",
+                "FedRGD with guesses divided by each client's mean prediction; meant for norm = 'group'",
+                FedRGD(FixMatch(debias=True))),
+)  # fmt: skip

@@ -38,9 +38,8 @@ class FML(ModelAveraging):
     `private_share` is its alpha, the weight of the labels beside the meme's predictions in the private model's loss;
     `meme_share` its beta, the same for the meme. `unlabeled_weight` weighs the divergence on unlabeled images in both
     losses; 0 is Shen et al.'s supervised FML. These are shown in one `view`, and with `delta` only guesses of an
-    entropy below it (in nats) teach. `private`: how a private model starts, as a network of its own ("fresh") or as a
-    "copy" of the first received one. `keep_optimizer`: whether the private model's momentum lives on between rounds
-    (the released code's does); the meme's starts anew. Raises `UserError` for a share outside 0 to 1.
+    entropy below it (in nats) teach. `private`: a private model starts as a network of its own ("fresh") or as a "copy"
+    of the first received one; with `keep_optimizer` its momentum lives on between rounds, as in the released code.
     """
 
     private_share: float = 0.5
@@ -78,8 +77,7 @@ class MutualLearning(ClientUpdate):
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         private = mutual.learner(self.task, model_of(memory))
-        if self.options.keep_optimizer:
-            private["optimizer"] = memory.get("optimizer", {})
+        private |= {"optimizer": memory.get("optimizer", {})} if self.options.keep_optimizer else {}
         return {"meme": mutual.learner(self.task, model_of(down)), "private": private}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -94,8 +92,8 @@ class MutualLearning(ClientUpdate):
             return new, StepMetrics(loss, {}, ())
         guesses = {"global": meme.guess, "local": private.guess}
         made = {name: mutual.pseudo_labels(guess, mutual.sure(guess, o.delta)) for name, guess in guesses.items()}
-        samples = {"private_sure": sample(made["local"].weight, batch.u_real)}
-        return new, StepMetrics(loss, samples, (made["local"],), made)
+        own = made["local"]
+        return new, StepMetrics(loss, {"private_sure": sample(own.weight, batch.u_real)}, (own,), made)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         weight = mutual.weight_of(data, self.options.weights)
@@ -137,11 +135,6 @@ class MutualLearning(ClientUpdate):
 
 
 ROWS = (
-    MethodEntry(
-        "fml",
-        "FML",
-        "Shen et al. 2020; as FedLoKe, CIKM 2023, uses it",
-        "a private model and the travelling one teach each other on all images",
-        FML(),
-    ),
-)
+    MethodEntry("fml", "FML", "Shen et al. 2020; as FedLoKe, CIKM 2023, uses it",
+                "a private model and the travelling one teach each other on all images", FML()),
+)  # fmt: skip

@@ -194,12 +194,6 @@ def scaled(params: Tree, rate: float) -> Tree:
 
 
 ROWS = (
-    MethodEntry(
-        "heterofl",
-        "HeteroFL (all labels)",
-        "HeteroFL, ICLR 2021",
-        "all labels, clients as wide as they can be",
-        HeteroFL(),
-        all_labels=True,
-    ),
-)
+    MethodEntry("heterofl", "HeteroFL (all labels)", "HeteroFL, ICLR 2021",
+                "all labels, clients as wide as they can be", HeteroFL(), all_labels=True),
+)  # fmt: skip

@@ -37,8 +37,6 @@ from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.pseudo_labeling import no_average
 
-WIDEST = 100.0  # the margin is at most this
-
 
 @dataclass(frozen=True)
 class ProxyTuning:
@@ -59,8 +57,7 @@ class ProxyTuning:
             no_average("proxy tuning", self.method.objective)
 
     def requirements(self, norm: str) -> Requirements:
-        inner = requirements_of(self.method, norm)
-        reason = "the classifier is tuned against each client's own"
+        inner, reason = requirements_of(self.method, norm), "the classifier is tuned against each client's own"
         return replace(inner, aggregation="individual", reason=reason, personal=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
@@ -73,14 +70,11 @@ class ProxyTuning:
         """Play the method's round, and tune the classifier that it leaves."""
         listener = Listener(federation)
         new = self.method.round(task, server, cast(Federation, listener))
-        rows = listener.rows
-        if not len(rows):
+        if not len(rows := listener.rows):
             return new
-        head = new["params"]["head"]
-        g = rng.generator(0, "proxy-tuning", task.round)
+        head, g = new["params"]["head"], rng.generator(0, "proxy-tuning", task.round)
         tuned = tune(head["weight"].cpu(), rows.cpu(), self.tuning_passes, self.tuning_lr, self.tuning_batch, g)
-        head = {**head, "weight": tuned.to(head["weight"])}
-        return {**new, "params": {**new["params"], "head": head}}
+        return {**new, "params": {**new["params"], "head": {**head, "weight": tuned.to(head["weight"])}}}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return self.method.solution(task, server)
@@ -122,10 +116,8 @@ def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generat
 
 def widest(mean: Tensor) -> float:
     """Return the margin: the largest distance of a row (C, F) to its nearest neighbor, at most 100."""
-    apart = torch.cdist(mean, mean, compute_mode="donot_use_mm_for_euclid_dist")
-    apart.fill_diagonal_(torch.inf)
-    nearest = apart.amin(-1)
-    return min(WIDEST, float(nearest.max())) if len(mean) > 1 else 0.0
+    apart = torch.cdist(mean, mean, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+    return min(100.0, float(apart.amin(-1).max())) if len(mean) > 1 else 0.0
 
 
 def slope(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
@@ -139,14 +131,9 @@ def slope(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor
 
 
 ROWS = (
-    MethodEntry(
-        "fixmatch-proxy-tuning",
-        "FixMatch, global labels, proxy tuning",
-        "ProxyFL, CVPR 2026, Table 4",
-        "FixMatch-GPL with ProxyFL's tuning of the classifier at the server",
-        ProxyTuning(FedAvg(FixMatch(teacher="global"))),
-    ),
-    MethodEntry(
-        "proxyfl", "ProxyFL", "ProxyFL, CVPR 2026", "features are drawn to proxies of the classes", ProxyTuning()
-    ),
-)
+    MethodEntry("fixmatch-proxy-tuning", "FixMatch, global labels, proxy tuning", "ProxyFL, CVPR 2026, Table 4",
+                "FixMatch-GPL with ProxyFL's tuning of the classifier at the server",
+                ProxyTuning(FedAvg(FixMatch(teacher="global")))),
+    MethodEntry("proxyfl", "ProxyFL", "ProxyFL, CVPR 2026", "features are drawn to proxies of the classes",
+                ProxyTuning()),
+)  # fmt: skip

@@ -18,8 +18,8 @@ stats, weight (rows), labels (1 with labels, else 0).
 
 Departures: a client trains once in a round for all its groups, theirs for each. Groups follow a hash of the
 round. Their code applies `labeled_factor` to the sizes and again to the weights, 36 in all; here it counts once. They
-begin with a model of the labeled client. The teacher looks through the task's `labeling` statistics, tracked ones being
-the student's. Learning rates are one (theirs: 0.03 with labels, 0.021 without).
+begin with a model of the labeled client. Tracked statistics of the teacher are the student's. Learning rates are one
+(theirs: 0.03 with labels, 0.021 without).
 """
 
 from collections.abc import Mapping
@@ -74,8 +74,7 @@ class RSCFed(ModelAveraging):
         up = federation.ask("train", server)
         if not bool(up.weight.sum() > 0):
             return server
-        g = rng.generator(0, "rscfed", task.round)
-        means: list[Tree] = []
+        g, means = rng.generator(0, "rscfed", task.round), list[Tree]()
         for _ in range(self.groups):
             mine = torch.randperm(len(up.weight), generator=g)[: self.size].to(up.weight.device)
             if bool(up.weight[mine].sum() > 0):
@@ -103,8 +102,8 @@ class Following(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        keep, uplink = self.options.keep_optimizer, Uplink(aux={"labels": Aux(values="mark")})
-        return Needs(("weak", "weak2"), masks=True, keep_optimizer=keep, uplink=uplink)
+        uplink = Uplink(aux={"labels": Aux(values="mark")})
+        return Needs(("weak", "weak2"), masks=True, keep_optimizer=self.options.keep_optimizer, uplink=uplink)
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(down["params"])).device)
@@ -129,14 +128,13 @@ class Following(ClientUpdate):
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
-        """Return the loss, and (moments, the teacher's sharpened predictions)."""
         joint, groups = self.task.statistics == "joint", (batch.x, batch.u["weak2"])
         (labeled, student), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         guess = teacher_logits(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
         target = sharpened(guess.softmax(-1), self.options.temperature)
         apart = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
-        labels = supervised(labeled, batch.y, batch.x_real)
-        return labels + self.options.unlabeled_weight * apart, (moments, target)
+        loss = supervised(labeled, batch.y, batch.x_real) + self.options.unlabeled_weight * apart
+        return loss, (moments, target)
 
 
 ROWS = (MethodEntry("rscfed", "RSCFed", "RSCFed, CVPR 2022", "averages of random groups by distance", RSCFed()),)

@@ -214,11 +214,6 @@ class Growing(ClientUpdate):
 
 
 ROWS = (
-    MethodEntry(
-        "semifed",
-        "SemiFed",
-        "Lin et al. 2021",
-        "consistency, and labels for good where enough clients' models agree",
-        SemiFed(),
-    ),
-)
+    MethodEntry("semifed", "SemiFed", "Lin et al. 2021",
+                "consistency, and labels for good where enough clients' models agree", SemiFed()),
+)  # fmt: skip

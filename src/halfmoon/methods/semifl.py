@@ -363,25 +363,11 @@ class Mixing(ClientUpdate):
 
 
 ROWS = (
-    MethodEntry(
-        "semifl",
-        "SemiFL",
-        "SemiFL, NeurIPS 2022",
-        "clients train on rows that they are sure of, and the server on its labels, in turn",
-        SemiFL(),
-    ),
-    MethodEntry(
-        "semifl-feddpl",
-        "SemiFL + FedDPL",
-        "SemiFL, NeurIPS 2022; FedDB, IJCAI 2024",
-        "SemiFL with guesses divided by each client's mean prediction",
-        SemiFL(debias=True),
-    ),
-    MethodEntry(
-        "fedmatch-semifl",
-        "FedMatch, SemiFL's version",
-        "SemiFL, NeurIPS 2022, Table 1",
-        "half of each kernel learns from labels, half from confident guesses; no helpers, no penalties",
-        SemiFL(labels="step", mix_weight=0.0, halves=True),
-    ),
-)
+    MethodEntry("semifl", "SemiFL", "SemiFL, NeurIPS 2022",
+                "clients train on rows that they are sure of, and the server on its labels, in turn", SemiFL()),
+    MethodEntry("semifl-feddpl", "SemiFL + FedDPL", "SemiFL, NeurIPS 2022; FedDB, IJCAI 2024",
+                "SemiFL with guesses divided by each client's mean prediction", SemiFL(debias=True)),
+    MethodEntry("fedmatch-semifl", "FedMatch, SemiFL's version", "SemiFL, NeurIPS 2022, Table 1",
+                "half of each kernel learns from labels, half from confident guesses; no helpers, no penalties",
+                SemiFL(labels="step", mix_weight=0.0, halves=True)),
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """What an objective is, and what most of them compute with: losses, sweeps, debiasing, forward passes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -112,6 +112,7 @@ class Consistency(Objective):
     rounds."""
 
     unlabeled_weight: float = 1.0
+    _: KW_ONLY
     ramp: float = 0.4
     ramp_shape: Ramp = "linear"
 

@@ -44,42 +44,16 @@ class FixMatch(PseudoLabeling, Objective):
 
 
 ROWS = (
-    FedAvgRow(
-        "fedavg-fixmatch",
-        "FedAvg + FixMatch",
-        "McMahan et al. 2017; Sohn et al. 2020",
-        "confident guesses on weak views label strong views",
-        FixMatch(),
-    ),
-    FedAvgRow(
-        "fedprox-fixmatch",
-        "FedProx + FixMatch",
-        "Li et al. 2020; Sohn et al. 2020",
-        "FixMatch with a proximal term",
-        FixMatch(),
-        prox=0.01,
-    ),
-    FedAvgRow(
-        "fedavg-fixmatch-global",
-        "FedAvg + FixMatch, global labels",
-        "McMahan et al. 2017; Sohn et al. 2020; SAGE, CVPR 2025",
-        "FixMatch with the received model's guesses (FixMatch-GPL)",
-        FixMatch(teacher="global"),
-    ),
-    FedAvgRow(
-        "fixmatch-feddpl",
-        "FixMatch-FedDPL",
-        "FedDB, IJCAI 2024, Table 4",
-        "FedDB's debiased pseudo-labels, averaged by rows",
-        FixMatch(labels="round", debias=True, mean="used"),
-        keep_optimizer=True,
-    ),
-    FedAvgRow(
-        "fixmatch",
-        "FixMatch",
-        "Sohn et al. 2020",
-        "confident guesses on weak views label strong views",
-        FixMatch(),
-        pooled=True,
-    ),
-)
+    FedAvgRow("fedavg-fixmatch", "FedAvg + FixMatch", "McMahan et al. 2017; Sohn et al. 2020",
+              "confident guesses on weak views label strong views", FixMatch()),
+    FedAvgRow("fedprox-fixmatch", "FedProx + FixMatch", "Li et al. 2020; Sohn et al. 2020",
+              "FixMatch with a proximal term", FixMatch(), prox=0.01),
+    FedAvgRow("fedavg-fixmatch-global", "FedAvg + FixMatch, global labels",
+              "McMahan et al. 2017; Sohn et al. 2020; SAGE, CVPR 2025",
+              "FixMatch with the received model's guesses (FixMatch-GPL)", FixMatch(teacher="global")),
+    FedAvgRow("fixmatch-feddpl", "FixMatch-FedDPL", "FedDB, IJCAI 2024, Table 4",
+              "FedDB's debiased pseudo-labels, averaged by rows", FixMatch(labels="round", debias=True, mean="used"),
+              keep_optimizer=True),
+    FedAvgRow("fixmatch", "FixMatch", "Sohn et al. 2020", "confident guesses on weak views label strong views",
+              FixMatch(), pooled=True),
+)  # fmt: skip

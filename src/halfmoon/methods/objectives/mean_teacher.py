@@ -54,12 +54,6 @@ class MeanTeacher(Consistency):
 
 
 ROWS = (
-    FedAvgRow(
-        "mean-teacher",
-        "Mean Teacher",
-        "Tarvainen and Valpola 2017",
-        "the average of past models says what a prediction should be",
-        MeanTeacher(),
-        pooled=True,
-    ),
-)
+    FedAvgRow("mean-teacher", "Mean Teacher", "Tarvainen and Valpola 2017",
+              "the average of past models says what a prediction should be", MeanTeacher(), pooled=True),
+)  # fmt: skip

@@ -63,12 +63,6 @@ class MixMatch(Consistency):
 
 
 ROWS = (
-    FedAvgRow(
-        "mixmatch",
-        "MixMatch",
-        "Berthelot et al. 2019",
-        "sharpened guesses, and mixtures of images and labels",
-        MixMatch(),
-        pooled=True,
-    ),
-)
+    FedAvgRow("mixmatch", "MixMatch", "Berthelot et al. 2019", "sharpened guesses, and mixtures of images and labels",
+              MixMatch(), pooled=True),
+)  # fmt: skip

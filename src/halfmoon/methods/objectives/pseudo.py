@@ -71,12 +71,6 @@ class PseudoLabel(PseudoLabeling, Objective):
 
 
 ROWS = (
-    FedAvgRow(
-        "pseudo-label",
-        "Pseudo-Label",
-        "Lee 2013",
-        "the likeliest class becomes the view's own label",
-        PseudoLabel(),
-        pooled=True,
-    ),
-)
+    FedAvgRow("pseudo-label", "Pseudo-Label", "Lee 2013", "the likeliest class becomes the view's own label",
+              PseudoLabel(), pooled=True),
+)  # fmt: skip

@@ -167,12 +167,6 @@ def quarter_turns(images: Tensor, turns: Tensor) -> Tensor:
 
 
 ROWS = (
-    FedAvgRow(
-        "remixmatch",
-        "ReMixMatch",
-        "Berthelot et al. 2020",
-        "aligned guesses anchor strong views, mixed and turned",
-        ReMixMatch(),
-        pooled=True,
-    ),
-)
+    FedAvgRow("remixmatch", "ReMixMatch", "Berthelot et al. 2020",
+              "aligned guesses anchor strong views, mixed and turned", ReMixMatch(), pooled=True),
+)  # fmt: skip

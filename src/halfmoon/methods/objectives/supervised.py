@@ -26,38 +26,12 @@ class Supervised(Objective):
 
 ROWS = (
     FedAvgRow("fedavg", "FedAvg (labeled only)", "McMahan et al. 2017", "labeled images only: the floor", Supervised()),
-    FedAvgRow(
-        "fedavg-sl",
-        "FedAvg-SL (all labels)",
-        "McMahan et al. 2017",
-        "all labels: the ceiling",
-        Supervised(),
-        all_labels=True,
-    ),
-    FedAvgRow(
-        "fedprox-sl",
-        "FedProx-SL (all labels)",
-        "Li et al. 2020",
-        "all labels, with a proximal term",
-        Supervised(),
-        prox=0.01,
-        all_labels=True,
-    ),
-    FedAvgRow(
-        "supervised",
-        "Fully Supervised",
-        "SemiFL, NeurIPS 2022, Table 1",
-        "all rows in one place, all with labels: the ceiling of all",
-        Supervised(),
-        all_labels=True,
-        pooled=True,
-    ),
-    FedAvgRow(
-        "partially-supervised",
-        "Partially Supervised",
-        "SemiFL, NeurIPS 2022, Table 1",
-        "the labeled rows in one place, alone",
-        Supervised(),
-        pooled=True,
-    ),
-)
+    FedAvgRow("fedavg-sl", "FedAvg-SL (all labels)", "McMahan et al. 2017", "all labels: the ceiling", Supervised(),
+              all_labels=True),
+    FedAvgRow("fedprox-sl", "FedProx-SL (all labels)", "Li et al. 2020", "all labels, with a proximal term",
+              Supervised(), prox=0.01, all_labels=True),
+    FedAvgRow("supervised", "Fully Supervised", "SemiFL, NeurIPS 2022, Table 1",
+              "all rows in one place, all with labels: the ceiling of all", Supervised(), all_labels=True, pooled=True),
+    FedAvgRow("partially-supervised", "Partially Supervised", "SemiFL, NeurIPS 2022, Table 1",
+              "the labeled rows in one place, alone", Supervised(), pooled=True),
+)  # fmt: skip

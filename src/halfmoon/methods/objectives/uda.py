@@ -39,24 +39,14 @@ class UDA(PseudoLabeling, Objective):
 
 
 ROWS = (
-    FedAvgRow(
-        "fedavg-uda",
-        "FedAvg + UDA",
-        "McMahan et al. 2017; Xie et al. 2020",
-        "sharpened guesses on weak views teach strong views",
-        UDA(),
-    ),
-    FedAvgRow(
-        "fedprox-uda", "FedProx + UDA", "Li et al. 2020; Xie et al. 2020", "UDA with a proximal term", UDA(), prox=0.01
-    ),
-    FedAvgRow(
-        "fedavg-soft-labels",
-        "FedAvg + soft labels",
-        "McMahan et al. 2017; Tarvainen and Valpola 2017; Xie et al. 2020",
-        "what the averaged model predicts on weak views, sure or not, teaches strong views",
-        UDA(threshold=0.0, temperature=1.0, teacher="average"),
-    ),
-    FedAvgRow(
-        "uda", "UDA", "Xie et al. 2020", "sharpened guesses on weak views teach strong views", UDA(), pooled=True
-    ),
-)
+    FedAvgRow("fedavg-uda", "FedAvg + UDA", "McMahan et al. 2017; Xie et al. 2020",
+              "sharpened guesses on weak views teach strong views", UDA()),
+    FedAvgRow("fedprox-uda", "FedProx + UDA", "Li et al. 2020; Xie et al. 2020", "UDA with a proximal term", UDA(),
+              prox=0.01),
+    FedAvgRow("fedavg-soft-labels", "FedAvg + soft labels",
+              "McMahan et al. 2017; Tarvainen and Valpola 2017; Xie et al. 2020",
+              "what the averaged model predicts on weak views, sure or not, teaches strong views",
+              UDA(threshold=0.0, temperature=1.0, teacher="average")),
+    FedAvgRow("uda", "UDA", "Xie et al. 2020", "sharpened guesses on weak views teach strong views", UDA(),
+              pooled=True),
+)  # fmt: skip
