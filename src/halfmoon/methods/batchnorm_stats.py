@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfmoon.api.requirements import Place, Requirements
 from halfmoon.api.types import ClientUpdate, Federation, Local, Needs, Passes, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
@@ -25,6 +26,8 @@ from halfmoon.methods.objectives.base import chunks, masked_chunks
 
 Over = Literal["all", "cohort", "server"]
 """Whose rows are counted beside the server's: those of all registered clients, of the round's cohort, or nobody's."""
+
+PLACES: tuple[Place, ...] = ("server", "clients", "some")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,17 @@ class BatchNormStatistics(ClientUpdate):
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         return labeled + unlabeled
+
+
+def counting(norm: str, over: Over) -> Requirements:
+    """Return what a method needs whose statistics are counted `over` the rows of these."""
+    if norm != "batch" or over == "server":
+        return Requirements("sum", "", PLACES)
+    reason = (
+        "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
+        "with norm 'group' or 'none')"
+    )
+    return Requirements(reason=reason, places=PLACES, counts_statistics="norm 'group' or 'none', or sbn 'server'")
 
 
 @torch.no_grad()

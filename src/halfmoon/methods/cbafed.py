@@ -37,7 +37,7 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_least
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.objectives.base import per_image, supervised, sweep_logits
+from halfmoon.methods.objectives.base import LabeledOnce, per_image, supervised, sweep_logits
 from halfmoon.methods.objectives.mixing import one_hot
 from halfmoon.models import forward
 
@@ -98,7 +98,7 @@ def residual(new: Tree, saved: Tree, share: float) -> Tree:
 
 
 @dataclass(frozen=True)
-class Balanced(ClientUpdate):
+class Balanced(LabeledOnce):
     """The client of CBAFed."""
 
     options: CBAFed = CBAFed()
@@ -134,13 +134,6 @@ class Balanced(ClientUpdate):
         label, confidence = torch.where(passes, top, next_), torch.where(passes, first, second)
         accepted = passes | second_passes
         return Pseudo(torch.where(accepted, label, top), torch.where(accepted, confidence, first), accepted.to(p.dtype))
-
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        accepted = carry["weight"] > 0
-        return accepted | ((data.labeled > 0) & ~accepted.any())
-
-    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and a step back at the end of every few epochs of the labeled images."""

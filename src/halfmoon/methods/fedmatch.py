@@ -48,19 +48,7 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import (
-    Batch,
-    ClientUpdate,
-    Federation,
-    Local,
-    Needs,
-    Passes,
-    Pseudo,
-    StepMetrics,
-    Task,
-    WeightedMetric,
-    sample,
-)
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -333,9 +321,8 @@ class Disjoint(ClientUpdate):
         count = used.sum().clamp_min(1) if o.mean == "used" else padding.count(used, batch.u_real)
         far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
         penalty = o.l2_weight * far + o.l1_weight * tree.sum_of(leaf.abs().sum() for leaf in tree.leaves(psi))
-        samples: dict[str, WeightedMetric] = {"penalty": sample(penalty)}
         pseudo = (Pseudo(label, confidence, used),)
-        return (each * used).sum() / count + penalty, (moments, pseudo, samples, state)
+        return (each * used).sum() / count + penalty, (moments, pseudo, {"penalty": sample(penalty)}, state)
 
     def _look(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
         """Return the logits (b, classes) of strong and guessed view, and the moments."""

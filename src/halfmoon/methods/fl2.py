@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import Place, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
@@ -37,11 +37,11 @@ from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, combine
-from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, counting, estimate
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives import Supervised
-from halfmoon.methods.objectives.base import chunks, per_image, supervised
+from halfmoon.methods.objectives.base import LabeledOnce, per_image, running_logits, supervised
 from halfmoon.methods.objectives.thresholding import Threshold
 from halfmoon.models import forward
 
@@ -72,14 +72,7 @@ class FL2(ModelAveraging):
             raise UserError(f"warmup is {self.warmup}: give how often the server trains before the first round, or 0.")
 
     def requirements(self, norm: str) -> Requirements:
-        places: tuple[Place, ...] = ("server", "clients", "some")
-        if norm != "batch" or self.sbn == "server":
-            return Requirements("sum", "", places)
-        reason = (
-            "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
-            "with norm 'group' or 'none')"
-        )
-        return Requirements(reason=reason, places=places, counts_statistics="norm 'group' or 'none', or sbn 'server'")
+        return counting(norm, self.sbn)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
@@ -108,7 +101,7 @@ class FL2(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class SharpnessAware(ClientUpdate):
+class SharpnessAware(LabeledOnce):
     """The client of (FL)^2."""
 
     options: FL2 = FL2()
@@ -119,22 +112,11 @@ class SharpnessAware(ClientUpdate):
         return Needs(("strong",), sweep=("weak",), masks=True, keep_optimizer=keep, uplink=uplink)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        with torch.no_grad():
-            network, weak = self.task.network, data.views["weak"]
-            parts = [network.predict(down["params"], down["stats"], part).detach() for part in chunks(weak)]
-        p = torch.cat(parts).softmax(-1)
-        pseudo = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold).pseudo_label_all(
-            p, {}, data.u_real
-        )
+        p = running_logits(self.task, down["params"], down["stats"], data.views["weak"]).softmax(-1)
+        rule = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold)
+        pseudo = rule.pseudo_label_all(p, {}, data.u_real)
         status = padding.mean_or_zero(p.amax(-1), data.u_real)
         return {**super().begin(down, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
-
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        sure = carry["weight"] > 0
-        return sure | ((data.labeled > 0) & ~sure.any())
-
-    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step."""
@@ -181,11 +163,9 @@ class SharpnessAware(ClientUpdate):
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         drawn = self.keep(carry, data)
         trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any() & (data.unlabeled > 0)
-        weight = (
-            (1 - carry["status"]).clamp_min(1e-6) if self.options.status_aware else torch.ones_like(carry["status"])
-        )
+        status = carry["status"] if self.options.status_aware else torch.zeros_like(carry["status"])
         _, memory = super().finish(down, carry, data)
-        return Upload({"params": carry["params"]}, (weight * trained).double()), memory
+        return Upload({"params": carry["params"]}, ((1 - status).clamp_min(1e-6) * trained).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         taught = labeled + unlabeled

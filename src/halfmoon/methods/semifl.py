@@ -50,31 +50,27 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import Place, Requirements
-from halfmoon.api.types import (
-    Batch,
-    ClientUpdate,
-    Federation,
-    Local,
-    Needs,
-    Passes,
-    Pseudo,
-    StepMetrics,
-    Task,
-    WeightedMetric,
-    sample,
-)
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import combine
-from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, counting, estimate
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.halves import apart, joined
 from halfmoon.methods.objectives import Supervised
-from halfmoon.methods.objectives.base import chunks, debiased, per_image, prior, supervised, teacher_logits
+from halfmoon.methods.objectives.base import (
+    LabeledOnce,
+    debiased,
+    per_image,
+    prior,
+    running_logits,
+    supervised,
+    teacher_logits,
+)
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward
 
@@ -138,15 +134,7 @@ class SemiFL:
         return joined(model["rest"], tree.map(torch.add, model["sigma"], psi))
 
     def requirements(self, norm: str) -> Requirements:
-        places: tuple[Place, ...] = ("server", "clients", "some")
-        if norm != "batch" or self.sbn == "server":
-            return Requirements("sum", "", places)
-        reason = (
-            "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
-            "with norm 'group' or 'none')"
-        )
-        counts = "norm 'group' or 'none', or sbn 'server'"
-        return Requirements(reason=reason, places=places, counts_statistics=counts)
+        return counting(norm, self.sbn)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
@@ -221,7 +209,7 @@ class SigmaTraining(ClientUpdate):
 
 
 @dataclass(frozen=True)
-class Mixing(ClientUpdate):
+class Mixing(LabeledOnce):
     """The client of SemiFL: label, then train on confident and on mixed rows."""
 
     options: SemiFL = SemiFL()
@@ -256,8 +244,7 @@ class Mixing(ClientUpdate):
         if not self.needs.sweep:
             return carry
         received = self.options.parameters(down)
-        parts = [self._predict(received, down["stats"], part) for part in chunks(data.views["weak"])]
-        guess = torch.cat(parts)
+        guess = running_logits(self.task, received, down["stats"], data.views["weak"])
         expected = prior(guess, data.u_real)
         p = self._predicted(guess, expected)
         if by_step:
@@ -267,15 +254,10 @@ class Mixing(ClientUpdate):
         return {**carry, **pseudo._asdict(), "real": data.real}
 
     def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        if self.options.labels == "step":
-            return None
-        sure = carry["weight"] > 0
-        return sure | ((data.labeled > 0) & ~sure.any())
+        return super().keep(carry, data) if self.options.labels == "round" else None
 
     def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        if self.options.labels == "step":
-            return ()
-        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
+        return super().guesses(carry, data) if self.options.labels == "round" else ()
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step; with labels "step", one that has neither labels nor sure guesses is skipped."""
@@ -286,10 +268,10 @@ class Mixing(ClientUpdate):
             sure = pseudo.weight.sum() > 0
             teaches = sure if batch.x_real is None else sure | batch.x_real.any()
             new = {**tree.select(teaches, new, carry), "thresholds": state}
-        samples: dict[str, WeightedMetric] = {}
-        if self.options.labels == "round":
-            samples["kept"] = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
-        return new, StepMetrics(loss, samples, (pseudo,))
+        if self.options.labels == "step":
+            return new, StepMetrics(loss, {}, (pseudo,))
+        kept = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
+        return new, StepMetrics(loss, {"kept": kept}, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         drawn, rows = self.keep(carry, data), data.unlabeled > 0
@@ -349,11 +331,6 @@ class Mixing(ClientUpdate):
     def _guess(self, params: Tree, down: Tree, carry: Tree, images: Tensor, real: Tensor | None) -> Tensor:
         """Return the predictions (b, classes) that label a step, under the task's `labeling` statistics."""
         return self._predicted(teacher_logits(self.task, params, down["stats"], images, real), carry.get("prior"))
-
-    @torch.no_grad()
-    def _predict(self, params: Tree, stats: Tree, images: Tensor) -> Tensor:
-        """Return detached logits under static statistics."""
-        return self.task.network.predict(params, stats, images).detach()
 
     def _predicted(self, guess: Tensor, expected: Tensor | None) -> Tensor:
         """Return the predictions of logits (b, classes), debiased where that is wanted."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
 from halfmoon.core.losses import cross_entropy
 from halfmoon.core.optim import Number, at_most_one, exp
@@ -205,6 +205,24 @@ def teacher_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: 
     return task.network.train(params, images, real=real)[0].detach()
 
 
+@dataclass(frozen=True)
+class LabeledOnce(ClientUpdate):
+    """A client that labels its rows when its update begins: its carry has "label", "confidence" and "weight" (U,)."""
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        sure = carry["weight"] > 0
+        return sure | ((data.labeled > 0) & ~sure.any())
+
+    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
+        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
+
+
+@torch.no_grad()
+def running_logits(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
+    """Return detached logits (n, classes) of all images (n, C, H, W) under these statistics."""
+    return torch.cat([task.network.predict(params, stats, part).detach() for part in chunks(images)])
+
+
 @torch.no_grad()
 def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
     """Return detached logits (n, classes) of all images (n, C, H, W), under the task's `labeling` statistics.
@@ -214,7 +232,7 @@ def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: Te
     if not len(images):
         return next(leaves(params)).new_zeros(0, task.network.classes)
     if task.labeling == "running":
-        return torch.cat([task.network.predict(params, stats, part).detach() for part in chunks(images)])
+        return running_logits(task, params, stats, images)
     if real is None:
         return torch.cat([task.network.train(params, part)[0].detach() for part in chunks(images)])
     rows, there, places = masked_chunks(real)
