@@ -44,14 +44,7 @@ from halfmoon.methods.fine_regulator import Input, Through, WeightedLoss, weigh
 from halfmoon.methods.objectives.base import per_image
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 from halfmoon.methods.objectives.thresholding import Rule
-from halfmoon.methods.regulators import (
-    Student,
-    coarse_student,
-    followed,
-    local_student,
-    log_shares,
-    norm,
-)
+from halfmoon.methods.regulators import Student, coarse_student, followed, local_student, log_shares, norm
 from halfmoon.models.network import linear
 
 
@@ -124,10 +117,9 @@ class FedDure(ModelAveraging):
     @property
     def guessing(self) -> PseudoLabeling:
         """Return where the pseudo-labels of Eq. 1 come from, and which count where no F-reg weighs them."""
-        if self.fine:
-            return PseudoLabeling(labels=self.labels, debias=self.debias)
         rule: dict[str, Any] = {"thresholding": self.thresholding, "threshold_decay": self.threshold_decay}
-        return PseudoLabeling(labels=self.labels, debias=self.debias, threshold=self.threshold, **rule)
+        rule = {} if self.fine else {**rule, "threshold": self.threshold}
+        return PseudoLabeling(labels=self.labels, debias=self.debias, **rule)
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {**model, "round": torch.zeros((), dtype=torch.int64)}
@@ -199,11 +191,7 @@ class Regulated(ClientUpdate):
             classes, hidden = self.task.network.classes, self.options.hidden
             params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
             params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
-            params = tree.to(params, like.device, like.dtype)
-            memory["regulator"] = {
-                "params": params,
-                "optimizer": optimizer_of(self.options, self.task, "regulator").init(params),
-            }
+            memory["regulator"] = self._learner("regulator", tree.to(params, like.device, like.dtype))
         memory |= super().remember(down, generator)
         if self.options.reward_baseline is not None:
             memory["baseline"] = {"mean": like.new_zeros(()), "count": like.new_zeros((), dtype=torch.float64)}
@@ -214,16 +202,10 @@ class Regulated(ClientUpdate):
         carry = {**super().begin(down, memory, data), "cached": cached}
         carry |= self.options.guessing.begin(self.task, memory, data, cached)
         if self.options.coarse:
-            carry["coarse"] = {
-                "params": down["params"],
-                "optimizer": optimizer_of(self.options, self.task, "coarse").init(down["params"]),
-            }
+            carry["coarse"] = self._learner("coarse", down["params"])
         if self.options.fine:
-            carry["regulator"] = dict(memory["regulator"])
-            if not self.options.keep_regulator_optimizer:
-                carry["regulator"]["optimizer"] = optimizer_of(self.options, self.task, "regulator").init(
-                    carry["regulator"]["params"]
-                )
+            kept, fresh = memory["regulator"], not self.options.keep_regulator_optimizer
+            carry["regulator"] = self._learner("regulator", kept["params"]) if fresh else dict(kept)
         if self.options.reward_baseline is not None:
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
@@ -313,14 +295,12 @@ class Regulated(ClientUpdate):
         if self.options.coarse:
             gradient = student.pull(weighted.blame(regulator), False)  # Eq. 2
             norms["coarse_gradient"] = norm(gradient)
-            params, optimizer = optimizer_of(self.options, self.task, "coarse").step(
-                student.params, gradient, carry["coarse"]["optimizer"]
-            )
-            new["coarse"] = {"params": params, "optimizer": optimizer}
+            new["coarse"] = self._learned("coarse", carry["coarse"], gradient)
             with torch.no_grad():  # Eq. 3
-                d = self._labeled_loss(student.params, carry, batch) - self._labeled_loss(params, carry, batch)
-            d = -d if self.options.sign == "new-old" else d
-            reward = d
+                before, after = (
+                    self._labeled_loss(part["params"], carry, batch) for part in (carry["coarse"], new["coarse"])
+                )
+            reward = d = after - before if self.options.sign == "new-old" else before - after
             if self.options.reward_baseline is not None:
                 reward = d - carry["baseline"]["mean"]
                 new["baseline"] = followed(carry["baseline"], d, self.options.reward_baseline)
@@ -336,10 +316,19 @@ class Regulated(ClientUpdate):
         judged, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
         lesson = weighted.lesson(before["params"], student.tangent(judged))
         gradient = tree.map(lambda leaf: leaf * -lr, lesson)  # Eq. 5
-        params, optimizer = optimizer_of(self.options, self.task, "regulator").step(
-            before["params"], gradient, before["optimizer"]
-        )
-        return {"params": params, "optimizer": optimizer}, norm(gradient)
+        return self._learned("regulator", before, gradient), norm(gradient)
+
+    def _optimizer(self, which: Literal["coarse", "regulator"]) -> Optimizer:
+        """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
+        lr, plain = rate(self.options, self.task, which), which == "coarse" and self.options.coarse_step == "plain"
+        return SGD(lr) if plain else self.task.optimizer.with_lr(lr)
+
+    def _learner(self, which: Literal["coarse", "regulator"], params: Tree) -> Tree:
+        return {"params": params, "optimizer": self._optimizer(which).init(params)}
+
+    def _learned(self, which: Literal["coarse", "regulator"], learner: Tree, gradient: Tree) -> Tree:
+        params, optimizer = self._optimizer(which).step(learner["params"], gradient, learner["optimizer"])
+        return {"params": params, "optimizer": optimizer}
 
     def _labeled_loss(self, params: Tree, carry: Tree, batch: Batch) -> Tensor:
         """Return CE(y, f(x)) of the minibatch, the judge of Eq. 3 and 5."""
@@ -361,12 +350,6 @@ def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regu
     """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
     chosen = {"virtual": options.virtual_lr, "coarse": options.coarse_lr, "regulator": options.regulator_lr}[which]
     return task.optimizer.lr if chosen is None else chosen * task.rate
-
-
-def optimizer_of(options: FedDure, task: Task, which: Literal["coarse", "regulator"]) -> Optimizer:
-    """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
-    lr = rate(options, task, which)
-    return SGD(lr) if which == "coarse" and options.coarse_step == "plain" else task.optimizer.with_lr(lr)
 
 
 ROWS = (

@@ -121,7 +121,7 @@ def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tenso
     z = F.normalize(z, dim=-1)
     same = torch.eye(len(z), dtype=torch.bool, device=z.device)
     if real is not None:
-        same |= real[:, None] & ~real  # a row that is padding keeps its partner: it counts nothing, but is finite
+        same = same | (real[:, None] & ~real)  # a padding row keeps its partner: it counts nothing, but is finite
     alike = torch.where(same, -torch.inf, z @ z.T / temperature)
     partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
     return supervised(alike, partner, real)
