@@ -104,12 +104,7 @@ def scores(
 
 @torch.no_grad()
 def mean_prediction(
-    network: Network,
-    model: Tree,
-    normalize: Normalize,
-    images: Tensor,
-    batch: int = 1000,
-    spread: Spread = map,
+    network: Network, model: Tree, normalize: Normalize, images: Tensor, batch: int = 1000, spread: Spread = map
 ) -> np.ndarray:
     """Return the mean class probabilities, float64 (classes,), of one or more images, uint8 (N, C, H, W).
 

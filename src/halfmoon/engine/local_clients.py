@@ -20,13 +20,7 @@ from halfmoon.core.tensors import tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, natural
-from halfmoon.engine.driver import (
-    ClientContext,
-    ClientResult,
-    ClientTask,
-    Query,
-    first_memory,
-)
+from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, first_memory
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.programs import PADDED, grouped
 from halfmoon.engine.sampling import Amount, Batching, Views

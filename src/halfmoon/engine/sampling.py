@@ -140,13 +140,7 @@ def cycle(rows: Tensor, length: int, generator: torch.Generator) -> Tensor:
 
 
 def draw(
-    amount: Amount,
-    local: Local,
-    views: Views,
-    needs: Needs,
-    keep: Tensor | None,
-    seed: int,
-    *path: int | str,
+    amount: Amount, local: Local, views: Views, needs: Needs, keep: Tensor | None, seed: int, *path: int | str
 ) -> DrawnUpdate:
     """Draw a client update from (seed, *path); a client whose `keep` (U,) allows no row takes no step.
 

@@ -13,9 +13,7 @@ each starts at random, would make Eq. 2 average unrelated networks), the round c
 unsupervised loss, and the unlabeled mean runs over the minibatch (Eq. 9 and 10: over all of the client's images). Where
 they differ this file follows the paper: weights by size (Eq. 1; the code's are uniform, the same for its equal
 clients). With `statistics = "separate"` the passes are the code's, three a model, but the running statistics take in
-the weak views first, where the code's take in the labeled images. Its guards (1e-8 inside logarithms, a term that
-is not finite set to 0) are left out: log-softmax needs none. Gradient clipping (value 0.1), the number of steps and one
-augmentation for all images of a step are the task's, not the method's.
+the weak views first. Its guards (1e-8 inside logarithms, a term that is not finite set to 0) are left out.
 """
 
 from collections.abc import Callable, Mapping

@@ -19,8 +19,7 @@ changed.
 
 Bytes: an entry travels where it has moved by more than `delta_threshold` from what the receiver has (the paper's sparse
 communication), as 4 bytes of index and its value; a tree of which more than half has moved travels whole. What has not
-travelled is not used either. The paper gives shares of parameters in place of bytes. It is the wire format that is
-counted: to form it, the server of a real federation has to keep what each client has, 2 P each.
+travelled is not used either. It is this wire format that is counted; the paper gives shares of parameters.
 
 Departures from the authors' code:
 - Biases and normalizations belong to sigma: their networks have neither (`norm` "none"; there sigma and psi are all).
@@ -28,12 +27,11 @@ Departures from the authors' code:
 - sigma is averaged over the clients with labels; in their two scenarios all clients have some, or none.
 - Downloads below the threshold are left out; there, all server weights then overwrite them. The entries of psi that go
   up are cut at `l1_threshold`; there, those that changed go up uncut. A first meeting is counted whole.
-- Learning rates follow the task. Theirs fall to a third when a client's validation loss has not improved for 5 rounds
-  (20, labels at the server): no client here has validation images. At 1 / (2 l2_weight), plain SGD sets psi to sigma in
-  one step, and from twice that it diverges: their rate, 1e-3, moves it by 2 % a step.
+- Learning rates follow the task; theirs fall to a third when a client's validation loss stops improving. At
+  1 / (2 l2_weight), plain SGD sets psi to sigma in one step, and from twice that it diverges.
 - For labels at the server they set l1_weight, l1_threshold and delta_threshold to 1e-5.
 
-SemiFL's tables have a version of their own, which is that method's loop: `halfmoon.methods.semifl`, `fedmatch-semifl`.
+SemiFL's tables have a version of their own: `halfmoon.methods.semifl`, `fedmatch-semifl`.
 """
 
 from collections.abc import Mapping
@@ -111,10 +109,7 @@ class FedMatch:
         return Requirements(reason=reason, places=ANYWHERE, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {
-            "train": Disjoint(task, self, self._due(task)),
-            "serve": Teaching(task, self),
-        }
+        return {"train": Disjoint(task, self, self._due(task)), "serve": Teaching(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         psi = tree.map(lambda leaf: leaf * self.psi_start, kernels(model["params"]))
@@ -214,11 +209,8 @@ class Disjoint(ClientUpdate):
         if self.options.delta_threshold is None:
             return first
         parts = {name: tree.zeros_like(down[name]) for name in ("sigma", "psi")}
-        return {
-            **first,
-            **parts,
-            "met": torch.zeros((), dtype=torch.float64, device=next(tree.leaves(down["psi"])).device),
-        }
+        met = torch.zeros((), dtype=torch.float64, device=next(tree.leaves(down["psi"])).device)
+        return {**first, **parts, "met": met}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         received = {name: down[name] for name in ("sigma", "psi")}

@@ -76,11 +76,7 @@ class FL2(ModelAveraging):
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
-        return {
-            "train": SharpnessAware(task, self),
-            "fine-tune": own_labels,
-            "census": BatchNormStatistics(task),
-        }
+        return {"train": SharpnessAware(task, self), "fine-tune": own_labels, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {**model, "momentum": tree.zeros_like(model["params"])}

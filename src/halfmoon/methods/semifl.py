@@ -22,8 +22,7 @@ Departures: the paper's text names few hyper-parameters; the defaults are those 
 - Epochs and batch sizes are the batch rule's, under which a last batch is filled, not cut. One that holds all rows at
   once ("rest") cycles the fix set.
 - Under `task.statistics` "joint" strong and mixed images share a forward pass; "separate" is the authors' reading.
-  Labels "step" are made in passes of their own.
-- Their third forward pass, on weak views, serves a log alone and is left out.
+  Labels "step" are made in passes of their own. Their third pass, on weak views, serves a log and is left out.
 - `fine_tune` False is the authors' control, and its fall is not for want of training in turn. The step with momentum
   starts at the model that the server has just trained, so that the server's half of a change of d stays as d/2 in its
   round and loses keep d/2, keep^2 d/2, ... in those after it: d (1/2 - keep/2 - keep^2/2 - ...), which at the default
