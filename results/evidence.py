@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 LINES, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "csv", "png"))
 PAGES = (
     HERE / "evidence.md",
+    HERE / "evidence_images.md",
+    HERE / "evidence_xrays.md",
     HERE / "evidence_older.md",
     HERE.parent / "docs" / "index.md",
 )
