@@ -44,6 +44,7 @@ SMALLEST: dict[str, Small] = {
     "cores": ("--cohort 2 --steps 1 --turns 1 --cores 2", {}),
     "damaged_federations": ("--places 1", {}),
     "damaged_folders": ("--places 1", {}),
+    "dicom_files": ("--files 20", {}),
     "failing_disks": ("--every 60", {}),
     "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),

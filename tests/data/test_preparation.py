@@ -156,20 +156,100 @@ def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
     assert read(WindowCenter=1000, WindowWidth=2001) == [0, 128, 255]
     assert read(WindowCenter=1000, WindowWidth=4001) == [0, 128, 255]
     assert read(WindowCenter=[2000, 5], WindowWidth=[2001, 5]) == [0, 0, 255]
-    assert read(PhotometricInterpretation="MONOCHROME1") == [255, 127, 0]
+    assert read(PhotometricInterpretation="MONOCHROME1") == [255, 128, 0]
     data = dicom(tmp_path / "a.dcm", stored, **slope)
     assert fitted(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == [0, 255, 255]
 
 
-def test_dicom_that_is_no_single_gray_image_says_so(tmp_path: Path) -> None:
-    """Several frames and color are refused; what is damaged is no readable file."""
-    frames = np.zeros((2, 2, 3))
-    with pytest.raises(UserError, match="it has 2 frames; cut it into files"):
-        fitted(dicom(tmp_path / "a.dcm", frames, NumberOfFrames=2), "a", 1, 1, 1)
-    with pytest.raises(UserError, match="its pixels are RGB, not gray"):
-        fitted(dicom(tmp_path / "a.dcm", frames[0], PhotometricInterpretation="RGB"), "a", 1, 1, 1)
-    with pytest.raises(UserError, match="a"):
-        fitted(dicom(tmp_path / "a.dcm", frames[0])[:200], "a", 1, 1, 1)
+def test_signed_dicom_keeps_its_values(tmp_path: Path) -> None:
+    """-1000, 0 and 1000 in a window from -1000 to 1000 are 0, 127.5 and 255; with MONOCHROME1 the other way round."""
+    stored = np.array([[-1000, 0, 1000]], np.int16)
+    signed = {"PixelRepresentation": 1, "BitsStored": 16, "HighBit": 15, "PixelData": stored.tobytes()}
+    for kind, gray in (("MONOCHROME2", [0, 128, 255]), ("MONOCHROME1", [255, 128, 0])):
+        data = dicom(tmp_path / "a.dcm", stored, **signed, PhotometricInterpretation=kind)
+        assert fitted(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == gray
+
+
+def test_one_frame_stands_for_several(tmp_path: Path) -> None:
+    """The middle one of five, or the one that the file names; its own window and slope go before those of all."""
+    from pydicom.dataset import Dataset
+
+    stored = np.repeat(np.arange(5) * 10, 4).reshape(5, 2, 2)
+    read = lambda **header: fitted(dicom(tmp_path / "a.dcm", stored, NumberOfFrames=5, **header), "a", 2, 2, 1)  # noqa: E731
+    window = {"WindowCenter": 50.5, "WindowWidth": 101}
+    assert read(**window)[0, 0, 0] == 51  # 20 of 0..100 is 51 of 255
+    assert read(**window, RepresentativeFrameNumber=5)[0, 0, 0] == 102
+    groups = []
+    for slope in range(1, 6):
+        group, value = Dataset(), Dataset()
+        value.RescaleSlope, value.RescaleIntercept = slope, 0
+        group.PixelValueTransformationSequence = [value]
+        groups.append(group)
+    assert read(**window, PerFrameFunctionalGroupsSequence=groups)[0, 0, 0] == 153  # the third: 3 * 20
+
+
+def test_one_bright_spot_leaves_the_rest_visible() -> None:
+    """Of 1,000 values from 0 to 999 and one of 65535 white is the 99.5th percentile, so the middle is gray."""
+    pixels = np.append(np.arange(1000), 65535).astype(np.uint16).reshape(7, 143)
+    gray = eight_bits(pixels, None, "x").reshape(-1)
+    assert abs(int(gray[500]) - 128) <= 1
+    assert (gray[0], gray[-1]) == (0, 255)
+
+
+def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
+    """What is damaged, too large or without pixels is one sentence, before anything is decoded."""
+    frames = np.zeros((2, 3))
+    for data, words in (
+        (dicom(tmp_path / "a.dcm", frames)[:200], "a: "),
+        (dicom(tmp_path / "a.dcm", frames, Rows=60_000, Columns=60_000), "of 67,108,864 at most"),
+        (dicom(tmp_path / "a.dcm", frames, Rows=None), "without an image"),
+    ):
+        with pytest.raises(UserError, match=words):
+            fitted(data, "a", 1, 1, 1)
+
+
+def archive(folder: Path, patients: int, each: int) -> None:
+    """Write what an archive exports: files without a suffix, in folders of studies, and an index beside them."""
+    for patient in range(patients):
+        for k in range(each):
+            place = folder / f"1.2.{patient}" / f"1.2.{patient}.{k % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            ids = {"PatientID": f"P{patient}", "StudyInstanceUID": f"1.2.{patient}"}
+            dicom(place / f"1.2.{patient}.7.{k}", np.full((2, 2), 10 * patient + k), **ids)
+    dicom(folder / "DICOMDIR", np.zeros((2, 2)))
+    kind, index = b"1.2.840.10008.5.1.4.1.1.7\0", b"1.2.840.10008.1.3.10"
+    data = (folder / "DICOMDIR").read_bytes().replace(kind, index.ljust(len(kind), b"\0"))
+    (folder / "DICOMDIR").write_bytes(data)
+
+
+def test_files_without_a_suffix_are_known_by_their_content(tmp_path: Path) -> None:
+    """A site is read as an archive writes it; the index of the medium is no image."""
+    from halfmoon.sites.folders import look, prepare
+
+    archive(tmp_path / "site", 3, 4)
+    (tmp_path / "site/notes").write_text("no image")
+    site, findings = look(tmp_path / "site")
+    assert len(site) == 12
+    assert [each.names for each in findings if each.kind == "files that are no images"] == [("DICOMDIR", "notes")]
+    assert prepare(tmp_path / "site", channels=1).site.images.shape == (12, 2, 2, 1)
+
+
+def test_no_patient_is_on_both_sides(tmp_path: Path) -> None:
+    """Of 2 classes with 10 patients of 4 images each about a fifth is the test, and of those left a fifth validates."""
+    from halfmoon.data.images import hold_out
+
+    for name in ("a", "b"):
+        for patient in range(10):
+            for k in range(4):
+                place = tmp_path / name / f"{patient}-{k}"
+                place.parent.mkdir(exist_ok=True)
+                dicom(place, np.full((2, 2), k), PatientID=f"{name}{patient}", PatientName="Doe^Jane")
+    source = load(str(tmp_path), how=Preparation(channels=1))
+    parts = hold_out(source, 0.2).parts
+    groups = {name: set(part.groups or ()) for name, part in parts.items()}
+    assert {name: len(each) for name, each in groups.items()} == {"train": 12, "test": 4, "validation": 4}
+    assert not groups["train"] & (groups["test"] | groups["validation"])
+    assert len(set.union(*groups.values())) == 20
 
 
 def test_images_in_the_bytes_of_a_file_give_no_warning(

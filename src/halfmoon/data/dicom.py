@@ -1,78 +1,208 @@
-"""DICOM files (extra `medical`): gray images by rescale slope, window and photometric interpretation, and nothing else.
+"""DICOM files (extra `dicom`), known by their content: one frame of each as an image of full depth, white where it is
+meant white.
 
-Of the header only what makes pixels into gray values is read: no name, number or date of a person is ever looked at or
-copied.
+Grays go through modality rescale (or its table); the file's window says how they are shown. A presentation table
+(VOI LUT Sequence) is not applied. Of the header only that is read, and for `patients` two identifiers, which stay in
+memory.
 """
 
 import io
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from halfmoon.core.errors import UserError, install, one_line
-from halfmoon.data.preparation import eight_bits
+from halfmoon.data.preparation import MOST_PIXELS, extremes
 
 SUFFIXES = (".dcm", ".dicom")
-FRAMES = "cut it into files of one image each first"
+MAGIC = b"DICM"
+_CLASS = b"\x02\x00\x02\x00UI"
+"""What stands before the kind of object in a file's first bytes."""
+
+_STORED = b"1.2.840.10008.5.1.4.1.1."
+_NO_IMAGES = (
+    b"1.2.840.10008.1.3.10",
+    *(_STORED + kind for kind in (b"11.", b"88.", b"104.", b"481.3", b"481.5", b"66\0", b"66.1", b"9.")),
+)
+"""Kinds of objects without pixels: indexes of a medium, presentation states, reports, documents, plans, raw data,
+waveforms."""
 
 
 def is_dicom(data: bytes) -> bool:
-    return data[128:132] == b"DICM"
+    return data[128:132] == MAGIC
 
 
-def read(data: bytes, place: str, window: tuple[float, float] | None) -> np.ndarray:
-    """Return the image of a DICOM file, uint8 (H, W), white where the scanner's people meant white.
-
-    Values go through rescale slope and intercept; `window` says which of them are black and white, else the file's own
-    window does, else the extremes of the image. MONOCHROME1 is inverted. Raise UserError for several frames, for color,
-    and for what cannot be read.
-    """
-    file = _opened(data, place, pixels=True)
-    frames = int(file.get("NumberOfFrames") or 1)
-    if frames > 1:
-        raise UserError(f"{place}: it has {frames} frames; {FRAMES}.")
-    kind = str(file.get("PhotometricInterpretation", ""))
-    if kind not in ("MONOCHROME1", "MONOCHROME2"):
-        raise UserError(f"{place}: its pixels are {kind or 'of no known kind'}, not gray; convert it to PNG first.")
+def holds_image(path: Path | str) -> bool:
+    """Return whether a file is a DICOM file by its content, and none of a kind that has no pixels."""
     try:
-        pixels = np.asarray(file.pixel_array)
-    except Exception as error:  # pydicom's decoders raise whatever they like
-        raise UserError(f"{place}: its pixels cannot be read ({one_line(error)[:200]}).") from error
-    slope, intercept = _number(file, "RescaleSlope", 1.0), _number(file, "RescaleIntercept", 0.0)
-    values = pixels.astype(np.float64) * slope + intercept
-    center, width = _number(file, "WindowCenter", None), _number(file, "WindowWidth", None)
-    if window is None and center is not None and width is not None and width >= 1:
-        window = (center - 0.5 - (width - 1) / 2, center - 0.5 + (width - 1) / 2 + 1e-9)  # PS3.3 C.11.2.1.2
-    if window is None:
-        window = (float(values.min()), max(float(values.max()), float(values.min()) + 1))
-    gray = eight_bits(values, window, place)
-    return 255 - gray if kind == "MONOCHROME1" else gray
+        with open(path, "rb") as file:
+            head = file.read(400)
+    except OSError:
+        return False
+    kind = head[head.find(_CLASS) + 8 :] if _CLASS in head else b""
+    return is_dicom(head) and not kind.startswith(_NO_IMAGES)
 
 
-def sides(data: bytes, place: str) -> tuple[int, int]:
-    """Return height and width, without the pixels."""
-    file = _opened(data, place, pixels=False)
-    return int(file.get("Rows", 0)), int(file.get("Columns", 0))
+def read(data: bytes, place: str) -> Image.Image:
+    """Return the frame that stands for a DICOM file: the one that the file names, else the middle one.
+
+    Color is 8-bit RGB. Gray has mode I;16 or F; `info` says what a gray means, value = slope * gray + intercept
+    (`rescale`), and how it is shown (`window`: the values of black and white). Raise UserError for what cannot be read.
+    """
+    file = _opened(data, place)
+    try:
+        if not file.get("Rows") or not file.get("Columns"):
+            raise UserError(f"{place}: a DICOM file without an image; remove it.")
+        if int(file.Rows) * int(file.Columns) > MOST_PIXELS:
+            size = f"{file.Columns}x{file.Rows}"
+            raise UserError(f"{place}: the image has {size} pixels, of {MOST_PIXELS:,} at most; make it smaller.")
+        return _decoded(file, data, place)
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:  # a damaged header makes pydicom and its decoders raise whatever they like
+        raise UserError(_undecoded(file, place, error)) from error
 
 
-def _opened(data: bytes, place: str, pixels: bool) -> Any:
+def _decoded(file: Any, data: bytes, place: str) -> Image.Image:
+    tools: Any = import_module("pydicom.pixels")
+    frame, kind = chosen_frame(file), str(file.get("PhotometricInterpretation", ""))
+    pixels = tools.pixel_array(io.BytesIO(data), index=frame)
+    if kind == "PALETTE COLOR":
+        pixels = tools.apply_color_lut(pixels, file)
+    if pixels.ndim == 3:
+        depth = 8 * pixels.dtype.itemsize if kind == "PALETTE COLOR" else int(file.get("BitsStored", 8))
+        return Image.fromarray((pixels >> max(0, depth - 8)).astype(np.uint8))
+    if "ModalityLUTSequence" in file:
+        pixels = tools.apply_modality_lut(pixels, file)
+    return _gray(file, frame, np.asarray(pixels), kind == "MONOCHROME1", place)
+
+
+def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str) -> Image.Image:
+    """Return gray values as an image whose larger values are lighter, with their meaning."""
+    parts = list(_parts(file, frame))
+    slope, intercept = _number(parts, "RescaleSlope", 1.0) or 1.0, _number(parts, "RescaleIntercept", 0.0)
+    if "ModalityLUTSequence" in file:
+        slope, intercept = 1.0, 0.0
+    if pixels.dtype.itemsize > 2 or pixels.dtype.kind == "f":
+        if not np.isfinite(pixels).all():
+            raise UserError(f"{place}: some of its values are no numbers; leave it out.")
+        pixels = pixels.astype(np.float32)
+    else:
+        low = min(0, int(pixels.min()))  # signed values become unsigned ones
+        pixels = (pixels.astype(np.int32) - low).astype(np.uint16) if low else pixels.astype(np.uint16, copy=False)
+        intercept += slope * low
+    top = float(pixels.max())
+    if inverted:
+        pixels, slope, intercept = pixels.max() - pixels, -slope, intercept + slope * top
+    image = Image.fromarray(pixels)
+    center, width = _number(parts, "WindowCenter", None), _number(parts, "WindowWidth", None)
+    if center is not None and width is not None and width >= 1:
+        exact = _first(parts, "VOILUTFunction") == "LINEAR_EXACT"
+        half, center = (width / 2, center) if exact else ((width - 1) / 2, center - 0.5)  # PS3.3 C.11.2.1.2
+        ends = center - half, center + max(half, 1e-9)
+    elif int(file.get("BitsStored", 16)) <= 8 and file.get("PixelRepresentation", 0) == 0:
+        most = 2 ** int(file.BitsStored) - 1  # all that 8 bits can say, as in other files of 8 bits
+        stored = (top - most, top) if inverted else (0.0, most)
+        ends = tuple(end * slope + intercept for end in stored)
+    else:
+        ends = tuple(end * slope + intercept for end in extremes(pixels))
+    image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _frames(file)}
+    image.info["modality"] = str(file.get("Modality", ""))
+    return image
+
+
+def chosen_frame(file: Any) -> int:
+    """Return the number of the frame that stands for a file, from 0: the one that it names, else the middle one."""
+    frames, named = _frames(file), file.get("RepresentativeFrameNumber")
+    return int(named) - 1 if named and 1 <= int(named) <= frames else frames // 2
+
+
+def header(data: bytes, place: str) -> tuple[int, int, bool, int]:
+    """Return height, width, whether it is gray, and the number of frames, without the pixels."""
+    file = _opened(data, place)
+    try:
+        gray = str(file.get("PhotometricInterpretation", "")).startswith("MONOCHROME")
+        return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _frames(file)
+    except Exception as error:
+        raise UserError(_undecoded(file, place, error)) from error
+
+
+def patients(paths: Sequence[Path]) -> list[str] | None:
+    """Return what groups the images of files: the patient, or the study where all are of one patient.
+
+    A file without either, or of another format, is "". None where no file has any. Identifiers are nowhere written.
+    """
+    known = [_identifiers(path) for path in paths]
+    who = 1 if len({patient for patient, _ in known} - {""}) == 1 else 0
+    found = [each[who] or each[1 - who] for each in known]
+    return found if any(found) else None
+
+
+def _identifiers(path: Path) -> tuple[str, str]:
+    if not holds_image(path):
+        return "", ""
+    try:
+        with path.open("rb") as data:
+            tags = ["PatientID", "StudyInstanceUID"]
+            file = import_module("pydicom").dcmread(data, stop_before_pixels=True, specific_tags=tags)
+        return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
+    except Exception:  # whoever decodes it says what is wrong
+        return "", ""
+
+
+def _opened(data: bytes, place: str) -> Any:
     try:
         pydicom = import_module("pydicom")  # an extra, needed here only
     except ImportError as error:
-        raise UserError(f"{place} is a DICOM file: {install('medical')} to read it.") from error
+        raise UserError(f"{place} is a DICOM file: {install('dicom')} to read it.") from error
     try:
-        return pydicom.dcmread(io.BytesIO(data), stop_before_pixels=not pixels)
+        return pydicom.dcmread(io.BytesIO(data), stop_before_pixels=True)
     except Exception as error:  # whatever a damaged file makes it raise
         raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
 
 
-def _number(file: Any, name: str, default: Any) -> Any:
-    """Return a number of the header, the first where there are several."""
-    value = file.get(name)
+def _undecoded(file: Any, place: str, error: Exception) -> str:
+    """Return a sentence about pixels that cannot be decoded."""
+    words = one_line(error)
+    syntax = file.file_meta.get("TransferSyntaxUID")
+    if "missing" in words and "dependencies" in words:
+        return f"{place}: its pixels are compressed ({syntax.name}): {install('dicom')} to read them."
+    if "exceptions were raised by all" in words:  # a list of what each decoder says
+        return f"{place}: no decoder can read its pixels ({syntax.name}); convert, replace or remove it."
+    return f"{place}: its pixels cannot be read ({words[:200]}); replace or remove it."
+
+
+def _frames(file: Any) -> int:
     try:
-        if value is None or value == "":
-            return default
-        return float(value[0] if hasattr(value, "__getitem__") and not isinstance(value, str) else value)
-    except (TypeError, ValueError, IndexError):
+        return max(1, int(file.get("NumberOfFrames") or 1))
+    except (TypeError, ValueError):
+        return 1
+
+
+def _parts(file: Any, frame: int) -> Iterator[Any]:
+    """Yield the file, and what it says of all frames and of one."""
+    yield file
+    shared, each = (file.get(f"{name}FunctionalGroupsSequence") or () for name in ("Shared", "PerFrame"))
+    for group in (*shared, *each[frame : frame + 1]):
+        for name in ("PixelValueTransformationSequence", "FrameVOILUTSequence"):
+            yield from (group.get(name) or ())[:1]
+
+
+def _first(parts: Sequence[Any], name: str) -> Any:
+    """Return the first value of an attribute that a part has."""
+    for part in parts:
+        value = part.get(name)
+        if value is not None and value != "":
+            return value[0] if hasattr(value, "__getitem__") and not isinstance(value, str) and len(value) else value
+    return None
+
+
+def _number(parts: Sequence[Any], name: str, default: Any) -> Any:
+    try:
+        return default if (value := _first(parts, name)) is None else float(value)
+    except (TypeError, ValueError):
         return default

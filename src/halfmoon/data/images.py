@@ -1,13 +1,13 @@
 """What a data set is once it is in memory: uint8 images, integer labels, class names, pixel statistics."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.partition.primitives import stream
+from halfmoon.data.partition.primitives import Sides, stream
 
 UNKNOWN = -1
 """The label of a training image that nobody has labeled, not even to check pseudo-labels by."""
@@ -21,6 +21,12 @@ class Images:
     labels: np.ndarray
     spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `statistics` of the images, where known
     remark: str = ""  # how these came to be a part of the data set, where nobody said so
+    groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient of DICOM files
+
+    def rows(self, chosen: np.ndarray) -> "Images":
+        """Return the images of these rows, numbers or bool (N,)."""
+        groups = None if self.groups is None else np.array(self.groups)[chosen].tolist()
+        return Images(self.images[chosen], self.labels[chosen], groups=groups)
 
     def __post_init__(self) -> None:
         shape, dtype = self.images.shape, self.images.dtype
@@ -136,7 +142,7 @@ def pad_to(images: np.ndarray, size: int) -> np.ndarray:
 
 def fit(source: Source, size: int) -> Source:
     """Return the source with images padded by `pad_to`; mean and std stay those of the unpadded pixels."""
-    parts = {name: Images(pad_to(part.images, size), part.labels) for name, part in source.parts.items()}
+    parts = {name: replace(part, images=pad_to(part.images, size), spread=None) for name, part in source.parts.items()}
     return replace(source, **parts)
 
 
@@ -164,7 +170,7 @@ def subset(source: Source, share: float) -> Source:
     if share == 1:
         return source
     kept = _chosen(source, share, "share")
-    return replace(source, train=Images(source.train.images[kept], source.train.labels[kept]))
+    return replace(source, train=source.train.rows(kept))
 
 
 def hold_out(source: Source, share: float) -> Source:
@@ -175,24 +181,33 @@ def hold_out(source: Source, share: float) -> Source:
     if not share:
         return source
     train = source.train
-    held = _chosen(source, share, "validation") & (train.labels != UNKNOWN)
+    held = _chosen(source, share, "validation", train.groups) & (train.labels != UNKNOWN)
     lost = np.setdiff1d(train.labels[held], train.labels[~held])
     if len(lost):
         raise UserError(
             f"{source.name}: validation_share {share:g} leaves no training image of class {source.classes[lost[0]]!r}; "
             "choose a smaller share."
         )
-    parts = {"train": ~held, "validation": held}
-    return replace(source, **{name: Images(train.images[rows], train.labels[rows]) for name, rows in parts.items()})
+    left = ~held
+    if train.groups is not None:  # nor does anybody train on the unlabeled images of these patients
+        left &= ~np.isin(train.groups, sorted({train.groups[row] for row in np.flatnonzero(held)} - {""}))
+    parts = {"train": left, "validation": held}
+    return replace(source, **{name: train.rows(rows) for name, rows in parts.items()})
 
 
-def _chosen(source: Source, share: float, word: str) -> np.ndarray:
-    """Return which training images, bool (N,), are the share of every class, at least one, that `word` draws."""
+def _chosen(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:
+    """Return which training images, bool (N,), are the share of every class, at least one, that `word` draws.
+
+    With `groups` none has images on both sides."""
     kept = np.zeros(len(source.train), bool)
+    sides = Sides()
     for label in np.unique(source.train.labels):
         rows = np.flatnonzero(source.train.labels == label)
+        if groups is not None and label == UNKNOWN:
+            continue
         chosen = stream(0, word, source.name, str(label)).permutation(rows)
-        kept[chosen[: max(1, round(share * len(rows)))]] = True
+        count = max(1, round(share * len(rows)))
+        kept[chosen[:count] if groups is None else sides.draw(chosen, groups, count)] = True
     return kept
 
 
@@ -208,7 +223,7 @@ def shrink(source: Source, factor: int) -> Source:
         )
     if factor == 1:
         return source
-    parts = {name: Images(pool(part.images, factor), part.labels) for name, part in source.parts.items()}
+    parts = {name: replace(part, images=pool(part.images, factor), spread=None) for name, part in source.parts.items()}
     mean, std = statistics(parts["train"].images)
     return replace(source, **parts, mean=mean, std=std)
 

@@ -8,6 +8,12 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 
+MOST_PIXELS = 2**26
+"""Of one image: 8192x8192. A file of 100 kB can claim hundreds of times as many."""
+
+OUTLIERS, SAMPLE, STRIP = 0.5, 2**22, 256
+"""Percent of the values at either end that black and white leave out; values that are looked at; rows at a time."""
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -16,7 +22,8 @@ class Preparation:
     size: height and width that every image gets, resampled (bilinear with antialiasing)
     channels: 1 (gray) or 3 (RGB)
     crop: whether the sides stay in proportion, and what is beyond the middle is cut off
-    window: the values that become black and white in images of more than 8 bits; None: each image's own extremes
+    window: the values that become black and white in images of more than 8 bits; None: the window of a DICOM
+        file, else each image's own `extremes`
     """
 
     size: tuple[int, int] | None = None
@@ -66,25 +73,37 @@ def middle(height: int, width: int, tall: int, wide: int) -> tuple[float, float,
     return left, top, width - left, height - top
 
 
-def eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
-    """Return gray values of any depth (H, W) as uint8: 0 and 255 are the window's ends, or the image's extremes.
+def extremes(pixels: np.ndarray) -> tuple[float, float]:
+    """Return the values of black and white of an image that names none: all but half a percent at either end.
 
-    Rounded to nearest. Raise UserError, which names `place`, for values that are not finite, and, without a window, for
-    those of 32 bits, which have no known range.
+    One bright spot so leaves the rest visible. Of images above `SAMPLE` values evenly spread ones are looked at.
     """
-    if window is not None:
-        low, high = window
-        scaled = np.nan_to_num((pixels.astype(np.float64) - low) / (high - low))
-        return np.floor(np.clip(scaled, 0, 1) * 255 + 0.5).astype(np.uint8)
-    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535:
+    sample = pixels.reshape(-1)[:: max(1, pixels.size // SAMPLE)]
+    low = np.percentile(sample, OUTLIERS, method="lower")
+    high = np.percentile(sample, 100 - OUTLIERS, method="higher")
+    if high <= low:
+        low, high = pixels.min(), pixels.max()
+    return float(low), float(high if high > low else low + 1)
+
+
+def eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
+    """Return gray values of any depth (H, W) as uint8: 0 and 255 are the window's ends, or those of `extremes`.
+
+    Rounded to nearest; a few rows at a time, which alone are in memory as float64. Raise UserError, which names
+    `place`, without a window for values that are not finite and for those of 32 bits, which have no known range.
+    """
+    if window is None and (pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535):
         raise UserError(
             f"{place}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
             "values are black and white (--window LOW HIGH)."
         )
-    low, high = int(pixels.min()), int(pixels.max())
-    span = max(high - low, 1)
-    # Whole numbers only: the same bytes on every machine.
-    return ((2 * 255 * (pixels.astype(np.int64) - low) + span) // (2 * span)).astype(np.uint8)
+    low, high = extremes(pixels) if window is None else window
+    gray = np.empty(pixels.shape, np.uint8)
+    for first in range(0, len(pixels), STRIP):
+        rows = slice(first, first + STRIP)
+        scaled = np.nan_to_num((pixels[rows].astype(np.float64) - low) / (high - low))
+        gray[rows] = np.floor(np.clip(scaled, 0, 1) * 255 + 0.5)
+    return gray
 
 
 def used(pixels: np.ndarray) -> float:

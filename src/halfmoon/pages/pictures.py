@@ -108,7 +108,7 @@ def is_large(path: Path, name: str) -> bool:
             return True
         data = path.read_bytes()
         if dicom.is_dicom(data):
-            height, width = dicom.sides(data, name)
+            height, width = dicom.header(data, name)[:2]
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

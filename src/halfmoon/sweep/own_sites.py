@@ -22,9 +22,9 @@ from PIL import Image
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.data import load
+from halfmoon.data import dicom, load
 from halfmoon.data.images import UNKNOWN
-from halfmoon.data.partition.primitives import stream
+from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import prepared
@@ -171,7 +171,12 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
     client, labeled = list[int](), list[bool]()
     for number, site in enumerate(sites):
         part = _parts(site, config.validation_share)
+        if (part == "").any():
+            count = int((part == "").sum())
+            say(f"{site.folder.name}: {count:,} images without a label are left out: their patients are test patients.")
         for row, path in enumerate(site.paths):
+            if not part[row]:
+                continue
             label = int(site.labels[row])
             named = classes.index(site.classes[label]) if label >= 0 else None
             try:
@@ -206,16 +211,22 @@ def _classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
 
 
 def _parts(site: SiteFolder, share: float) -> np.ndarray:
-    """Return of which part each image of a site is, the same every time: "test", "validation" or "train".
+    """Return of which part each image of a site is, the same every time: "test", "validation", "train" or "".
 
+    A patient of DICOM files is in one part; unlabeled images of one who is no patient of the training are in none.
     `share` of the labeled images of a class that are not test images are for validation, if one is left to train on.
     """
     part = np.full(len(site), "train", dtype="<U10")
+    groups = dicom.patients([site.folder / path for path in site.paths]) or [""] * len(site)
+    tests, validations = Sides(), Sides()
     for label in np.unique(site.labels[site.labels >= 0]):
         of = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
-        tests = len(of) // HELD_OUT
-        validations = min(round(share * (len(of) - tests)), len(of) - tests - 1)
-        part[of[:tests]], part[of[tests : tests + validations]] = "test", "validation"
+        held = tests.draw(of, groups, len(of) // HELD_OUT)
+        rest = of[~np.isin(of, held)]
+        part[held] = "test"
+        part[validations.draw(rest, groups, min(round(share * len(rest)), len(rest) - 1))] = "validation"
+    known = {groups[row] for row in np.flatnonzero(part != "train")} - {""}
+    part[(site.labels < 0) & np.isin(groups, sorted(known))] = ""
     return part
 
 

@@ -5,6 +5,7 @@ Yurochkin et al. 2019, as do its cap and smallest size. Every draw comes from an
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +16,34 @@ def stream(seed: int, *path: str) -> np.random.Generator:
     """Return the PCG64 generator of a seed and a path of words; other words give an independent stream."""
     digest = hashlib.sha256("\0".join((str(seed), *path)).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
+
+
+class Sides:
+    """Hold out rows so that a group, such as a patient, is on one side alone, over any number of draws."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bool] = {}
+
+    def draw(self, order: np.ndarray, groups: Sequence[str], count: int) -> np.ndarray:
+        """Return which of the rows in `order` are held out: the first, about `count`, each with all of its group.
+
+        `groups` has the group of every row; one of "" is alone. A group of an earlier draw stays on its side.
+        """
+        held = [row for row in order if self.held.get(groups[row], False)]
+        together: dict[str, list[int]] = {}
+        for row in order:
+            together.setdefault(groups[row], []).append(row)
+        for row in order:
+            group = groups[row]
+            if group in self.held:
+                continue
+            members = together[group] if group else [row]
+            # A large group would be more than the half of it too much.
+            chosen = len(held) < count and (not held or len(held) + len(members) / 2 <= count)
+            held += members if chosen else []
+            if group:
+                self.held[group] = chosen
+        return np.array(held, np.int64)
 
 
 def apportion(weights: np.ndarray, total: int) -> np.ndarray:

@@ -25,7 +25,7 @@ Reader = Callable[[Path | None], Decoded]
 """Given a file that pixels are to go through, or None: into memory."""
 
 # Part of every key: raise it when a reader starts to give other pixels.
-READER = 2
+READER = 3
 
 OFF = Path("off")
 """The folder of those who want nothing on the disk."""

@@ -9,7 +9,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.images import Images
-from halfmoon.data.partition.primitives import stream
+from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import stack
@@ -20,6 +20,9 @@ PARTS = (("train", "training"), ("test", "testing"), ("validation", "valid", "va
 
 HELD_OUT = 0.2
 """The share of every class that is the test where no folder is."""
+
+PATIENTS = "no patient of the DICOM files is on both sides"
+OTHERS = "where images share a patient or an object, make folders train and test yourself"
 
 
 def read_folders(
@@ -40,11 +43,11 @@ def read_folders(
         train, held = in_classes(place), in_classes(inside or folder / test)
         same_classes(folder, train, held, test)
     else:
-        train, held = _held_out(in_classes(folder))
+        train, held, by_patient = _held_out(in_classes(folder))
         count = sum(map(len, held.values()))
         remark = (
             f"{folder} has no folder test, so {HELD_OUT:.0%} of the images of every class, {count:,} in all, are held "
-            "out as the test; where images share a patient or an object, make folders train and test yourself"
+            f"out as the test; {PATIENTS if by_patient else OTHERS}"
         )
     tests = replace(read_classes(held, cache, rgb, how), remark=remark)
     return read_classes(train, cache, rgb, how), tests, tuple(train)
@@ -69,18 +72,29 @@ def in_parts(folder: Path) -> bool:
     return len(classes) > 1 and all(images_in(each) or images_in(each / "images") for each in classes)
 
 
-def _held_out(classes: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """Return the files of every class in two parts: those to train on, and the share that is held out."""
+def _held_out(
+    classes: Mapping[str, Sequence[Path]],
+) -> tuple[dict[str, list[Path]], dict[str, list[Path]], bool]:
+    """Return the files of every class in two parts, to train on and held out, and whether patients tell them apart."""
     train: dict[str, list[Path]] = {}
     held: dict[str, list[Path]] = {}
+    groups = dicom.patients([path for paths in classes.values() for path in paths])
+    sides, first = Sides(), 0
     for name, paths in classes.items():
         if len(paths) < 2:
             raise UserError(f"{paths[0].parent}: a class of one image has none to test on; add another, or remove it.")
+        own = groups[first : first + len(paths)] if groups else [""] * len(paths)
+        first += len(paths)
         count = max(1, round(HELD_OUT * len(paths)))
-        rows = set(stream(0, "held out", name).permutation(len(paths))[:count].tolist())
+        rows = set(sides.draw(stream(0, "held out", name).permutation(len(paths)), own, count).tolist())
         train[name] = [path for row, path in enumerate(paths) if row not in rows]
         held[name] = [path for row, path in enumerate(paths) if row in rows]
-    return train, held
+        if not train[name] or not held[name]:
+            raise UserError(
+                f"{paths[0].parent}: its images are of too few patients to train and test on; add images of another "
+                "patient, or make folders train and test yourself."
+            )
+    return train, held, groups is not None
 
 
 def in_classes(part: Path) -> dict[str, list[Path]]:
@@ -134,11 +148,13 @@ def read_images(
 
     # Labels are known without decoding, so that those of kept images never are older than the folder's.
     found = store.keep(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
-    return Images(found.images, labels, found.spread)
+    return Images(found.images, labels, found.spread, groups=dicom.patients(paths))
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    if path.name.startswith(".") or not path.is_file():
+        return False
+    return path.suffix.lower() in SUFFIXES or dicom.holds_image(path)
 
 
 def _bytes(path: Path) -> bytes:

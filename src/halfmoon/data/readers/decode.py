@@ -10,16 +10,12 @@ from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data import dicom
-from halfmoon.data.preparation import AS_THEY_ARE, Preparation, eight_bits
+from halfmoon.data.preparation import AS_THEY_ARE, MOST_PIXELS, Preparation, eight_bits
 from halfmoon.data.readers.whole_files import Rows
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 """What is opened: no formats that start other programs (EPS) or are hardly tested."""
-
-MOST_PIXELS = 2**26
-"""Of one image: 8192x8192. A file of 100 kB can claim hundreds of times as many."""
-
 
 _ORIENTATION = 0x0112
 """EXIF's tag; from 5 on it swaps height and width."""
@@ -32,6 +28,8 @@ def decode(data: bytes, place: str) -> np.ndarray:
     of another format than `FORMATS`, for a mode other than L and RGB, and for an image of over `MOST_PIXELS`.
     """
     image = _open(data, place)
+    if "rescale" in image.info:
+        image = converted(image, place, 1)
     if image.mode not in MODES:
         raise UserError(
             f"{place}: the image has mode {image.mode}; give --channels 1 (gray) or 3 (RGB), and all are converted."
@@ -53,9 +51,9 @@ def fitted(
 
     The image is turned as its EXIF tag says, made gray (`channels` 1) or RGB (3), then resampled (bilinear with
     antialiasing; the sides are not kept in proportion, or with `crop` what is beyond the middle is cut off). One that
-    has that size and mode keeps its exact pixels. Transparency is left out, 16-bit gray is scaled from its smallest and
-    largest value, or from the `window`, to 0 and 255, DICOM is read by its header (`halfmoon.data.dicom`), CMYK is
-    converted without a color profile; of several frames the first counts. `place` names the file in messages. Raise
+    has that size and mode keeps its exact pixels. Transparency is left out, gray of more than 8 bits is scaled to 0 and
+    255 from the `window`, a DICOM file's own, or its `extremes`, CMYK is converted without a color profile; of several
+    frames the first counts, of a DICOM file's the one that stands for it. `place` names the file in messages. Raise
     UserError for bytes that are no image or are cut off, for an image of over `MOST_PIXELS` (or Pillow's own, lower
     limit), and for pixels without a known range (32-bit).
     """
@@ -67,7 +65,7 @@ def prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
 
     Raise UserError as `fitted`.
     """
-    image = upright(data, place, how.window)
+    image = upright(data, place)
     if image.mode not in MODES or how.channels is not None:
         image = converted(image, place, how.channels or _depth(image), how.window)
     pixels = np.asarray(how.resized(image))
@@ -78,14 +76,11 @@ def _depth(image: Image.Image) -> int:
     return 1 if ImageMode.getmode(image.mode).basemode == "L" or image.mode.startswith(("I", "F")) else 3
 
 
-def upright(data: bytes, place: str, window: tuple[float, float] | None = None) -> Image.Image:
-    """Return one encoded image in its own size and mode, turned as its EXIF tag says; raise UserError as `fitted`.
-
-    A DICOM file is an 8-bit gray image by then, with `window` in place of the file's own.
-    """
-    if dicom.is_dicom(data):
-        return Image.fromarray(dicom.read(data, place, window))
-    return _turned(_open(data, place))
+def upright(data: bytes, place: str) -> Image.Image:
+    """Return one encoded image in its own size, mode and depth, turned as its EXIF tag says; raise UserError as
+    `fitted`."""
+    image = _open(data, place)
+    return image if "rescale" in image.info else _turned(image)
 
 
 def _turned(image: Image.Image) -> Image.Image:
@@ -101,9 +96,8 @@ def _turned(image: Image.Image) -> Image.Image:
 def header(path: Path) -> tuple[int, int, bool] | None:
     """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
     try:
-        if path.suffix.lower() in dicom.SUFFIXES:
-            height, width = dicom.sides(path.read_bytes(), str(path))
-            return height, width, True
+        if dicom.holds_image(path):
+            return dicom.header(path.read_bytes(), str(path))[:3]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
@@ -133,13 +127,23 @@ def converted(image: Image.Image, place: str, channels: int, window: tuple[float
     """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `fitted`."""
     mode = {1: "L", 3: "RGB"}[channels]
     if deep(image):
-        image = Image.fromarray(eight_bits(np.asarray(image), window, place))
+        image = Image.fromarray(eight_bits(np.asarray(image), in_stored(image, window), place))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about palettes with transparency, which is left out on purpose
             return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
+
+
+def in_stored(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return a window, or else the image's own, in the grays as the image has them."""
+    window = window or image.info.get("window")
+    slope, intercept = image.info.get("rescale", (1.0, 0.0))
+    if window is None:
+        return None
+    low, high = sorted((end - intercept) / slope for end in window)
+    return low, high
 
 
 def deep(image: Image.Image) -> bool:
@@ -181,6 +185,8 @@ def stack(
 
 def _open(data: bytes, place: str) -> Image.Image:
     """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
+    if dicom.is_dicom(data):
+        return dicom.read(data, place)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata, which Pillow leaves out

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.data import dicom
 from halfmoon.data.preparation import used
 from halfmoon.data.readers.decode import converted, deep, upright
 from halfmoon.sites.folders import label_file
@@ -100,9 +101,10 @@ def check(
     equal: dict[bytes, list[int]] = {}
     broken: dict[str, str] = {}
     narrow: dict[str, str] = {}
+    frames: dict[str, str] = {}
     for row, path in enumerate(site.paths):
         try:
-            size, key, share = _image(folder / path, path, seen)
+            size, key, share, count = _image(folder / path, path, seen)
         except UserError as error:
             broken[path] = str(error).removeprefix(f"{path}: ")
         else:
@@ -110,25 +112,22 @@ def check(
             equal.setdefault(key, []).append(row)
             if share is not None and share < NARROW:
                 narrow[path] = f"{share:.1%} of the 16 bits"
+            if count > 1:
+                frames[path] = f"one of {count:,} frames"
         if progress is not None:
             progress(row + 1, len(site))
     findings += [
-        *_narrow(narrow),
+        *_told(narrow, frames),
         *_compared(site, classes),
         Finding("images that are test images as well", "take them out of one of the two", _tested(site, equal, tests)),
+        Finding("images of patients of the test", "take the patients out of one of the two", _patients(site, tests)),
         *_folders(site),
     ]
     labels = np.array([-1 if path in broken else label for path, label in zip(site.paths, site.labels, strict=True)])
     mix = {name: int((labels == number).sum()) for number, name in enumerate(site.classes)}
     labeled, readable = sum(mix.values()), len(site) - len(broken)
-    findings.append(
-        Finding(
-            "files that cannot be read",
-            "they are left out; replace or remove them",
-            tuple(broken),
-            tuple(broken.values()),
-        )
-    )
+    remedy = "they are left out; replace or remove them"
+    findings.append(Finding("files that cannot be read", remedy, tuple(broken), tuple(broken.values())))
     findings += _duplicates(site, [rows for rows in equal.values() if len(rows) > 1])
     findings += _classes(site, mix, labeled)
     findings = [each for each in findings if each.names]
@@ -140,8 +139,8 @@ def check(
 
 def _image(
     path: Path, name: str, seen: Callable[[str, bytes], None] | None = None
-) -> tuple[tuple[int, int, str], bytes, float | None]:
-    """Return an image's height, width and mode, a key that equal pixels share, and how much of 16 bits it uses."""
+) -> tuple[tuple[int, int, str], bytes, float | None, int]:
+    """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -151,13 +150,18 @@ def _image(
     key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
     if seen is not None:
         seen(name, data)
-    return (image.height, image.width, image.mode), key, used(np.asarray(image)) if deep(image) else None
+    share = used(np.asarray(image)) if deep(image) and "rescale" not in image.info else None
+    return (image.height, image.width, image.mode), key, share, image.info.get("frames", 1)
 
 
-def _narrow(images: Mapping[str, str]) -> list[Finding]:
-    """Return which images of more than 8 bits are nearly of one gray."""
+def _told(narrow: Mapping[str, str], frames: Mapping[str, str]) -> list[Finding]:
+    """Return which images of more than 8 bits are nearly of one gray, and which files have several frames."""
     remedy = "each is spread from black to white by itself; to give all the same black and white, say --window LOW HIGH"
-    return [Finding("images that use little of their range", remedy, tuple(images), tuple(images.values()))]
+    one = "the frame that the file names, else the middle one, stands for all; cut out others by another program"
+    return [
+        Finding("images that use little of their range", remedy, tuple(narrow), tuple(narrow.values())),
+        Finding("files of several frames", one, tuple(frames), tuple(frames.values())),
+    ]
 
 
 def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
@@ -180,12 +184,23 @@ def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], tests: Path | No
     for path in held.paths if held is not None else ():
         assert tests is not None, "where there are paths, there is a folder"
         try:
-            _, key, _ = _image(tests / path, path)
+            key = _image(tests / path, path)[1]
         except UserError:
             continue
         if key in equal:
             found.append((*(site.paths[row] for row in equal[key]), f"{tests.name}/{path}"))
     return tuple(found)
+
+
+def _patients(site: SiteFolder, tests: Path | None) -> tuple[str, ...]:
+    """Return the images whose patient, by DICOM files, has images in the test folder too."""
+    held = look(tests)[0] if tests is not None else None
+    own = [site.folder / path for path in site.paths]
+    groups = dicom.patients([*own, *(held.folder / path for path in held.paths)]) if held is not None else None
+    if groups is None:
+        return ()
+    both = set(groups[len(own) :]) - {""}
+    return tuple(path for path, group in zip(site.paths, groups, strict=False) if group in both)
 
 
 def _folders(site: SiteFolder) -> list[Finding]:

@@ -22,7 +22,7 @@ from halfmoon.sites.folders.site_folder import SiteFolder, read, some
 from halfmoon.storage import atomic_io, locks
 
 HOME, INDEX, LOCK = ".halfmoon", "index.json", "lock"
-VERSION = 2
+VERSION = 3
 """Of the index; raise it when decoding starts to give other pixels."""
 
 LARGEST = 4096

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.data import dicom
 from halfmoon.data.readers.class_folders import SUFFIXES
 from halfmoon.sites.folders import label_file
 from halfmoon.sites.folders.label_file import LABELS, Table, decoded
@@ -226,10 +227,10 @@ def _walk(folder: Path) -> _Files:
 
 
 def _is_image(place: str, name: str) -> bool:
-    """Say whether a file is an image by its suffix; a pipe, which would be waited for, and a dead link are none."""
-    if os.path.splitext(name)[1].lower() not in SUFFIXES:
-        return False
+    """Say whether a file is an image by its suffix, or a DICOM file by its content; a pipe and a dead link are none."""
     whole = os.path.join(place, name)
+    if os.path.splitext(name)[1].lower() not in SUFFIXES:
+        return os.path.isfile(whole) and dicom.holds_image(whole)
     # Path tells a file that cannot be looked at, which is an error, from one that is none.
     return os.path.isfile(whole) or Path(whole).is_file()
 
