@@ -1,5 +1,7 @@
 """The page of `halfmoon site label` in a real browser: by keyboard alone, on a phone, with two people at once."""
 
+import base64
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +11,14 @@ import numpy as np
 import pytest
 from browsers import chromium, needs_browser, press, serving, sized, until
 from PIL import Image
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.support.ui import Select
 
+from halfmoon.data.readers.decode import fitted
 from halfmoon.pages.choice import Guesses
 from halfmoon.pages.label import Labeling, Options
 from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import Answer, labels, write
+from halfmoon.sites.folders.labels import NOTES, Answer, labels, write
 
 pytestmark = needs_browser
 COUNT = 3000
@@ -54,8 +59,9 @@ def page(folder: Path) -> Iterator[str]:
         yield address
 
 
-def opened(browser: Any, page: str, width: int = 1400, dark: bool = False) -> None:
+def opened(browser: Any, page: str, width: int = 1400, dark: bool = False, clear: bool = True) -> None:
     sized(browser, width, dark=dark)
+    browser.execute_script("try { sessionStorage.clear() } catch {}") if clear else None
     browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
     browser.get_log("browser")
     browser.get(page)
@@ -112,7 +118,8 @@ def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) ->
 
 def test_the_page_says_what_the_order_is(browser: Any, page: str) -> None:
     opened(browser, page)
-    assert browser.find_element("id", "model").text == "order: unsure images first, spread over what they show"
+    way = Select(browser.find_element("id", "way")).first_selected_option.text
+    assert way == "unsure and unlike, classes in turn"
     ranks = []
     for _ in range(3):
         words = browser.find_element("id", "rank").text
@@ -154,7 +161,95 @@ def test_zoom_and_contrast_change_what_is_seen(browser: Any, page: str) -> None:
     assert image.size["width"] == pytest.approx(3 * wide, rel=0.01)
     press(browser, "z", "c")
     assert image.size["width"] == pytest.approx(wide, rel=0.01)
-    assert image.get_attribute("src").endswith("look=stretch")
+    until(lambda: image.get_attribute("data-look") == "stretch")
+
+
+def canvas(browser: Any) -> np.ndarray:
+    """Return what is drawn, as a monitor would show it."""
+    data = browser.execute_script("return document.getElementById('image').toDataURL('image/png')")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data.split(",")[1]))).convert("L"))
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    """A folder of one image of 12 bits: 64 x 64 values from 0 to 4095, and what training sees of it."""
+    Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64)).save(tmp_path / "a.png")
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    return tmp_path
+
+
+def test_the_pixels_shown_are_those_of_training_and_the_window_is_true(browser: Any, deep: Path) -> None:
+    """By its own window an image is shown as `fitted` makes it; center 1500 and width 800 is 1100 to 1900."""
+    data = (deep / "a.png").read_bytes()
+    with serving(Labeling(read(deep), (), None, Options()).app()) as address:
+        opened(browser, address)
+        own = fitted(data, "a", 64, 64, 1)[:, :, 0]
+        until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
+        assert np.array_equal(canvas(browser), own)
+        for name, value in (("center", "1500"), ("width", "800")):
+            field = browser.find_element("id", name)
+            field.clear()
+            field.send_keys(value)
+        window = fitted(data, "a", 64, 64, 1, window=(1100, 1900))[:, :, 0]
+        until(lambda: np.array_equal(canvas(browser), window))
+        browser.execute_script("document.activeElement.blur()")
+        press(browser, "\ue015")  # down: a higher center is darker
+        until(lambda: canvas(browser).mean() < window.mean() - 1)
+        stage = browser.find_element("id", "stage")
+        before = float(browser.find_element("id", "width").get_attribute("value"))
+        ActionChains(browser).click_and_hold(stage).move_by_offset(60, 0).release().perform()
+        assert float(browser.find_element("id", "width").get_attribute("value")) > before
+    assert browser.get_log("browser") == []
+
+
+def test_many_are_labeled_with_one_key_and_undone_at_once(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    press(browser, "w")
+    cell = lambda n: browser.find_element("css selector", f'#wall .cell[data-place="{n}"]')  # noqa: E731
+    titles = [until(lambda n=n: cell(n)).get_attribute("title").split(":")[0] for n in range(9)]
+    ActionChains(browser).key_down("\ue009").click(cell(0)).key_up("\ue009").perform()
+    ActionChains(browser).key_down("\ue008").click(cell(3)).key_up("\ue008").perform()
+    assert browser.find_element("id", "chosen").text == "4 selected"
+    press(browser, "2")
+    until(lambda: len(labels(folder)) == 4)
+    assert labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
+    title = "return document.querySelector('#wall .cell[data-place=\"0\"]').title"
+    until(lambda: browser.execute_script(title).startswith(titles[4]))
+    ActionChains(browser).click_and_hold(cell(0)).move_to_element(cell(2)).release().perform()
+    until(lambda: browser.find_element("id", "chosen").text == "3 selected")
+    press(browser, "1")
+    until(lambda: browser.find_element("id", "progress").text.startswith("7 of"))
+    assert len(labels(folder)) == 7
+    press(browser, "a")
+    assert int(browser.find_element("id", "chosen").text.split()[0]) > 20
+    press(browser, "\ue00c", "u")
+    until(lambda: browser.find_element("id", "progress").text.startswith("4 of"))
+    assert labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
+    press(browser, "u")
+    until(lambda: labels(folder) == {})
+    assert browser.get_log("browser") == []
+
+
+def test_a_note_stays(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    browser.find_element("id", "note").send_keys("a pacemaker\ue007")
+    until(lambda: labels(folder, NOTES) == {first: "a pacemaker"})
+    browser.execute_script("document.activeElement.blur()")
+    pressed(browser, "s")
+    assert browser.find_element("id", "note").get_attribute("value") == ""
+    opened(browser, page, clear=False)
+    assert shown(browser) != first, "it was skipped, and comes last after a reload as well"
+    (folder / NOTES).unlink()
+
+
+def test_the_first_ten_by_uncertainty_are_the_least_sure(browser: Any, page: str) -> None:
+    opened(browser, page)
+    Select(browser.find_element("id", "way")).select_by_value("unsure")
+    until(lambda: " rank 1 of" in browser.find_element("id", "rank").text)
+    for rank in range(1, 11):
+        assert f"rank {rank} of" in until(lambda: browser.find_element("id", "rank").text)
+        pressed(browser, "s")
 
 
 def test_what_somebody_else_answers_is_not_lost(browser: Any, page: str, folder: Path) -> None:

@@ -23,9 +23,9 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.data.readers.decode import upright
+from halfmoon.data.readers.decode import fitted, upright
 from halfmoon.pages.label import Labeling, Options, open_folder
-from halfmoon.pages.pictures import CACHE_BYTES, QUEUE, Busy, Pictures, picture, stretched
+from halfmoon.pages.pictures import CACHE_BYTES, QUEUE, Busy, Pictures, picture, shrunk
 from halfmoon.pages.server import LARGEST, listening
 
 
@@ -144,7 +144,7 @@ def test_a_strange_answer_is_refused_with_a_sentence(address: str, body: bytes, 
         "web/label.html%00.js",
         f"web/{'x' * 300}.js",
         "image/9",
-        "image/0?look=x",
+        "queue?way=x",
     ],
 )
 def test_nothing_else_is_served(address: str, path: str):
@@ -228,35 +228,48 @@ def opened(data: bytes) -> np.ndarray:
 def test_an_eight_bit_image_keeps_its_pixels(tmp_path: Path):
     pixels = np.arange(120, dtype=np.uint8).reshape(10, 12)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    assert (opened(picture(tmp_path / "a.png", "a.png")) == pixels).all()
-    assert (opened(picture(tmp_path / "a.png", "a.png", "invert")) == 255 - pixels).all()
+    assert (opened(picture(tmp_path / "a.png", "a.png").data) == pixels).all()
 
 
-def test_a_dark_twelve_bit_image_uses_the_whole_range(tmp_path: Path):
-    """An X-ray of 12 bits in a 16-bit file would come out nearly black."""
+def test_a_deep_image_is_sent_in_full_depth_and_small_as_training_sees_it(tmp_path: Path):
+    """Red and green are the bytes of each gray; the window is the rule's, or the one that is given."""
     pixels = np.linspace(1000, 3000, 400).reshape(20, 20).astype(np.uint16)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    found = opened(picture(tmp_path / "a.png", "a.png"))
-    assert (found.min(), found.max()) == (0, 255)
-    assert (np.diff(found.astype(int).ravel()) >= 0).all()
+    found = picture(tmp_path / "a.png", "a.png")
+    parts = opened(found.data).astype(int)
+    assert (256 * parts[:, :, 0] + parts[:, :, 1] == pixels).all()
+    assert found.grays == {"slope": 1, "intercept": 0, "low": 1005, "high": 2994, "modality": ""}
+    data = (tmp_path / "a.png").read_bytes()
+    for window in (None, (0.0, 4095.0)):
+        small = picture(tmp_path / "a.png", "a.png", small=True, window=window)
+        assert (opened(small.data) == fitted(data, "a", 20, 20, 1, window=window)[:, :, 0]).all()
 
 
-def test_stretching_puts_the_first_and_last_percent_at_the_ends():
-    found = stretched(np.arange(1001).reshape(7, 143))
-    assert found.ravel()[10] == 0
-    assert found.ravel()[990] == 255
-    assert found.ravel()[500] in (127, 128)
-    assert (stretched(np.full((3, 3), 7)) == 0).all()
+def test_a_large_deep_image_is_averaged():
+    """Means over squares of 2 x 2, by hand; what does not fill a square is left out."""
+    assert shrunk(np.array([[0, 2, 9], [4, 6, 9], [9, 9, 9]], np.uint16), 2).tolist() == [[3]]
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK", "I;16", "LA"])
-def test_every_mode_can_be_shown_in_every_way(tmp_path: Path, mode: str):
-    file = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK", "I;16", "LA", "F"])
+def test_every_mode_can_be_shown(tmp_path: Path, mode: str):
+    file = tmp_path / ("a.tif" if mode in ("CMYK", "F") else "a.png")
     deep = Image.fromarray(np.full((20, 300), 900, np.uint16))
     (deep if mode == "I;16" else Image.new("L", (300, 20), 90).convert(mode)).save(file)
-    for look in ("plain", "stretch", "equalize", "invert"):
-        assert opened(picture(file, file.name, look)).shape[:2] == (20, 300)
-        assert max(opened(picture(file, file.name, look, small=True)).shape[:2]) == 160
+    assert opened(picture(file, file.name).data).shape[:2] == (20, 300)
+    assert max(opened(picture(file, file.name, small=True).data).shape[:2]) == 160
+
+
+def test_small_pictures_of_large_files_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second program decodes nothing; a changed file is decoded anew, and so is another window."""
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    first = Pictures(tmp_path).get("a.png", True)
+    monkeypatch.setattr("halfmoon.pages.pictures.upright", lambda *_: pytest.fail("it was decoded"))
+    assert Pictures(tmp_path).get("a.png", True) == first
+    os.utime(tmp_path / "a.png", (1, 1))
+    for other in (Pictures(tmp_path), Pictures(tmp_path, (0, 9))):
+        with pytest.raises(pytest.fail.Exception):
+            other.get("a.png", True)
 
 
 def test_pictures_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -265,12 +278,12 @@ def test_pictures_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     folder = site(tmp_path / "s", 20)
     pictures = Pictures(folder)
     for n in range(20):
-        pictures.get(f"{n}.png", "plain", True)
+        pictures.get(f"{n}.png", True)
     assert pictures.bytes <= 300
     os.remove(folder / "19.png")
-    assert pictures.get("19.png", "plain", True)  # the last one is still there
+    assert pictures.get("19.png", True)  # the last one is still there
     with pytest.raises(UserError):
-        pictures.get("19.png", "plain", False)
+        pictures.get("19.png", False)
 
 
 def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -290,7 +303,7 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
 
     def request(n: int) -> bool:
         try:
-            return bool(pictures.get(f"{n % 8}.png", "plain", True))
+            return bool(pictures.get(f"{n % 8}.png", True))
         except Busy:
             return False
 
@@ -305,4 +318,39 @@ def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: p
     Image.new("1", (9000, 8000)).save(tmp_path / "a.png")
     monkeypatch.setattr("halfmoon.pages.pictures.upright", None)
     with pytest.raises(UserError, match="9000x8000 pixels, of 67,108,864 at most"):
-        Pictures(tmp_path).get("a.png", "plain", True)
+        Pictures(tmp_path).get("a.png", True)
+
+
+FORTY = """
+import sys, threading, urllib.request
+from pathlib import Path
+from browsers import serving
+from halfmoon.pages.label import Labeling, Options
+from halfmoon.sites.folders import read
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+
+with serving(Labeling(read(Path(sys.argv[1])), ("a",), None, Options()).app()) as address:
+    before, answers = peak(), []
+    def ask(n):
+        answers.append(urllib.request.urlopen(f"{address}image/0?small={n % 2}", timeout=60).status)
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(40)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print(peak() - before, answers.count(200))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+def test_forty_requests_at_once_for_a_large_image_are_answered_in_little_memory(tmp_path: Path):
+    """16 million 16-bit pixels are 32 MB; one decoder and its copies take less than 160 MB, 40 would take 2 GB."""
+    deep = np.arange(4096, dtype=np.uint16)[None] * np.ones((4096, 1), np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a.png", compress_level=1)
+    support = str(Path(__file__).parent.parent / "support")
+    command = [sys.executable, "-c", FORTY, str(tmp_path)]
+    path = os.pathsep.join([support, *sys.path])
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    grown, answered = map(int, found.stdout.split())
+    assert answered == 40
+    assert grown < 160

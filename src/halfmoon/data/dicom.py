@@ -92,12 +92,14 @@ def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str)
             raise UserError(f"{place}: some of its values are no numbers; leave it out.")
         pixels = pixels.astype(np.float32)
     else:
-        low = min(0, int(pixels.min()))  # signed values become unsigned ones
-        pixels = (pixels.astype(np.int32) - low).astype(np.uint16) if low else pixels.astype(np.uint16, copy=False)
+        low = min(0, int(pixels.min()))  # signed values become unsigned ones: 16 bits wrap around
+        pixels = np.require(pixels.astype(np.int16 if low else np.uint16, copy=False), requirements="W").view(np.uint16)
+        pixels -= np.uint16(low % 65536)
         intercept += slope * low
     top = float(pixels.max())
     if inverted:
-        pixels, slope, intercept = pixels.max() - pixels, -slope, intercept + slope * top
+        np.subtract(pixels.max(), pixels, out=pixels)
+        slope, intercept = -slope, intercept + slope * top
     image = Image.fromarray(pixels)
     center, width = _number(parts, "WindowCenter", None), _number(parts, "WindowWidth", None)
     if center is not None and width is not None and width >= 1:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders.labels import UNSURE, Answer, Changed, labels, nfc, plain, stamp, write
+from halfmoon.sites.folders.labels import NOTES, UNSURE, Answer, Changed, labels, nfc, plain, stamp, write
 from halfmoon.sites.folders.site_folder import LABELS, UNLABELED, SiteFolder
 
 STARVED = 3
@@ -80,26 +80,42 @@ class Book:
             return [[row, int(self.labels[row]), int(self.unsure[row])] for row in rows]
 
     def answer(self, row: int, label: str, seen: str, by: str | None) -> None:
-        """Write an image's label; "" takes it back. `seen` is the label that the person saw.
+        """Write an image's label, as `answers` does."""
+        self.answers_of([(row, label, seen)], by)
 
-        Raise Changed where it has another one by now, UserError for an unknown row or class.
+    def answers_of(self, said: Sequence[tuple[int, str, str]], by: str | None) -> None:
+        """Write labels, all or none, each as (row, label, what the person saw); the label "" takes one back.
+
+        Raise Changed where one has another label by now, UserError for an unknown row or class.
         """
-        path = self._path(row)
-        if label and nfc(label) not in map(nfc, self.classes):
-            raise UserError(f"there is no class {label!r} here.")
+        known = {"", *map(nfc, self.classes)}
+        for _, label, _ in said:
+            if nfc(label) not in known:
+                raise UserError(f"there is no class {label!r} here.")
+        answers = [Answer(self._path(row), label, seen, by) for row, label, seen in said]
         if self.foldered:
             rows = np.flatnonzero(self.labels >= 0)
             write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in rows))
             self.foldered = False
         try:
-            write(self.folder, Answer(path, label, seen, by))
+            write(self.folder, *answers)
         except Changed:
             self.refresh()
             raise
-        if label and self.unsure[row]:
-            write(self.folder, Answer(path, "", "not sure"), name=UNSURE)
-        self.answers += 1
+        named = [Answer(self.paths[row], "", "not sure") for row, label, _ in said if label and self.unsure[row]]
+        if named:
+            write(self.folder, *named, name=UNSURE)
+        self.answers += len(answers)
         self.refresh()
+
+    def notes(self) -> dict[int, str]:
+        """Return what people noted about images, by row."""
+        return {self._rows[path]: words for path, words in labels(self.folder, NOTES).items() if path in self._rows}
+
+    def note(self, row: int, words: str, by: str | None) -> None:
+        """Write a note of one line about an image; "" takes it back."""
+        before = self.notes().get(row, "")
+        write(self.folder, Answer(self._path(row), words, before, by), name=NOTES)
 
     def doubt(self, row: int, on: bool, by: str | None) -> None:
         """Note that somebody could not name an image, or take that back."""

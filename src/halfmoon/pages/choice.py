@@ -79,6 +79,18 @@ def order(
     return np.concatenate([rows[chosen], rows[rest], blind])
 
 
+def novelty(guesses: Guesses, labels: np.ndarray) -> np.ndarray:
+    """Return how far each image (N,) is, in features, from the nearest that has a label; NaN where nobody can tell.
+
+    That is what `order` multiplies by the uncertainty, as it stands before the first image is chosen."""
+    space, held = standardized(guesses.features, guesses.known), np.flatnonzero((labels >= 0) & guesses.known)
+    squares, nearest = (space**2).sum(1), np.full(len(space), np.nan)
+    for first in range(0, len(held), 256):
+        some = held[first : first + 256]
+        nearest = np.fmin(nearest, (squares[:, None] + squares[some] - 2 * space @ space[some].T).min(1))
+    return np.where(guesses.known, np.sqrt(np.maximum(nearest, 0)), np.nan)
+
+
 def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
     """Return places in `rows`, `count` of them, chosen greedily."""
     space = standardized(guesses.features, guesses.known)

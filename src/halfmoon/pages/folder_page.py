@@ -20,12 +20,20 @@ if TYPE_CHECKING:
 
 
 class FolderPage:
-    """A page of a site's images and labels; `classes` are those to choose from, `guessing` the model's progress."""
+    """A page of a site's images and labels; `classes` are those to choose from, `guessing` the model's progress.
 
-    def __init__(self, site: SiteFolder, classes: Sequence[str], guessing: Guessing | None) -> None:
+    `window`: the values of black and white, in place of the files' own."""
+
+    def __init__(
+        self,
+        site: SiteFolder,
+        classes: Sequence[str],
+        guessing: Guessing | None,
+        window: tuple[float, float] | None = None,
+    ) -> None:
         self.site, self.guessing = site, guessing
         self.book = Book(site, classes)
-        self.pictures = Pictures(site.folder)
+        self.pictures = Pictures(site.folder, window)
 
     def start(self, request: Request) -> dict[str, Any]:
         """Return everything that a page needs when it opens."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
-from halfmoon.pages.choice import Guesses, order, ranks
+from halfmoon.pages.choice import Guesses, novelty, order, ranks
 from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, one_of, words
@@ -31,10 +31,12 @@ AGAIN = 20
 
 @dataclass(frozen=True)
 class Options:
-    """How a folder is labeled: who answers (None: nobody is named, "": the page asks), and the seed of the order."""
+    """How a folder is labeled: who answers (None: nobody is named, "": the page asks), the seed of the order, and the
+    values of black and white in place of the files' own."""
 
     by: str | None = None
     seed: int = 0
+    window: tuple[float, float] | None = None
 
 
 def open_folder(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
@@ -71,49 +73,67 @@ def need_classes(site: SiteFolder, names: Sequence[str]) -> None:
         )
 
 
-def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: int) -> np.ndarray:
+ORDERS = ("mixed", "unsure", "random")
+"""Ways to order images: unsure ones spread over classes and looks, the least sure first, and by chance."""
+
+
+def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: int, way: str = ORDERS[0]) -> np.ndarray:
     """Return the rows to label, the most useful first; `classes` are those of the guesses.
 
     What has a label, or was found too hard to name, is left out.
     """
+    chosen = None if way == "random" else guesses
+    return order(chosen, own_labels(classes, book), (book.labels < 0) & ~book.unsure, seed, *([0] * (way == "unsure")))
+
+
+def own_labels(classes: Sequence[str], book: Book) -> np.ndarray:
+    """Return the labels as numbers of a model's classes, -1 for none and for those that it does not have."""
     number = {name: n for n, name in enumerate(classes)}
-    own = np.array([number.get(name, -1) for name in book.classes] + [-1])
-    return order(guesses, own[book.labels], (book.labels < 0) & ~book.unsure, seed)
+    return np.array([number.get(name, -1) for name in book.classes] + [-1])[book.labels]
 
 
 class Labeling(FolderPage):
     """The page's memory: the labels, the order, and what the model makes of the images."""
 
     def __init__(self, site: SiteFolder, classes: Sequence[str], guessing: Guessing | None, options: Options) -> None:
-        super().__init__(site, site.classes or classes, guessing)
+        super().__init__(site, site.classes or classes, guessing, options.window)
         self.options = options
         self._lock = threading.Lock()
-        self._order: tuple[tuple[int, bool], np.ndarray] | None = None
+        self._order: tuple[tuple[int, bool, str], np.ndarray] | None = None
 
     @property
     def guesses(self) -> Guesses | None:
         """Return what the model makes of the images, None as long as it is not through."""
         return self.guessing.result if self.guessing else None
 
-    def order(self) -> np.ndarray:
+    def order(self, way: str = ORDERS[0]) -> np.ndarray:
         """Return the rows to label; chosen anew when the guesses come, and after every `AGAIN` labels."""
         with self._lock:
-            key = (int((self.book.labels >= 0).sum()) // AGAIN, self.guesses is not None)
+            key = (int((self.book.labels >= 0).sum()) // AGAIN, self.guesses is not None, way)
             if self._order is None or self._order[0] != key:
                 classes = self.guessing.classes if self.guessing else ()
-                self._order = key, ranked(self.guesses, classes, self.book, self.options.seed)
+                self._order = key, ranked(self.guesses, classes, self.book, self.options.seed, way)
             return self._order[1]
 
     def queue(self, request: Request | None = None) -> dict[str, Any]:
-        """Return the rows to label as they are ordered now, with the model's uncertainty and its rank (0: unknown)."""
+        """Return the rows to label in the order of ?way=, and why: uncertainty, its rank, and that of `novelty`.
+
+        A rank of 0 is unknown."""
+        way = ORDERS[0] if request is None else request.query_params.get("way", ORDERS[0])
+        if way not in ORDERS:
+            raise UserError(f"there is no order {way!r}.")
         self.book.refresh()
-        rows, guesses = self.order(), self.guesses
-        uncertainty = np.full(len(rows), np.nan) if guesses is None else guesses.uncertainty[rows]
+        rows, guesses = self.order(way), self.guesses
+        uncertainty = far = np.full(len(rows), np.nan)
+        if guesses is not None and self.guessing is not None:
+            uncertainty = guesses.uncertainty[rows]
+            far = novelty(guesses, own_labels(self.guessing.classes, self.book))[rows]
         values = np.round(np.nan_to_num(uncertainty), 6).tolist()
-        return {"order": rows.tolist(), "uncertainty": values, "rank": ranks(uncertainty).tolist()}
+        found = {"order": rows.tolist(), "uncertainty": values}
+        return found | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
 
     def start(self, request: Request) -> dict[str, Any]:
-        return super().start(request) | self.queue() | {"by": self.options.by}
+        return super().start(request) | self.queue(request) | {"by": self.options.by, "notes": self.book.notes()}
 
     def guess(self, request: Request) -> dict[str, Any]:
         """Return what the model would say of an image: only asked for where the person wants to see it."""
@@ -127,6 +147,22 @@ class Labeling(FolderPage):
         message = body(request)
         row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
         self.book.answer(row, label, before, self._by(message))
+        return self.facts(message.get("since"))
+
+    def answers(self, request: Request) -> dict[str, Any]:
+        """Write the answers to many images, all or none: `said` has [row, label, the label that was seen] of each."""
+        message = body(request)
+        said = message.get("said")
+        if not isinstance(said, list) or not all(isinstance(each, list) and len(each) == 3 for each in said):
+            raise UserError("said is no list of [row, label, seen].")
+        named: list[dict[str, Any]] = [dict(zip(("row", "label", "seen"), each, strict=True)) for each in said]
+        many = [(of_row(each, len(self.site)), words(each, "label"), words(each, "seen")) for each in named]
+        self.book.answers_of(many, self._by(message))
+        return self.facts(message.get("since"))
+
+    def note(self, request: Request) -> dict[str, Any]:
+        message = body(request)
+        self.book.note(of_row(message, len(self.site)), words(message, "note"), self._by(message))
         return self.facts(message.get("since"))
 
     def doubt(self, request: Request) -> dict[str, Any]:
@@ -147,7 +183,7 @@ class Labeling(FolderPage):
             "/guess/{row:int}": self.guess,
             "/image/{row:int}": self.image,
         }
-        posts = {"/answer": self.answer, "/doubt": self.doubt}
+        posts = {"/answer": self.answer, "/answers": self.answers, "/doubt": self.doubt, "/note": self.note}
         return application("label", f"Label {self.site.folder.resolve().name}", gets, posts)
 
 

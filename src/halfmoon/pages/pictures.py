@@ -1,21 +1,28 @@
-"""Show images of a folder in a browser: small on a wall or whole, with more contrast on request.
+"""Images of a folder for a browser: small ones by the rule of training, whole ones in full depth.
 
 Large images are decoded one at a time, and few requests wait for them, so that memory stays bounded.
 """
 
+import hashlib
 import io
+import os
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
-from halfmoon.data.readers.decode import FORMATS, MOST_PIXELS, converted, upright
+from halfmoon.data.preparation import MOST_PIXELS, eight_bits, extremes
+from halfmoon.data.readers.decode import FORMATS, converted, deep, grays, in_stored, upright
+from halfmoon.sites.folders.prepare import HOME
 from halfmoon.storage import atomic_io
 
 SMALL, WHOLE = 160, 2048
@@ -28,77 +35,94 @@ LARGE_FILE, LARGE_PIXELS = 2**22, 2**20
 """Bytes and pixels above which an image takes its turn."""
 
 QUEUE = 8
-"""Requests for large images at once, the one that is served included; a browser sends up to six."""
+"""Large images that are waited for at once; any number of requests may wait for one."""
 
-STRIP = 256
-"""Rows that are stretched together: only they are in memory as float64."""
+THUMBNAILS, WORTH = f"{HOME}/thumbnails", 2**16
+"""Where small pictures are kept, and the bytes of a file from which it is worth it."""
 
 
 class Busy(UserError):
-    """Too many requests for large images are waiting."""
+    """Too many large images are waited for."""
 
 
-def stretched(pixels: np.ndarray) -> np.ndarray:
-    """Return gray values (H, W) as uint8, the 1st percentile black and the 99th white."""
-    low, high = np.percentile(pixels, (1, 99))
-    if high <= low:
-        low, high = float(pixels.min()), float(pixels.max())
-    scale = 255 / (high - low) if high > low else 0.0
-    gray = np.empty(pixels.shape, np.uint8)
-    for first in range(0, len(pixels), STRIP):
-        rows = slice(first, first + STRIP)
-        gray[rows] = np.clip((pixels[rows].astype(np.float64) - low) * scale, 0, 255).round()
-    return gray
+@dataclass(frozen=True)
+class Picture:
+    """An encoded image; with `grays` red and green are the bytes of a 16-bit gray.
+
+    `grays`: slope and intercept make values of these, `low` and `high` are black and white, and the modality.
+    """
+
+    data: bytes
+    grays: dict[str, Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        return "image/png" if self.data.startswith(b"\x89PNG") else "image/jpeg"
 
 
-def plain(image: Image.Image) -> Image.Image:
-    """Return an image as 8-bit gray or RGB; gray of more than 8 bits is stretched: it rarely uses its whole range."""
-    if image.mode == "F" or image.mode.startswith("I"):
-        return Image.fromarray(stretched(np.asarray(image)))
-    gray = image.mode in ("1", "L", "LA")
-    return converted(image, "the image", 1 if gray else 3)
+def picture(path: Path, name: str, small: bool = False, window: tuple[float, float] | None = None) -> Picture:
+    """Return an image file for a browser; `window` goes before the file's own.
 
-
-def _stretch(image: Image.Image) -> Image.Image:
-    if image.mode == "L":
-        return Image.fromarray(stretched(np.asarray(image)))
-    return ImageOps.autocontrast(image, cutoff=1, preserve_tone=True)
-
-
-LOOKS: dict[str, Callable[[Image.Image], Image.Image]] = {
-    "plain": lambda image: image,
-    "stretch": _stretch,
-    "equalize": ImageOps.equalize,
-    "invert": ImageOps.invert,
-}
-"""Ways to show an image, by name."""
-
-
-def picture(path: Path, name: str, look: str = "plain", small: bool = False) -> bytes:
-    """Return an image file as PNG or JPEG for a browser; raise UserError where it cannot be read."""
-    if look not in LOOKS:
-        raise UserError(f"there is no look {look!r}.")
+    A small one is 8-bit, as training sees it. Raise UserError where it cannot be read.
+    """
     try:
-        data = path.read_bytes()
+        image = upright(path.read_bytes(), name)
     except OSError as error:
         raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
-    image = plain(upright(data, name))
     most = SMALL if small else WHOLE
-    if max(image.size) > most:
-        image.thumbnail((most, most), Image.Resampling.BILINEAR)
-    image = LOOKS[look](image)
-    file = io.BytesIO()
+    if deep(image):
+        pixels = grays(image)
+        about, ends = image.info, in_stored(image, window)
+        del image
+        ends = extremes(pixels) if ends is None else ends
+        pixels = shrunk(pixels, 2 * most if small else most)
+        if not small:
+            return _packed(pixels, ends, about)
+        image = Image.fromarray(eight_bits(pixels, ends, name))
+    elif image.mode in ("L", "LA", "RGB", "RGBA"):  # less of an image, without its alpha, before it is converted
+        image = _reduced(image, max(image.size) // (2 * most if small else most))
+    image = converted(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
+    image.thumbnail((most, most), Image.Resampling.BILINEAR)
     # Small pictures stay exact; of large ones nobody sees the difference, and they come faster.
-    if small and max(image.size) > 96:
-        image.save(file, "JPEG", quality=85)
-    else:
-        image.save(file, "PNG", compress_level=1)
+    return Picture(_encoded(image, "JPEG" if small and max(image.size) > 96 else "PNG"))
+
+
+def _reduced(image: Image.Image, factor: int) -> Image.Image:
+    if factor < 2:
+        return image
+    if image.mode in ("LA", "RGBA"):
+        return Image.merge(image.mode[:-1], [image.getchannel(name).reduce(factor) for name in image.mode[:-1]])
+    return image.reduce(factor)
+
+
+def shrunk(pixels: np.ndarray, most: int) -> np.ndarray:
+    """Return grays (H, W) averaged over squares so that no side is longer than `most`."""
+    factor = -(-max(pixels.shape) // most)
+    if factor == 1 or min(pixels.shape) < factor:
+        return pixels
+    height, width = (side // factor for side in pixels.shape)
+    rows = (pixels[row * factor : (row + 1) * factor, : width * factor] for row in range(height))
+    means = np.stack([row.reshape(factor, width, factor).mean((0, 2), dtype=np.float64) for row in rows])
+    return means.astype(np.float32) if pixels.dtype.kind == "f" else np.rint(means).astype(pixels.dtype)
+
+
+def _packed(pixels: np.ndarray, window: tuple[float, float], about: Mapping[Any, Any]) -> Picture:
+    slope, intercept = about.get("rescale", (1.0, 0.0))
+    ends = sorted(end * slope + intercept for end in window)
+    if pixels.dtype != np.uint16:
+        low, high = float(np.nanmin(pixels)), float(np.nanmax(pixels))
+        step = (high - low) / 65535 or 1.0
+        pixels = np.nan_to_num((pixels.astype(np.float64) - low) / step).clip(0, 65535).round().astype(np.uint16)
+        slope, intercept = slope * step, intercept + slope * low
+    parts = np.stack([pixels >> 8, pixels & 255, np.zeros_like(pixels)], 2).astype(np.uint8)
+    grays = {"slope": slope, "intercept": intercept, "low": ends[0], "high": ends[1]}
+    return Picture(_encoded(Image.fromarray(parts), "PNG"), {**grays, "modality": about.get("modality", "")})
+
+
+def _encoded(image: Image.Image, form: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, quality=85, compress_level=1)
     return file.getvalue()
-
-
-def kind(data: bytes) -> str:
-    """Return the media type of a picture."""
-    return "image/png" if data.startswith(b"\x89PNG") else "image/jpeg"
 
 
 def is_large(path: Path, name: str) -> bool:
@@ -124,45 +148,73 @@ def is_large(path: Path, name: str) -> bool:
 
 
 class Pictures:
-    """The pictures of a folder's images; those used last stay in memory, up to `CACHE_BYTES`."""
+    """The pictures of a folder's images, by `window` where one is given.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Those used last stay in memory, up to `CACHE_BYTES`; small ones of large files are kept in `THUMBNAILS`.
+    """
+
+    def __init__(self, folder: Path, window: tuple[float, float] | None = None) -> None:
+        self.folder, self.window = folder, window
         self.bytes = 0  # in memory
-        self._cached: OrderedDict[tuple[str, str, bool], bytes] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, bool], Picture] = OrderedDict()
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # for the one large image that is decoded
-        self._queue = threading.BoundedSemaphore(QUEUE)
+        self._waiting: Counter[tuple[str, bool]] = Counter()
 
-    def get(self, path: str, look: str, small: bool) -> bytes:
-        """Return a picture; raise UserError if the image cannot be read, `Busy` if too many are waiting."""
-        key = (path, look, small)
-        data = self._from_cache(key)
-        if data is not None:
-            return data
+    def get(self, path: str, small: bool) -> Picture:
+        """Return a picture; raise UserError if the image cannot be read, `Busy` if too many are waited for."""
+        key = (path, small)
+        if (found := self._from_cache(key)) is not None:
+            return found
+        kept = self._kept(path) if small else None
+        if kept is not None and (data := atomic_io.read(kept)):
+            return self._cache(key, Picture(data))
         if not is_large(self.folder / path, path):
-            return self._decoded(key)
-        if not self._queue.acquire(blocking=False):
-            raise Busy(f"{path}: too many large images are requested at once; load the page again.")
+            return self._decoded(key, kept)
+        with self._lock:
+            if key not in self._waiting and len(self._waiting) >= QUEUE:
+                raise Busy(f"{path}: too many large images are requested at once; load the page again.")
+            self._waiting[key] += 1
         try:
             with self._turn:
-                return self._from_cache(key) or self._decoded(key)
+                return self._from_cache(key) or self._decoded(key, kept)
         finally:
-            self._queue.release()
+            with self._lock:
+                self._waiting[key] -= 1
+                self._waiting += Counter()  # without those that nobody waits for
 
-    def _from_cache(self, key: tuple[str, str, bool]) -> bytes | None:
+    def _kept(self, path: str) -> Path | None:
+        """Return where a file's small picture is kept, None where it is not worth it."""
+        try:
+            facts = (self.folder / path).stat()
+        except OSError:
+            return None
+        words = f"1 {path} {facts.st_size} {facts.st_mtime_ns} {self.window}"
+        name = hashlib.sha256(words.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        return self.folder / THUMBNAILS / name if facts.st_size > WORTH else None
+
+    def _from_cache(self, key: tuple[str, bool]) -> Picture | None:
         with self._lock:
             if key in self._cached:
                 self._cached.move_to_end(key)
             return self._cached.get(key)
 
-    def _decoded(self, key: tuple[str, str, bool]) -> bytes:
-        path, look, small = key
-        data = picture(self.folder / path, path, look, small)
+    def _decoded(self, key: tuple[str, bool], kept: Path | None) -> Picture:
+        path, small = key
+        made = picture(self.folder / path, path, small, self.window)
+        if kept is not None:
+            with suppress(OSError):  # a folder that cannot be written is shown all the same
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                part = kept.with_name(f".{kept.name}-{os.getpid()}-{threading.get_ident()}")
+                part.write_bytes(made.data)
+                os.replace(part, kept)
+        return self._cache(key, made)
+
+    def _cache(self, key: tuple[str, bool], made: Picture) -> Picture:
         with self._lock:
             if key not in self._cached:
-                self._cached[key] = data
-                self.bytes += len(data)
+                self._cached[key] = made
+                self.bytes += len(made.data)
             while self.bytes > CACHE_BYTES and len(self._cached) > 1:
-                self.bytes -= len(self._cached.popitem(last=False)[1])
-        return data
+                self.bytes -= len(self._cached.popitem(last=False)[1].data)
+        return made

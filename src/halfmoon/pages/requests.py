@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.pictures import LOOKS, Busy, Pictures, kind
+from halfmoon.pages.pictures import Busy, Pictures
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -53,17 +54,17 @@ def of_row(message: Any, count: int) -> int:
 
 
 def picture_of(request: Request, pictures: Pictures, paths: Sequence[str]) -> Response:
-    """Return the image of a request: ?look= and ?small=1 say how it is shown."""
+    """Return the image of a request, small with ?small=1."""
     from starlette.responses import PlainTextResponse, Response
 
-    look = request.query_params.get("look", "plain")
-    if look not in LOOKS:
-        raise UserError(f"there is no look {look!r}.")
     row = of_row(request, len(paths))
     try:
-        data = pictures.get(paths[row], look, request.query_params.get("small") == "1")
+        found = pictures.get(paths[row], request.query_params.get("small") == "1")
     except Busy as error:
         return PlainTextResponse(str(error), 503, {"retry-after": "2"})
     except UserError as error:
         return PlainTextResponse(str(error), 415)
-    return Response(data, media_type=kind(data), headers={"cache-control": "private, max-age=3600"})
+    headers = {"cache-control": "private, max-age=3600"}
+    if found.grays is not None:
+        headers["x-grays"] = json.dumps(found.grays)
+    return Response(found.data, media_type=found.kind, headers=headers)

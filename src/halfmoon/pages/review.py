@@ -50,8 +50,10 @@ class Review(FolderPage):
 
     guessing: Guessing
 
-    def __init__(self, model: str, site: SiteFolder, guessing: Guessing) -> None:
-        super().__init__(site, (*site.classes, *guessing.classes), guessing)
+    def __init__(
+        self, model: str, site: SiteFolder, guessing: Guessing, window: tuple[float, float] | None = None
+    ) -> None:
+        super().__init__(site, (*site.classes, *guessing.classes), guessing, window)
         self.model = model
 
     def start(self, request: Request) -> dict[str, Any]:
@@ -144,5 +146,5 @@ def run(model: Model, name: str, folder: Path, port: int | None, browser: bool, 
     site = open_folder(folder, model.classes)
     guessing = Guessing(lambda: model, folder, site.paths)
     guessing.classes = model.classes
-    review = Review(name, site, guessing)
+    review = Review(name, site, guessing, model.card.window)
     review.serve(review.app(), "review", "correction", port, browser, say)

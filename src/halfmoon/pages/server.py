@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 HOST = "127.0.0.1"
-LARGEST = 2**16
-"""Bytes of a request's body at most: an answer is a line."""
+LARGEST = 2**20
+"""Bytes of a request's body at most: answers to a wall of images."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

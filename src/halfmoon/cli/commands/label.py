@@ -23,6 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "show no page: print the first N images that it would show"
     parser.add_argument("--list", metavar="N", help=about)
     parser.add_argument("--seed", metavar="N", default="0", help="the seed of the order (default: 0)")
+    about = "the values of black and white in images of more than 8 bits (default: the file's own)"
+    parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
     from_outside(parser)
     on_device(parser)
     served(parser)
@@ -30,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted, then return 130; with --list print the order and return 0."""
+    from halfmoon.data.preparation import checked_window
     from halfmoon.pages.label import Options, open_folder
     from halfmoon.pages.label import run as label
 
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     try:
-        label(site, load, classes, Options(args.by, seed), port, not args.no_browser, tell)
+        label(site, load, classes, Options(args.by, seed, checked_window(args.window)), port, not args.no_browser, tell)
     except KeyboardInterrupt:
         if args.debug:
             raise

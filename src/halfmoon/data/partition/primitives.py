@@ -29,11 +29,12 @@ class Sides:
 
         `groups` has the group of every row; one of "" is alone. A group of an earlier draw stays on its side.
         """
-        held = [row for row in order if self.held.get(groups[row], False)]
+        rows: list[int] = order.tolist()
+        held = [row for row in rows if self.held.get(groups[row], False)]
         together: dict[str, list[int]] = {}
-        for row in order:
+        for row in rows:
             together.setdefault(groups[row], []).append(row)
-        for row in order:
+        for row in rows:
             group = groups[row]
             if group in self.held:
                 continue

@@ -10,7 +10,7 @@ from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data import dicom
-from halfmoon.data.preparation import AS_THEY_ARE, MOST_PIXELS, Preparation, eight_bits
+from halfmoon.data.preparation import AS_THEY_ARE, MOST_PIXELS, STRIP, Preparation, eight_bits
 from halfmoon.data.readers.whole_files import Rows
 
 MODES = ("L", "RGB")
@@ -88,9 +88,10 @@ def _turned(image: Image.Image) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)
     except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
-        return image
+        pass
+    return image
 
 
 def header(path: Path) -> tuple[int, int, bool] | None:
@@ -127,13 +128,22 @@ def converted(image: Image.Image, place: str, channels: int, window: tuple[float
     """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `fitted`."""
     mode = {1: "L", 3: "RGB"}[channels]
     if deep(image):
-        image = Image.fromarray(eight_bits(np.asarray(image), in_stored(image, window), place))
+        image = Image.fromarray(eight_bits(grays(image), in_stored(image, window), place))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about palettes with transparency, which is left out on purpose
             return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
+
+
+def grays(image: Image.Image) -> np.ndarray:
+    """Return an image's values (H, W); a few rows at a time, as Pillow gives them away in two copies."""
+    strips = ((top, min(top + STRIP, image.height)) for top in range(0, image.height, STRIP))
+    values = np.empty((image.height, image.width), np.asarray(image.crop((0, 0, 1, 1))).dtype)
+    for top, bottom in strips:
+        values[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
+    return values
 
 
 def in_stored(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:

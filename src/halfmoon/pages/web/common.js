@@ -58,6 +58,7 @@ export function keysOf(classes) {
 
 // Call handlers by key, unless somebody types or a dialog is open.
 export function keys(handle) {
+  document.addEventListener("change", (event) => event.target.blur()); // so that the next key is a command again
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey && event.key.toLowerCase() === "z") {
       if (handle("undo", event)) event.preventDefault();

@@ -1,20 +1,19 @@
 import { announce, answer, ask, askName, byId, choices, count, html, keys, keysOf, notice, percent, takeOver } from "./common.js";
-import { Look, tools } from "./look.js";
+import { ARROWS, Look, tools } from "./look.js";
 import { Wall } from "./wall.js";
 
 const AGAIN = 20; // answers after which the order is asked for anew
 const EVERY = 3000; // ms between two looks at what others have written
 
 const data = { labels: [], unsure: new Set(), order: [], paths: [], facts: null };
-const skipped = new Set();
+const skipped = new Set(JSON.parse(sessionStorage.getItem("skipped") ?? "[]")); // also after the page is loaded again
 const done = []; // what can be undone: {row, before, after, kind}
 let row = -1;
 let since = 0;
 let busy = false;
 
-const source = (at, look) => `image/${at}?look=${look}`;
-const look = new Look(byId("stage"), byId("image"), tools(), source);
-const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1` });
+const look = new Look(byId("stage"), byId("image"), tools());
+const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1`, changed: drawBulk });
 
 const labelName = (at) => (data.labels[at] >= 0 ? data.facts.classes[data.labels[at]] : "");
 const waits = (at) => data.labels[at] < 0 && !data.unsure.has(at);
@@ -26,13 +25,19 @@ const upcoming = (most) => queue().filter((at) => at !== row).slice(0, most);
 
 function takeOrder(found) {
   data.order = found.order;
-  data.certainty = new Map(found.order.map((at, n) => [at, { uncertainty: found.uncertainty[n], rank: found.rank[n] }]));
+  data.why = new Map(found.order.map((at, n) => [at, { uncertainty: found.uncertainty[n], rank: found.rank[n], far: found.far[n] }]));
 }
 
-function certaintyOf(at) {
-  const { uncertainty, rank } = data.certainty.get(at) ?? {};
-  return rank ? `uncertainty ${uncertainty.toFixed(2)}, rank ${count(rank)} of ${count(data.certainty.size)}` : "";
+// Both numbers of the order: how unsure the model is, and how unlike those with a label the image is.
+function whyOf(at) {
+  const { uncertainty, rank, far } = data.why.get(at) ?? {};
+  if (!rank) return "";
+  const unlike = far ? `; unlike those with a label: rank ${count(far)}` : "";
+  return `uncertainty ${uncertainty.toFixed(2)}, rank ${count(rank)} of ${count(data.why.size)}${unlike}`;
 }
+
+const orderAgain = async () => takeOrder(await ask(`queue?way=${byId("way").value}`));
+const skips = () => sessionStorage.setItem("skipped", JSON.stringify([...skipped]));
 
 function next() {
   const [first] = upcoming(1);
@@ -50,7 +55,8 @@ function goTo(at) {
     byId("path").textContent = byId("rank").textContent = "";
   } else {
     byId("path").textContent = data.paths[at];
-    byId("rank").textContent = certaintyOf(at);
+    byId("rank").textContent = whyOf(at);
+    byId("note").value = data.notes[at] ?? "";
     look.show(at, data.paths[at]);
     look.ahead(upcoming(3));
   }
@@ -66,11 +72,13 @@ function draw() {
   choices(host, facts, { now: row >= 0 ? data.labels[row] : -1, suggested: data.suggested, press: give });
   byId("find").hidden = facts.classes.length <= 12;
   find();
-  byId("undo").disabled = !done.length;
+  byId("undo").disabled = byId("take-back").disabled = !done.length;
+  byId("note").hidden = row < 0;
   for (const id of ["skip", "doubt"]) byId(id).disabled = row < 0;
   for (const button of host.children) button.disabled = row < 0;
   const { model } = facts;
-  byId("model").textContent = !model ? "order: random" : model.error ? "" : model.ready ? "order: unsure images first, spread over what they show" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
+  byId("model").textContent = !model ? "order: random" : model.error ? "" : model.ready ? "" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
+  byId("ordering").hidden = !model?.ready;
   byId("suggesting").hidden = !model || Boolean(model.error);
   if (model?.error) notice(`The model cannot be used, so the order is random: ${model.error}`);
 }
@@ -101,14 +109,47 @@ const give = (n) => act(async () => {
   done.push({ kind: "label", row: at, before, after, doubted });
   skipped.delete(at);
   announce(`${after}.`);
-  if (++since % AGAIN === 0) takeOrder(await ask("queue"));
+  skips();
+  if (++since % AGAIN === 0) await orderAgain();
   next();
 });
+
+// Give one label to all images that are selected on the wall, or null: not sure.
+const giveAll = (n) => act(async () => {
+  const rows = [...wall.chosen];
+  if (!rows.length) return;
+  if (n === null) {
+    for (const at of rows.filter(waits)) {
+      takeOver(data, await doubted(at, true));
+      done.push({ kind: "doubt", row: at });
+    }
+  } else {
+    const said = rows.map((at) => [at, data.facts.classes[n], labelName(at)]);
+    await send(said);
+    done.push({ kind: "many", said, doubted: rows.filter((at) => data.unsure.has(at)) });
+    since += rows.length;
+    announce(`${rows.length} images: ${data.facts.classes[n]}.`);
+  }
+  wall.choose([]);
+  draw();
+  showAll(true);
+});
+
+const send = async (said) => takeOver(data, await ask("answers", { said, by: data.name ?? "", since: data.facts.version }));
+
+function drawBulk() {
+  const some = wall.chosen.size;
+  byId("bulk").hidden = byId("none-of-them").hidden = !some;
+  byId("chosen").textContent = `${count(some)} selected`;
+  byId("select").setAttribute("aria-pressed", String(wall.selecting));
+  if (some) choices(byId("choices-of-all"), data.facts, { press: giveAll });
+}
 
 const skip = () => act(async () => {
   if (row < 0) return;
   skipped.delete(row); // to the end of those skipped
   skipped.add(row);
+  skips();
   done.push({ kind: "skip", row });
   const [first] = upcoming(1);
   goTo(first ?? row);
@@ -117,27 +158,37 @@ const skip = () => act(async () => {
 const doubt = () => act(async () => {
   if (row < 0) return;
   const at = row;
-  takeOver(data, await ask("doubt", { row: at, on: true, by: data.name ?? "", since: data.facts.version }));
+  takeOver(data, await doubted(at, true));
   done.push({ kind: "doubt", row: at });
   announce("Not sure.");
   next();
 });
+
+const doubted = (at, on) => ask("doubt", { row: at, on, by: data.name ?? "", since: data.facts.version });
 
 const undo = () => act(async () => {
   const last = done.at(-1);
   if (!last) return;
   if (last.kind === "label") {
     if (await answer(data, last.row, last.before, last.after)) {
-      if (last.doubted) takeOver(data, await ask("doubt", { row: last.row, on: true, by: data.name ?? "", since: data.facts.version }));
+      if (last.doubted) takeOver(data, await doubted(last.row, true));
     }
+  } else if (last.kind === "many") {
+    await send(last.said.map(([at, label, seen]) => [at, seen, label]));
+    for (const at of last.doubted) takeOver(data, await doubted(at, true));
   } else if (last.kind === "doubt") {
-    takeOver(data, await ask("doubt", { row: last.row, on: false, by: data.name ?? "", since: data.facts.version }));
+    takeOver(data, await doubted(last.row, false));
   } else {
     skipped.delete(last.row);
   }
   done.pop();
   announce("Undone.");
-  goTo(last.row);
+  if (last.kind === "skip") skips();
+  if (byId("all").hidden) goTo(last.row ?? last.said[0][0]);
+  else {
+    draw();
+    showAll(true);
+  }
 });
 
 async function suggest() {
@@ -206,8 +257,8 @@ async function watch() {
     const ready = facts.model?.ready && !before.model?.ready;
     takeOver(data, facts);
     if (ready) {
-      takeOrder(await ask("queue"));
-      if (row >= 0) byId("rank").textContent = certaintyOf(row);
+      await orderAgain();
+      if (row >= 0) byId("rank").textContent = whyOf(row);
     }
     if (facts.changes.length) for (const [at] of facts.changes) wall.refresh(at);
     if (ready || facts.changes.length || facts.model?.done !== before.model?.done) draw();
@@ -225,14 +276,21 @@ async function watch() {
 
 keys((key) => {
   if (!data.facts) return false;
-  if (!byId("all").hidden) return key === "w" ? (view("one"), true) : false;
   const n = keysOf(data.facts.classes).indexOf(key);
+  if (!byId("all").hidden) {
+    const acts = { w: () => view("one"), u: undo, undo, x: () => byId("select").click(), a: () => wall.choose(wall.inSight()), Escape: () => wall.choose([]), n: () => giveAll(null) };
+    if (n >= 0 && wall.chosen.size) giveAll(n);
+    else if (acts[key]) acts[key]();
+    else return false;
+    return true;
+  }
   if (n >= 0) return give(n), true;
   const acts = {
     u: undo, undo, Backspace: undo, s: skip, n: doubt, z: () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1),
     c: () => announce(look.cycle()), w: () => view("all"), "?": () => byId("keys").showModal(), "/": () => byId("find").focus(),
     m: () => !byId("suggesting").hidden && byId("suggest").click(),
   };
+  if (ARROWS[key] && row >= 0) return look.turn(...ARROWS[key]), true;
   if (!acts[key]) return false;
   acts[key]();
   return true;
@@ -257,10 +315,26 @@ byId("help").addEventListener("click", () => byId("keys").showModal());
 byId("tab-one").addEventListener("click", () => view("one"));
 byId("tab-all").addEventListener("click", () => view("all"));
 byId("which").addEventListener("change", () => showAll());
+byId("take-back").addEventListener("click", undo);
+byId("screen").addEventListener("click", () => wall.choose(wall.inSight()));
+byId("none-of-them").addEventListener("click", () => wall.choose([]));
+byId("select").addEventListener("click", () => {
+  wall.selecting = !wall.selecting;
+  drawBulk();
+});
+byId("way").addEventListener("change", () => act(async () => {
+  await orderAgain();
+  next();
+}));
+byId("note").addEventListener("change", () => act(async () => {
+  const [at, note] = [row, byId("note").value.trim()];
+  takeOver(data, await ask("note", { row: at, note, by: data.name ?? "", since: data.facts.version }));
+  data.notes[at] = note;
+}));
 
 try {
   const found = await ask("start");
-  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, facts: found });
+  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, notes: found.notes, facts: found });
   takeOrder(found);
   askName(data);
   if (found.foldered) notice("Some labels are names of class folders. Your first answer writes all of them into a labels.csv, which counts from then on.", false);

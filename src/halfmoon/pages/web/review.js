@@ -8,7 +8,7 @@ const done = [];
 let place = -1; // of the open image, in the wall's rows
 
 const wall = new Wall(byId("wall"), { fill, open, source: (at) => `image/${at}?small=1`, extra: 58 });
-const look = new Look(byId("stage"), byId("image"), tools(), (at, way) => `image/${at}?look=${way}`);
+const look = new Look(byId("stage"), byId("image"), tools());
 
 const name = (n) => (n >= 0 ? data.facts.classes[n] : "");
 const labelName = (at) => name(data.labels[at]);

@@ -5,9 +5,10 @@ import { html } from "./common.js";
 const PAUSE = 70; // ms that a cell stays in sight before its image is asked for
 
 export class Wall {
-  // `fill(row)` returns {alt, lines: [text or element], odd}; `open(place)` is called for a click or Enter.
-  constructor(host, { fill, open, source, side = 132, extra = 40 }) {
-    Object.assign(this, { host, fill, open, source, wanted: side, extra });
+  // `fill(row)` returns {alt, lines: [text or element], odd}; `open(place)` is called for a click or Enter. Where
+  // `changed` is given, rows can be selected: by Shift, Ctrl, Space, a drag, and while `selecting` by a click.
+  constructor(host, { fill, open, source, changed = null, side = 132, extra = 40 }) {
+    Object.assign(this, { host, fill, open, source, changed, wanted: side, extra, chosen: new Set(), selecting: false });
     this.rows = [];
     this.cells = new Map();
     this.focused = 0;
@@ -15,7 +16,55 @@ export class Wall {
     host.append(this.room);
     host.addEventListener("scroll", () => this.draw(), { passive: true });
     host.addEventListener("keydown", (event) => this.walk(event));
+    if (changed) this.listen();
     new ResizeObserver(() => this.layout()).observe(host);
+  }
+
+  listen() {
+    const placeOf = (event) => Number(event.target.closest?.(".cell")?.dataset.place ?? -1);
+    this.host.addEventListener("pointerdown", (event) => {
+      if (event.pointerType === "mouse" && event.button === 0) this.from = placeOf(event);
+    });
+    this.host.addEventListener("pointerover", (event) => {
+      const place = placeOf(event);
+      if (!(event.buttons & 1) || !(this.from >= 0) || place < 0 || place === this.from) return;
+      this.dragging = true;
+      this.choose(this.range(this.from, place));
+    });
+    this.host.addEventListener("click", (event) => {
+      const place = placeOf(event);
+      const drag = this.dragging;
+      Object.assign(this, { from: -1, dragging: false });
+      if (place < 0 || (!drag && !event.shiftKey && !event.ctrlKey && !event.metaKey && !this.selecting)) return;
+      event.stopPropagation();
+      if (drag) return;
+      if (event.shiftKey) this.choose([...this.chosen, ...this.range(this.last ?? place, place)]);
+      else this.flip(place);
+      this.last = place;
+    }, { capture: true });
+    addEventListener("pointerup", () => setTimeout(() => Object.assign(this, { from: -1, dragging: false })));
+  }
+
+  range(a, b) {
+    return this.rows.slice(Math.min(a, b), Math.max(a, b) + 1);
+  }
+
+  flip(place) {
+    const row = this.rows[place];
+    this.choose(this.chosen.has(row) ? [...this.chosen].filter((each) => each !== row) : [...this.chosen, row]);
+  }
+
+  choose(rows) {
+    this.chosen = new Set(rows);
+    for (const [place, cell] of this.cells) cell.classList.toggle("chosen", this.chosen.has(this.rows[place]));
+    this.changed();
+  }
+
+  // The rows of those cells that can be seen whole.
+  inSight() {
+    const first = Math.ceil(this.host.scrollTop / this.tall) * this.columns;
+    const last = Math.floor((this.host.scrollTop + this.host.clientHeight) / this.tall) * this.columns;
+    return this.rows.slice(first, Math.max(last, first + this.columns));
   }
 
   show(rows, keep = false) {
@@ -77,11 +126,16 @@ export class Wall {
     cell.setAttribute("aria-label", alt);
     cell.title = alt;
     cell.classList.toggle("odd", Boolean(odd));
+    cell.classList.toggle("chosen", this.chosen.has(this.rows[place]));
     while (cell.childNodes.length > 1) cell.lastChild.remove();
     cell.append(...lines.map((line) => html("span", { class: "cap" }, line)));
   }
 
   walk(event) {
+    if (event.key === " " && this.changed) {
+      event.preventDefault();
+      return this.flip((this.last = this.focused));
+    }
     const page = Math.max(1, Math.floor(this.host.clientHeight / this.tall)) * this.columns;
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity }[event.key];
     if (by === undefined || !this.rows.length) return;

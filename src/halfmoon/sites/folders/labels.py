@@ -21,6 +21,9 @@ LOCK = "labels.lock"
 UNSURE = f"{HOME}/not-sure.csv"
 """The file of those images that somebody has looked at and could not name, with the columns of labels.csv."""
 
+NOTES = f"{HOME}/notes.csv"
+"""The file of what people noted about images: the note stands where labels.csv has the label."""
+
 PATIENCE = 10.0
 """Seconds to wait for others who write."""
 
