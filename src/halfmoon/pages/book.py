@@ -21,8 +21,11 @@ class Book:
     `labels` is int64 (N,), -1 for none; `unsure` bool (N,); `version` grows with every change, whoever made it.
     """
 
-    def __init__(self, site: SiteFolder, classes: Sequence[str]) -> None:
-        """Open the labels of a site; `classes` may name more than its files do."""
+    def __init__(self, site: SiteFolder, classes: Sequence[str], table: str = LABELS) -> None:
+        """Open the labels of a site; `classes` may name more than its files do. `table` is the file of another reader,
+        who sees nobody else's labels."""
+        self.table = table
+        self.doubts = UNSURE if table == LABELS else f"{table.removesuffix('.csv')}.not-sure.csv"
         self.folder: Path = site.folder
         self.paths = site.paths
         self.classes = list(dict.fromkeys([*classes, *site.classes]))
@@ -36,7 +39,7 @@ class Book:
         self._lock = threading.RLock()
         self.refresh()
         # Labels that are names of folders: the first answer writes all of them, as a labels.csv alone counts then.
-        self.foldered = not stamp(self.folder) and bool((site.labels >= 0).any())
+        self.foldered = table == LABELS and not stamp(self.folder) and bool((site.labels >= 0).any())
         if self.foldered:
             numbers = np.array([self.classes.index(name) for name in site.classes] + [UNLABELED])
             self.labels = numbers[site.labels]
@@ -44,7 +47,7 @@ class Book:
     def refresh(self) -> None:
         """Take over what has been written since the last time; raise UserError where labels.csv is broken."""
         with self._lock:
-            for name in (LABELS, UNSURE):
+            for name in (self.table, self.doubts):
                 now = stamp(self.folder, name)
                 if now == self._stamps.get(name):
                     continue
@@ -58,17 +61,17 @@ class Book:
             row = self._rows.get(path)
             if row is None:
                 continue
-            if name == LABELS and word not in numbers:
+            if name == self.table and word not in numbers:
                 numbers[word] = len(self.classes)
                 self.classes.append(word)
             new[row] = numbers.get(word, 0)
-        old = self.labels if name == LABELS else np.where(self.unsure, 0, UNLABELED)
+        old = self.labels if name == self.table else np.where(self.unsure, 0, UNLABELED)
         changed = np.flatnonzero(new != old)
         if not len(changed):
             return
         self.version += 1
         self._changes += [(self.version, int(row)) for row in changed]
-        if name == LABELS:
+        if name == self.table:
             self.labels = new
         else:
             self.unsure = new >= 0
@@ -98,13 +101,13 @@ class Book:
             write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in rows))
             self.foldered = False
         try:
-            write(self.folder, *answers)
+            write(self.folder, *answers, name=self.table)
         except Changed:
             self.refresh()
             raise
         named = [Answer(self.paths[row], "", "not sure") for row, label, _ in said if label and self.unsure[row]]
         if named:
-            write(self.folder, *named, name=UNSURE)
+            write(self.folder, *named, name=self.doubts)
         self.answers += len(answers)
         self.refresh()
 
@@ -121,7 +124,7 @@ class Book:
         """Note that somebody could not name an image, or take that back."""
         path = self._path(row)
         words = ("not sure", "") if on else ("", "not sure")
-        write(self.folder, Answer(path, words[0], words[1], by), name=UNSURE)
+        write(self.folder, Answer(path, words[0], words[1], by), name=self.doubts)
         self.refresh()
 
     def _path(self, row: int) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class FolderPage:
     """A page of a site's images and labels; `classes` are those to choose from, `guessing` the model's progress.
 
-    `window`: the values of black and white, in place of the files' own."""
+    `window`: the values of black and white, in place of the files' own. `table`: the file of the labels."""
 
     def __init__(
         self,
@@ -30,9 +30,10 @@ class FolderPage:
         classes: Sequence[str],
         guessing: Guessing | None,
         window: tuple[float, float] | None = None,
+        table: str = LABELS,
     ) -> None:
         self.site, self.guessing = site, guessing
-        self.book = Book(site, classes)
+        self.book = Book(site, classes, table)
         self.pictures = Pictures(site.folder, window)
 
     def start(self, request: Request) -> dict[str, Any]:
@@ -74,4 +75,4 @@ class FolderPage:
             if self.guessing is not None:
                 self.guessing.stop()
             count = self.book.answers
-            say(f"{count} {noun if count == 1 else f'{noun}s'} written to {self.site.folder / LABELS}.")
+            say(f"{count} {noun if count == 1 else f'{noun}s'} written to {self.site.folder / self.book.table}.")

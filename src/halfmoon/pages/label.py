@@ -17,7 +17,9 @@ from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, one_of, words
 from halfmoon.pages.server import App, application
-from halfmoon.sites.folders.site_folder import CLASSES, SiteFolder, read
+from halfmoon.sites.folders.agreement import agreements, reader_file
+from halfmoon.sites.folders.labels import plain
+from halfmoon.sites.folders.site_folder import CLASSES, LABELS, SiteFolder, read
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -31,12 +33,17 @@ AGAIN = 20
 
 @dataclass(frozen=True)
 class Options:
-    """How a folder is labeled: who answers (None: nobody is named, "": the page asks), the seed of the order, and the
-    values of black and white in place of the files' own."""
+    """How a folder is labeled.
+
+    by: who answers (None: nobody is named, "": the page asks); seed: of the order
+    window: the values of black and white, in place of the files' own
+    reader: the name of a second reader, who sees the images that have a label, and no label
+    """
 
     by: str | None = None
     seed: int = 0
     window: tuple[float, float] | None = None
+    reader: str | None = None
 
 
 def open_folder(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
@@ -96,7 +103,9 @@ class Labeling(FolderPage):
     """The page's memory: the labels, the order, and what the model makes of the images."""
 
     def __init__(self, site: SiteFolder, classes: Sequence[str], guessing: Guessing | None, options: Options) -> None:
-        super().__init__(site, site.classes or classes, guessing, options.window)
+        table = LABELS if options.reader is None else reader_file(options.reader)
+        super().__init__(site, site.classes or classes, guessing, options.window, table)
+        self._again = (site.labels >= 0) & (options.reader is not None)
         self.options = options
         self._lock = threading.Lock()
         self._order: tuple[tuple[int, bool, str], np.ndarray] | None = None
@@ -112,7 +121,8 @@ class Labeling(FolderPage):
             key = (int((self.book.labels >= 0).sum()) // AGAIN, self.guesses is not None, way)
             if self._order is None or self._order[0] != key:
                 classes = self.guessing.classes if self.guessing else ()
-                self._order = key, ranked(self.guesses, classes, self.book, self.options.seed, way)
+                rows = ranked(self.guesses, classes, self.book, self.options.seed, way)
+                self._order = key, rows[self._again[rows]] if self._again.any() else rows
             return self._order[1]
 
     def queue(self, request: Request | None = None) -> dict[str, Any]:
@@ -133,7 +143,22 @@ class Labeling(FolderPage):
         return found | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
 
     def start(self, request: Request) -> dict[str, Any]:
-        return super().start(request) | self.queue(request) | {"by": self.options.by, "notes": self.book.notes()}
+        return (
+            super().start(request)
+            | self.queue(request)
+            | {
+                "by": self.options.by,
+                "notes": self.book.notes(),
+                "differing": self._differing(),
+            }
+        )
+
+    def _differing(self) -> list[int]:
+        """Return the rows on which two readers disagree; a second reader does not see them."""
+        if self.options.reader is not None:
+            return []
+        paths = {path for each in agreements(self.site.folder) for path, _, _ in each.differing}
+        return [row for row, path in enumerate(self.site.paths) if plain(path) in paths]
 
     def guess(self, request: Request) -> dict[str, Any]:
         """Return what the model would say of an image: only asked for where the person wants to see it."""

@@ -20,6 +20,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", metavar="NAME", nargs="+", default=(), help=about)
     about = "also write who answered and when; without NAME the page asks"
     parser.add_argument("--by", metavar="NAME", nargs="?", const="", help=about)
+    about = "label as a second reader, into a file of your own, without a look at the labels (see site agreement)"
+    parser.add_argument("--reader", metavar="NAME", help=about)
     about = "show no page: print the first N images that it would show"
     parser.add_argument("--list", metavar="N", help=about)
     parser.add_argument("--seed", metavar="N", default="0", help="the seed of the order (default: 0)")
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     try:
-        label(site, load, classes, Options(args.by, seed, checked_window(args.window)), port, not args.no_browser, tell)
+        options = Options(args.by, seed, checked_window(args.window), args.reader)
+        label(site, load, classes, options, port, not args.no_browser, tell)
     except KeyboardInterrupt:
         if args.debug:
             raise

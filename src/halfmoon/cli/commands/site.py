@@ -50,6 +50,10 @@ def add(commands: Any) -> None:
     about = "label images in the browser, the most useful first"
     label.add(command(group, "label", about, "FOLDER ", label.run))
 
+    about = "compare the readers of a site: where they disagree, and Cohen's kappa"
+    agreement = command(group, "agreement", about, "FOLDER ", _agreement)
+    agreement.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that two readers have labeled")
+
     about = "say what the sites of a federation are asked to take part in"
     terms.add(command(group, "terms", about, "CONFIG.toml ", terms.run))
 
@@ -136,6 +140,24 @@ def _show_finding(finding: Any) -> None:
     say(f"\n{finding.kind}{count}: {finding.remedy}")
     for line in [*lines[:SHOWN], *more]:
         say(f"  {line}")
+
+
+def _agreement(args: argparse.Namespace) -> int:
+    from halfmoon.sites.folders.agreement import agreements
+
+    found = agreements(args.folder)
+    if not found:
+        raise UserError(f"{args.folder}: no image has two readers; label some with --reader NAME (site label).")
+    if args.json:
+        print_json([vars(each) for each in found])
+        return 0
+    for each in found:
+        one, other = each.readers
+        kappa = "no kappa: both gave one class alone" if each.kappa is None else f"kappa {each.kappa:.2f}"
+        say(f"{one} and {other}: {each.images:,} images, {each.agreement:.1%} agree, {kappa}")
+        for path, *said in each.differing:
+            say(f"  {path}: {' / '.join(said)}")
+    return 0
 
 
 # Prepare

@@ -215,6 +215,7 @@ const FILTERS = [
   ["waiting", "without a label, in this order", queue],
   ["all", "all", () => [...data.paths.keys()]],
   ["unsure", "not sure", () => [...data.unsure].filter((at) => data.labels[at] < 0).sort((a, b) => a - b)],
+  ["differ", "readers disagree", () => data.differing],
   ["labeled", "with a label", () => [...data.paths.keys()].filter((at) => data.labels[at] >= 0)],
 ];
 
@@ -334,7 +335,7 @@ byId("note").addEventListener("change", () => act(async () => {
 
 try {
   const found = await ask("start");
-  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, notes: found.notes, facts: found });
+  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, notes: found.notes, differing: found.differing, facts: found });
   takeOrder(found);
   askName(data);
   if (found.foldered) notice("Some labels are names of class folders. Your first answer writes all of them into a labels.csv, which counts from then on.", false);

@@ -65,6 +65,7 @@ def write(folder: Path, *answers: Answer, name: str = LABELS) -> None:
             table = _Lines.read(file)
             for answer in answers:
                 table.put(answer)
+            file.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.replace(file, table.render())
         except OSError as error:
             raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error
