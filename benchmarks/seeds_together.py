@@ -34,7 +34,7 @@ def played(method: str, rounds: int, seeds: int, together: bool) -> tuple[float,
     with tempfile.TemporaryDirectory() as folder:
         config = Config(**job(method, rounds), seeds_together=together, run_dir=Path(folder) / "run")
         began = time.process_time()
-        made = halfmoon.compare(config, [method], range(seeds))
+        made = halfmoon.compare([method], config, seeds)
         return time.process_time() - began, [each["accuracy"]["last"] for each in made.summaries]
 
 

@@ -35,6 +35,7 @@ PACKAGES = [
     "contract",
     "pages",
     "cli",
+    "notebook",
     "__main__",
 ]
 """The packages in the order of their imports: each imports from itself and from those above it in this list only."""

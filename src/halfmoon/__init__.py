@@ -12,23 +12,26 @@ if TYPE_CHECKING:
     from halfmoon.config.schema import Config
     from halfmoon.core.errors import UserError
     from halfmoon.data import Images, Scenario, Source, Split
-    from halfmoon.data import load as load_data
     from halfmoon.engine.driver import Diverged
+    from halfmoon.notebook.calls import compare, load_data, load_run, problem, resume, run, sweep
+    from halfmoon.notebook.results import Results, SweepResults
+    from halfmoon.notebook.trained import Model, load_model
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
-    from halfmoon.runs.factory import Problem, problem
-    from halfmoon.runs.runner import RunResult, compare, resume
-    from halfmoon.runs.runner import start as run
-    from halfmoon.sites.inference import Model, load_model
+    from halfmoon.runs.factory import Problem
 
 _PLACES = {
-    "run": ("halfmoon.runs.runner", "start"),
-    "compare": ("halfmoon.runs.runner", "compare"),
-    "resume": ("halfmoon.runs.runner", "resume"),
-    "problem": ("halfmoon.runs.factory", "problem"),
+    "run": ("halfmoon.notebook.calls", "run"),
+    "compare": ("halfmoon.notebook.calls", "compare"),
+    "sweep": ("halfmoon.notebook.calls", "sweep"),
+    "resume": ("halfmoon.notebook.calls", "resume"),
+    "load_run": ("halfmoon.notebook.calls", "load_run"),
+    "load_data": ("halfmoon.notebook.calls", "load_data"),
+    "problem": ("halfmoon.notebook.calls", "problem"),
     "Problem": ("halfmoon.runs.factory", "Problem"),
-    "Model": ("halfmoon.sites.inference", "Model"),
-    "load_model": ("halfmoon.sites.inference", "load_model"),
-    "RunResult": ("halfmoon.runs.runner", "RunResult"),
+    "Model": ("halfmoon.notebook.trained", "Model"),
+    "load_model": ("halfmoon.notebook.trained", "load_model"),
+    "Results": ("halfmoon.notebook.results", "Results"),
+    "SweepResults": ("halfmoon.notebook.results", "SweepResults"),
     "RunInfo": ("halfmoon.runs.callbacks", "RunInfo"),
     "Callback": ("halfmoon.runs.callbacks", "Callback"),
     "Callbacks": ("halfmoon.runs.callbacks", "Callbacks"),
@@ -40,7 +43,6 @@ _PLACES = {
     "Source": ("halfmoon.data", "Source"),
     "Scenario": ("halfmoon.data", "Scenario"),
     "Split": ("halfmoon.data", "Split"),
-    "load_data": ("halfmoon.data", "load"),
     "Batch": ("halfmoon.api.types", "Batch"),
     "Federation": ("halfmoon.api.types", "Federation"),
     "Local": ("halfmoon.api.types", "Local"),
@@ -64,20 +66,23 @@ __all__ = [
     "Model",
     "NullCallback",
     "Problem",
+    "Results",
     "RunInfo",
-    "RunResult",
     "Scenario",
     "Source",
     "Split",
     "StepMetrics",
+    "SweepResults",
     "Task",
     "UserError",
     "compare",
     "load_data",
     "load_model",
+    "load_run",
     "problem",
     "resume",
     "run",
+    "sweep",
 ]
 
 

@@ -86,7 +86,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_comparison_says_how_all_its_runs_are_played(tmp_path: Path) -> None:
     """Also those that have not begun."""
     with pytest.raises(KeyboardInterrupt):
-        halfmoon.compare(Config(**RUN, run_dir=tmp_path), ["fedavg", "fedavg-fixmatch"], watch=Stop())
+        halfmoon.compare(["fedavg", "fedavg-fixmatch"], Config(**RUN, run_dir=tmp_path), watch=Stop())
     assert 'executor = \\"vmap\\"' in (tmp_path / "comparison.json").read_text()
 
 

@@ -124,7 +124,7 @@ def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Pat
     with pytest.warns(RuntimeWarning) as said:
         outcome = halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(broken, notes))
     words = "Raising failed while looking on (OSError: no answer); the run goes on without it."
-    assert [str(each.message) for each in said] == [words]
+    assert [str(each.message) for each in said if "looking on" in str(each.message)] == [words]
     assert broken.asked == 2
     assert [told[2] for told in notes.told if told[0] == "round"] == [1, 2, 3, 4]
     assert outcome.summaries[0]["finished"]
@@ -140,7 +140,7 @@ def test_a_single_callback_is_guarded_by_every_way_to_play(tmp_path: Path) -> No
         assert halfmoon.resume(tmp_path / "run", Raising(2, ValueError())).summaries[0]["finished"]
     broken = Raising(1, ValueError())
     with pytest.warns(RuntimeWarning, match="goes on without it"):
-        halfmoon.compare(config(tmp_path / "both", **short), ["fedavg"], [0, 1], broken)
+        halfmoon.compare(["fedavg"], config(tmp_path / "both", **short), 2, broken)
     assert broken.asked == 1
 
 

@@ -127,6 +127,10 @@ class Config(
     def of(cls, **options: Any) -> "Config":
         return resolve(options, {}, "Config.of")
 
+    def __repr__(self) -> str:
+        changed = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in changed.items() if value != {})})"
+
 
 def _typed(said: str, name: str, value: Any) -> Any:
     """Return an option's value in its type; raise UserError where it is none, or names a part that nobody has."""
@@ -242,8 +246,7 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
         # Of two options that exclude each other, the later layer's displaces the earlier one's.
         if any(layer.get(name) is not None for name in AMOUNTS):
             given |= dict.fromkeys(set(AMOUNTS) - set(layer))
-    if given.get("split") is not None:
-        _check_split(given)
+    _check_split(given)
     if given.get("method") == RECOMMENDED:
         given["method"] = _registry().RECOMMENDED.get(given.get("labels_at", "clients"), RECOMMENDED)
     requested = given.get("cohort")
@@ -424,7 +427,7 @@ def unknown_option(name: str, file: Path | str | None) -> UserError:
 
 def _check_split(given: Mapping[str, Any]) -> None:
     clash = [name for name in SCENARIO if given.get(name) is not None]
-    if clash:
+    if clash and given.get("split") is not None:
         raise UserError(
             f"{clash[0]} and split exclude each other: the saved split has its own {clash[0]}; give one of them."
         )

@@ -41,6 +41,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        return f"<{len(self):,} images of {_size(self)}>"
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -61,6 +64,10 @@ class Source:
     std: tuple[float, ...]
     validation: Images | None = None
     remark: str = ""
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{len(part):,} {name}" for name, part in self.parts.items())
+        return f"<{self.name}: {parts} images of {_size(self.train)}, {len(self.classes)} classes>"
 
     @property
     def parts(self) -> dict[str, Images]:

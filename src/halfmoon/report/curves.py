@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from halfmoon.report.about import described
 from halfmoon.report.figures import GRAY, Style, figure, tidy, write
+from halfmoon.report.frame import METRICS
 from halfmoon.report.run_reader import Run
 from halfmoon.report.styles import styles as styles_of
 
@@ -79,6 +80,21 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     write(picture, path)
 
 
+def metric_curves(runs: Sequence[Run], metric: str, axes: Axes) -> None:
+    """Draw a metric of `halfmoon.report.frame.METRICS` as `curves` does, with a legend."""
+    part, name, factor = METRICS[metric]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.series(part, name):
+            groups.setdefault(run.title, []).append(run)
+    methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
+    styles = dict(zip(groups, styles_of(methods), strict=True))
+    label = f"{metric.replace('_', ' ')}{' (%)' if factor == 100 else ''}"
+    _draw(axes, groups, styles, (part, name), label, factor)
+    if groups:
+        axes.legend(frameon=False, fontsize=8, title=_note(groups) or None, title_fontsize=7.5)
+
+
 def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, list[Run]]:
     """Return the methods that have a quantity; {} where it is zero for all of them."""
     lines = {title: curve(group, *what) for title, group in groups.items()}
@@ -129,9 +145,14 @@ def spaced(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _draw(
-    axes: Axes, groups: dict[str, list[Run]], styles: dict[str, Style], what: tuple[str, str], label: str
+    axes: Axes,
+    groups: dict[str, list[Run]],
+    styles: dict[str, Style],
+    what: tuple[str, str],
+    label: str,
+    factor: float = 100,
 ) -> dict[str, tuple[float, float]]:
-    """Draw one quantity of all methods, in percent; return where each line ends."""
+    """Draw one quantity of all methods, times `factor`; return where each line ends."""
     ends: dict[str, tuple[float, float]] = {}
     for number, (title, group) in enumerate(groups.items()):
         line = curve(group, *what)
@@ -141,7 +162,7 @@ def _draw(
         every = max(1, len(line.rounds) // 7)
         axes.plot(
             line.rounds,
-            100 * line.mean,
+            factor * line.mean,
             color=style.color,
             linestyle=style.dashes,
             linewidth=1.4,
@@ -151,12 +172,14 @@ def _draw(
             label=title,
         )
         if len(group) > 1:
-            axes.fill_between(line.rounds, 100 * line.low, 100 * line.high, color=style.color, alpha=0.18, linewidth=0)
-        ends[title] = (float(line.rounds[-1]), float(100 * line.mean[-1]))
+            axes.fill_between(
+                line.rounds, factor * line.low, factor * line.high, color=style.color, alpha=0.18, linewidth=0
+            )
+        ends[title] = (float(line.rounds[-1]), float(factor * line.mean[-1]))
     axes.set_xlabel("round", fontsize=8.5)
     axes.set_title(label, fontsize=8.5, loc="left")
     axes.margins(x=0.03)
-    _widen(axes)
+    _widen(axes, 4.0 if factor == 100 else 0.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
@@ -165,10 +188,10 @@ def _draw(
     return ends
 
 
-def _widen(axes: Axes) -> None:
-    """Show at least two rounds and four percent, as a smaller piece only enlarges noise, and no percent below zero."""
+def _widen(axes: Axes, span: float) -> None:
+    """Show at least two rounds and `span`, as a smaller piece only enlarges noise, and nothing below zero."""
     left, right = _at_least(*axes.get_xlim(), 2.0)
-    bottom, top = _at_least(*axes.get_ylim(), 4.0)
+    bottom, top = _at_least(*axes.get_ylim(), span)
     up = max(0.0, -0.03 * (top - bottom) - bottom)
     axes.set_xlim(left, right)
     axes.set_ylim(bottom + up, top + up)

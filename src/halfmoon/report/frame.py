@@ -12,6 +12,7 @@ from halfmoon.report.study import TEST, Cell, Study, StudyCell
 
 METRICS = {
     "accuracy": ("test", "accuracy", 100.0),
+    "loss": ("train", "loss", 1.0),
     "pseudo": ("pseudo", "accuracy", 100.0),
     "above": ("pseudo", "accuracy_above", 100.0),
     "share_above": ("pseudo", "share_above", 100.0),
@@ -49,13 +50,14 @@ def metrics(study: Study) -> Any:
         (entry.folder, cell.at[study.sweep.rows], study.column_of(cell), entry.seed, *point)
         for cell, entry in study.finished()
         if (run := study.run(entry)) is not None
-        for point in _points(run)
+        for point in points(run)
     ]
     names = ["run", "row", "column", "seed", "round", "metric", "value"]
     return pd.DataFrame(lines, columns=names).drop_duplicates(["row", "column", "run", "round", "metric"], keep="last")
 
 
-def _points(run: Run) -> Iterator[tuple[int, str, float]]:
+def points(run: Run) -> Iterator[tuple[int, str, float]]:
+    """Yield (round, metric, value) of a run; accuracies and shares are percent."""
     for row in run.rows:
         for metric, (part, name, factor) in METRICS.items():
             value = (row.get(part) or {}).get(name)

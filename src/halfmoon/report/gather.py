@@ -140,10 +140,10 @@ def _read(paths: Sequence[Path]) -> tuple[list[Loose], list[str]]:
     runs: dict[Path, Run] = {}
     notes = []
     for path in paths:
-        plan = _plan(path)
+        jobs = plan(path)
         here = {run.path.resolve(): run for run in find(path)}
-        runs |= {job.resolve(): here[job.resolve()] for job in plan if job.resolve() in here} | here
-        missing = [job.name for job in plan if job.resolve() not in here]
+        runs |= {job.resolve(): here[job.resolve()] for job in jobs if job.resolve() in here} | here
+        missing = [job.name for job in jobs if job.resolve() not in here]
         if missing:
             notes.append(f"Not begun: {', '.join(missing)}.")
     return _with_data_names([Loose.of(run) for run in runs.values()]), notes
@@ -278,7 +278,7 @@ def _versions(runs: Sequence[Loose]) -> dict[str, str]:
     return {name: ", ".join(numbers) for name, numbers in versions.items() if numbers}
 
 
-def _plan(path: Path) -> list[Path]:
+def plan(path: Path) -> list[Path]:
     """Return the run folders of a comparison in the order of its methods, nothing for other folders."""
     try:
         jobs = atomic_io.parsed((path / "comparison.json").read_bytes())["jobs"]

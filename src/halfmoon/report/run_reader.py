@@ -23,6 +23,10 @@ class _Test(BaseModel):
     per_class: Shares = None
 
 
+class _Train(BaseModel):
+    loss: Number | None = None
+
+
 class _Pseudo(BaseModel):
     accuracy: Number | None = None
     accuracy_above: Number | None = None
@@ -63,6 +67,7 @@ class _Accuracy(BaseModel):
 class _Row(BaseModel):
     round: Count
     test: _Test | None = None
+    train: _Train | None = None
     evaluation: _Evaluation | None = None  # of a federation's sites, of the model after another round
     pseudo: _Pseudo | None = None
     prior: _Prior | None = None

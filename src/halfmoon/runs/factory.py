@@ -85,6 +85,9 @@ class Problem:
     taken: tuple[int, int]  # height and width of the images before anything was done to them
     validation: Examples | None = None  # training images that nobody trains on
 
+    def __repr__(self) -> str:
+        return f"{self.source}\n{self.split}"
+
 
 def problem(
     config: Config,

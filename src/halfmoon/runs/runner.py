@@ -96,11 +96,16 @@ def start(
 
 
 def compare(
-    config: Config, methods: Sequence[str], seeds: Sequence[int] = (0,), watch: Callback = NULL_CALLBACK
+    config: Config,
+    methods: Sequence[str],
+    seeds: Sequence[int] = (0,),
+    watch: Callback = NULL_CALLBACK,
+    again: bool = False,
 ) -> RunResult:
     """Play several methods, each with every seed, on the same split and cohorts.
 
     The shared budget is that of `config.reference` or, without one, of the method that takes most by its own rule.
+    With `again` a folder that holds this comparison already is gone on with.
     """
     watch = guarded(watch)
     for words, names in (("methods", methods), ("seeds", seeds)):
@@ -126,6 +131,8 @@ def compare(
     jobs = _settled(jobs, shared)
     check_together(jobs[0].config)
     plan = render(jobs)
+    if again and atomic_io.read(root / COMPARISON) == plan:
+        return resume(root, watch)
     _refuse_taken(root, "", plan)
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError
+from halfmoon.report import tables
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.sweep.grid import Cell
 from halfmoon.sweep.recipe import MEASURES, Recipe, Scale
@@ -159,3 +160,20 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows: a cell's accuracies over seeds beside the published one, or how many splits it has."""
+    axes = [axis["name"] for axis in facts["axes"]]
+    if facts["kind"] == "splits":
+        made = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
+        return [*axes, "splits"], made
+    rows = []
+    for cell in facts["cells"]:
+        done = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
+        values = [tables.spread([100 * each[name] for each in done]) if done else None for name in ("last", "best")]
+        known = cell["published"]
+        published = "" if known is None else tables.plus_minus(tables.Spread(known["mean"], known["deviation"]))
+        measured = [tables.plus_minus(value) or "-" for value in values]
+        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(done)}", published])
+    return [*axes, "last %", "best %", "seeds", "published %"], rows

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     from halfmoon.cli.console import say, show
     from halfmoon.sweep import grid, recipe
-    from halfmoon.sweep.sweep_folder import SweepFolder, cores
+    from halfmoon.sweep.sweep_folder import SweepFolder, cores, table
 
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console()
         if scale is not None:
             say(console, f"SCALED DOWN, not the paper's experiment: {scale.about}")
-        show(console, *_table(facts))
+        show(console, *table(facts))
         say(console, f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
     return code
 
@@ -153,26 +153,3 @@ def _list(cells: list[Any], as_json: bool) -> int:
     else:
         show(Console(), ("cell", "seed", "identity"), rows)
     return 0
-
-
-def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows: a cell's accuracies over seeds beside the published one, or how many splits it has."""
-    from halfmoon.report.tables import spread
-
-    axes = [axis["name"] for axis in facts["axes"]]
-    if facts["kind"] == "splits":
-        made = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
-        return [*axes, "splits"], made
-    rows = []
-    for cell in facts["cells"]:
-        done = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
-        values = [spread([100 * each[name] for each in done]) if done else None for name in ("last", "best")]
-        known = cell["published"]
-        published = "" if known is None else _plus_minus(known["mean"], known["deviation"])
-        measured = ["-" if value is None else _plus_minus(*value) for value in values]
-        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(done)}", published])
-    return [*axes, "last %", "best %", "seeds", "published %"], rows
-
-
-def _plus_minus(mean: float, deviation: float | None) -> str:
-    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"

@@ -21,6 +21,9 @@ SERVER = -2
 MOST = 2**24
 """Clients that a saved split may say it has: what is counted for each of them stays within the memory of a laptop."""
 
+SHOWN = 12
+"""Holders that a split names when it is printed."""
+
 SCHEMA = pa.schema([("row", pa.int64()), ("client", pa.int64()), ("labeled", pa.bool_())])
 STAGED = SCHEMA.append(pa.field("stage", pa.int64()))
 
@@ -74,6 +77,21 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.client)
+
+    def counts(self) -> list[tuple[str, int, int]]:
+        """Return (holder, labeled, unlabeled) of every client, and of the server and nobody where these hold rows."""
+        holders = range(-2, self.clients)
+        labeled, every = (np.bincount(self.client[rows] - SERVER, minlength=self.clients - SERVER).tolist()
+                          for rows in (self.labeled, slice(None)))  # fmt: skip
+        names = {SERVER: "server", -1: "nobody"}
+        each = zip(holders, labeled, every, strict=True)
+        return [(names.get(k, f"client {k}"), n, of - n) for k, n, of in each if k >= 0 or of]
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {labeled:,} labeled, {rest:,} unlabeled" for name, labeled, rest in self.counts()]
+        more = [f"... {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        head = f"<Split of {len(self):,} images over {self.clients:,} clients, {int(self.labeled.sum()):,} labeled>"
+        return "\n  ".join([head, *lines[:SHOWN], *more])
 
     @property
     def stages(self) -> int:

@@ -1,0 +1,160 @@
+"""What people call: run, compare, sweep, resume, load_run, with keywords or a `Config`, and progress to see."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from halfmoon import data
+from halfmoon.config import schema
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.methods import registry
+from halfmoon.notebook.progress import warn, watcher
+from halfmoon.notebook.results import Results, SweepResults, results_in
+from halfmoon.notebook.wording import paths, python_errors
+from halfmoon.report.paired import ONE_SEED
+from halfmoon.report.remarks import remarks
+from halfmoon.runs import factory, outside, runner
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
+from halfmoon.runs.jobs import parsed
+from halfmoon.runs.runner import RunResult
+from halfmoon.storage.run_folder import RunFolder
+from halfmoon.sweep import engines, grid, play, recipe
+from halfmoon.sweep.sweep_folder import SweepFolder
+
+load_data = python_errors(data.load)
+problem = python_errors(factory.problem)
+
+
+@python_errors
+def run(
+    config: Config | None = None,
+    watch: Callback = NULL_CALLBACK,
+    method: outside.OwnMethod | str | None = None,
+    **options: Any,
+) -> Results:
+    """Train `method`, and the `baselines` of its options beside it, in a new run folder or in `run_dir`.
+
+    `options` are those of `Config`, or change a `config`. `method` is a name or an object of your own. Without
+    `run_dir` each call starts anew. With it the same call again goes on where it was stopped, and reads what is
+    finished; another configuration there is a `UserError`. A loss that is no number raises `halfmoon.Diverged`.
+    """
+    if isinstance(method, str):
+        options["method"], method = method, None
+    config = _configured(config, options)
+    if method is not None:
+        config = outside.named(config, method)
+    entry = registry.entry(config.method)
+    if entry.pooled:
+        warn(f"{config.method} is centralized: it trains on all rows in one place.")
+    with _watched(watch) as eyes:
+        if config.run_dir is not None and _begun(config.run_dir, config):
+            return _ended(runner.resume(config.run_dir, eyes))
+        return _ended(runner.start(config, eyes))
+
+
+@python_errors
+def compare(
+    methods: Sequence[str],
+    config: Config | None = None,
+    seeds: int | Sequence[int] = 1,
+    watch: Callback = NULL_CALLBACK,
+    **options: Any,
+) -> Results:
+    """Train several methods, each with every seed, on the same split and cohorts.
+
+    `seeds=3` are 0, 1 and 2. `options` are those of `Config`, or change a `config`. The shared budget is that of
+    `reference` or, without one, of the method that takes most by its own rule. A call again does what `run` does.
+    """
+    config = _configured(config, {"method": methods[0] if methods else Config.method, "baselines": (), **options})
+    if isinstance(methods, str):
+        raise UserError(f"methods is {methods!r}: it must be a list of names.")
+    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    with _watched(watch) as eyes:
+        result = _ended(runner.compare(config, list(methods), numbers, eyes, again=True))
+    if len(numbers) == 1:
+        warn(ONE_SEED.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"))
+    return result
+
+
+@python_errors
+def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> Results:
+    """Go on with a run or a comparison where it was left; what is finished is only read.
+
+    `method` is the object of your own that `run` was given, where its class cannot be imported by its name.
+    """
+    with _watched(watch) as eyes:
+        return _ended(runner.resume(paths(folder), eyes, method))
+
+
+@python_errors
+def load_run(folder: Path | str) -> Results:
+    """Return the results of a run, a comparison, a sweep or a federation, finished or not; nothing is trained."""
+    return results_in(paths(folder))
+
+
+@python_errors
+def sweep(
+    name: str | Path,
+    only: Mapping[str, str | Sequence[str]] | None = None,
+    seeds: int | Sequence[int] | None = None,
+    scale: str | None = None,
+    out: Path | str = "runs",
+    watch: Callback = NULL_CALLBACK,
+    **options: Any,
+) -> SweepResults:
+    """Play a paper's table or figure (`halfmoon recipes` names them), or a TOML file of your own.
+
+    `only={"method": ["fedavg", "feddure"]}` plays these cells, `seeds=2` seeds 0 and 1 instead of the recipe's, `scale`
+    a smaller version. Runs that are finished in `out` are read, so that a call again goes on. `options` may be those
+    that change no number, such as threads. A run that failed is a warning.
+    """
+    plan = recipe.load(str(name))
+    size = plan.scale(scale) if scale else None
+    words = [
+        f"{axis}={value}"
+        for axis, values in (only or {}).items()
+        for value in ([values] if isinstance(values, str) else values)
+    ]
+    numbers = list(range(seeds)) if isinstance(seeds, int) else seeds
+    changing = sorted(options.keys() - schema.PLACE)
+    if changing:
+        raise UserError(f"{changing[0]} changes a sweep's numbers: it belongs into the recipe.")
+    over = schema.anchored(options, Path())
+    folder = SweepFolder(paths(out), plan, size, f"halfmoon.sweep({str(name)!r})")
+    with _watched(watch) as eyes:
+        cells = grid.cells(plan, grid.selection(plan, words), numbers, size, over)
+        for failed in play.sweep(folder, cells, engines.Here(eyes), lambda step: None):
+            warn(f"failed: {failed}")
+    return SweepResults(folder.path)
+
+
+def _configured(config: Config | None, options: dict[str, Any]) -> Config:
+    options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
+    return Config.of(**options) if config is None else replace(config, **options) if options else config
+
+
+@contextmanager
+def _watched(watch: Callback) -> Iterator[Callbacks]:
+    with watcher() as screen:
+        yield Callbacks(screen, watch, warn=warn)
+
+
+def _begun(root: Path, config: Config) -> bool:
+    """Return whether a folder holds a run of this configuration, with these baselines."""
+    if not RunFolder.made(root):
+        return False
+    with RunFolder.open(root) as folder:
+        same = folder.identity == schema.identity(config, config.method)
+        if same and folder.finished:
+            warn(f"{root} holds this run, finished: it is read, not played again; another run_dir starts anew.")
+        return same and parsed(folder.config, root).baselines == config.baselines
+
+
+def _ended(outcome: RunResult) -> Results:
+    for words in remarks(outcome.summaries, registry.ceilings()):
+        if not words.startswith("Budget"):
+            warn(words)
+    return Results(outcome.folder, outcome.runs)

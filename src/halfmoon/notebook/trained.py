@@ -1,0 +1,111 @@
+"""A trained model as one object: predict, evaluate, calibrate, export."""
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from halfmoon.core.errors import UserError
+from halfmoon.data import Images
+from halfmoon.engine.calibration import temperature
+from halfmoon.notebook.progress import warn
+from halfmoon.notebook.wording import paths, python_errors
+from halfmoon.sites.inference import calibrate, export, load, measure, predict
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model(load.Model):
+    """A trained network with its classes and the preparation of its images."""
+
+    path: Path  # the model's file
+
+    def __repr__(self) -> str:
+        network = type(self.network).__name__
+        height, width, channels = self.shape
+        return f"<Model {network}: {height}x{width}x{channels} -> {', '.join(self.classes[:8])}; {self.path}>"
+
+    @python_errors
+    def predict(self, images: np.ndarray | Images | Path | str, sure: float = 0.9) -> pd.DataFrame:
+        """Return a row an image: label, probability, sure, runner_up, runner_up_probability.
+
+        `images` are uint8 (N, H, W, C) of the model's size, or a folder of images of any size; then `path` comes first.
+        """
+        if isinstance(images, str | Path):
+            with tempfile.TemporaryDirectory() as place:
+                result = predict.predict(self, Path(images), Path(place) / "table.csv", sure)
+                return _warned(pd.read_csv(result.out, dtype={"label": str, "runner_up": str}), result.unreadable)
+        predict.check_share(sure)
+        values = self.probabilities(images.images if isinstance(images, Images) else images)
+        order = np.argsort(-values, axis=1, kind="stable")
+        columns: dict[str, Any] = {}
+        for rank, (label, share) in enumerate((("label", "probability"), ("runner_up", "runner_up_probability"))):
+            if rank < len(self.classes):
+                columns[label] = [self.classes[k] for k in order[:, rank]]
+                columns[share] = np.take_along_axis(values, order[:, rank : rank + 1], 1)[:, 0]
+        table = pd.DataFrame(columns)
+        table.insert(2, "sure", table["probability"] >= sure)
+        return table
+
+    @python_errors
+    def evaluate(self, images: Images | Path | str, sure: float = 0.9) -> dict[str, Any]:
+        """Return what `halfmoon evaluate` prints: accuracy, per_class, confusion, calibration_error, auc; shares 0..1.
+
+        `images` are labeled: `Images`, such as a data set's test part, or a folder.
+        """
+        predict.check_share(sure)
+        truth, logits = self._labeled(images)
+        values = self.scaled(logits)
+        scores = measure.scores(truth, values.argmax(1), values.max(1), classes=self.classes, sure=sure)
+        return {**scores, "auc": measure.auc(truth, values)}
+
+    @python_errors
+    def calibrate(self, images: Images | Path | str) -> "Model":
+        """Fit the temperature on labeled images that are new to the model, write it, and return the calibrated model.
+
+        Every predicted class stays as it is.
+        """
+        truth, logits = self._labeled(images)
+        value = temperature(torch.from_numpy(logits), torch.from_numpy(truth))
+        calibrate.write_temperature(self.path, self, value)
+        return replace(self, card=replace(self.card, temperature=value))
+
+    @python_errors
+    def export(self, file: Path | str, images: Images | None = None) -> export.ExportResult:
+        """Write a program for others: FILE.onnx, or FILE.pt2 for torch.export; compared with the model beforehand."""
+        makers = {".onnx": export.export_onnx, ".pt2": export.export_torch}
+        make = makers.get(Path(file).suffix)
+        if make is None:
+            raise UserError(f"{file} does not end in .onnx or .pt2: the end says what is written.")
+        real = export.real_images(self) if images is None else images.images[: self.batch]
+        return make(self, Path(file), real)
+
+    def _labeled(self, images: Images | Path | str) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(images, Images):
+            return images.labels, self.logits(images.images)
+        truth, logits, unreadable = measure.labeled_logits(self, Path(images))
+        _warned(None, unreadable)
+        return truth, logits
+
+
+def _warned(value: Any, unreadable: list[Any]) -> Any:
+    if unreadable:
+        first = unreadable[0]
+        warn(f"{len(unreadable)} image(s) could not be read, the first {first.path}: {first.reason}")
+    return value
+
+
+@python_errors
+def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
+    """Return the model of a finished run's folder, or of a `model.safetensors`, on `device`.
+
+    `network` is the name (my_module:make) of a network from outside: a file alone makes no module be imported.
+    Raise `UserError` where there is none, where the run is not finished, and for a file that is damaged, of another
+    version, or no model.
+    """
+    place = load.model_file(paths(path))
+    model = load.load_model(place, device, network)
+    return Model(model.card, model.params, model.stats, model.device, place)

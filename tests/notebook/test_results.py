@@ -1,0 +1,173 @@
+"""Runs that are started from Python: what they return, calling again, and errors and remarks in Python's words."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import halfmoon
+from halfmoon.methods.objectives import FixMatch
+from halfmoon.notebook import progress
+from halfmoon.notebook.wording import in_python
+from halfmoon.storage.atomic_io import read_rows
+
+SMALL = {"rounds": 2, "clients": 4, "cohort": 2, "data_share": 0.3, "steps": 2, "threads": 1}
+METHODS = ["fedavg", "fedavg-fixmatch"]
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> halfmoon.Results:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return halfmoon.compare(METHODS, seeds=2, run_dir=tmp_path_factory.mktemp("pair") / "both", **SMALL)
+
+
+def test_a_frame_has_the_numbers_of_the_files(pair: halfmoon.Results) -> None:
+    table = pair.to_frame()
+    assert list(table) == ["run", "method", "seed", "round", "metric", "value"]
+    accuracy = table[table["metric"] == "accuracy"].set_index(["method", "seed", "round"])["value"]
+    for path, method, seed in zip(pair.runs, np.repeat(METHODS, 2), (0, 1, 0, 1), strict=True):
+        for row in read_rows(path / "metrics.jsonl"):
+            assert accuracy[method, seed, row["round"]] == 100 * row["test"]["accuracy"]
+
+
+def test_a_summary_is_the_mean_of_the_seeds(pair: halfmoon.Results) -> None:
+    ends = [100 * each["accuracy"]["last"] for each in pair.summaries]
+    assert list(pair.summary["last_percent"]) == pytest.approx([np.mean(ends[:2]), np.mean(ends[2:])])
+    assert list(pair.differences["mean"]) == pytest.approx([np.mean(ends[2:]) - np.mean(ends[:2])])
+
+
+def test_a_result_is_one_line_and_a_table(pair: halfmoon.Results) -> None:
+    assert len(repr(pair).splitlines()) == 1
+    assert "4 runs" in repr(pair)
+    assert pair._repr_html_().count("<tr>") == 1 + 2 + 1 + 1  # two methods, and their difference
+
+
+def test_a_plot_has_a_line_a_method_and_a_band_over_seeds(pair: halfmoon.Results) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    assert pair.plot("accuracy", axes) is axes
+    table = pair.to_frame()
+    table = table[(table["metric"] == "accuracy") & (table["method"] == "fedavg")]
+    assert list(axes.lines[0].get_ydata()) == pytest.approx(list(table.groupby("round")["value"].mean()))
+    assert (len(axes.lines), len(axes.collections)) == (2, 2)
+    with pytest.raises(halfmoon.UserError, match="did you mean 'accuracy'"):
+        pair.plot("accurcy", axes)
+
+
+def test_loading_and_calling_again_give_the_same(pair: halfmoon.Results) -> None:
+    """Nothing is trained again: the files keep their bytes."""
+    before = {path: path.read_bytes() for path in pair.folder.rglob("*") if path.is_file()}
+    again = halfmoon.compare(METHODS, seeds=2, run_dir=str(pair.folder), **SMALL)
+    for other in (again, halfmoon.load_run(pair.folder), halfmoon.resume(str(pair.folder))):
+        assert other.to_frame().equals(pair.to_frame())
+    assert {path: path.read_bytes() for path in pair.folder.rglob("*") if path.is_file()} == before
+
+
+class Stop(halfmoon.NullCallback):
+    """Stop after the first round, as Ctrl-C does."""
+
+    def round(self, run: halfmoon.RunInfo, row: dict) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_run_again_goes_on_and_another_one_is_refused(tmp_path: Path) -> None:
+    there = {**SMALL, "run_dir": tmp_path / "run", "checkpoint_every": 1}
+    whole = halfmoon.run(method="fedavg", **{**there, "run_dir": tmp_path / "whole"})
+    with pytest.raises(KeyboardInterrupt):
+        halfmoon.run(method="fedavg", watch=Stop(), **there)
+    assert "1 rounds so far" in repr(halfmoon.load_run(tmp_path / "run"))
+    result = halfmoon.run(method="fedavg", **there)
+    assert (result.folder / "metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
+    with pytest.warns(RuntimeWarning, match="finished") as caught:
+        halfmoon.run(method="fedavg", **there)
+    assert {each.filename for each in caught} == {__file__}
+    with pytest.raises(halfmoon.UserError, match=r"another run_dir, or halfmoon.resume\(") as refusal:
+        halfmoon.run(method="fedavg", **{**there, "rounds": 3})
+    assert "--" not in str(refusal.value)
+
+
+def test_an_object_of_ones_own_and_keywords(tmp_path: Path) -> None:
+    config = halfmoon.Config(**SMALL)
+    result = halfmoon.run(config, method=FixMatch(threshold=0.5), rounds=1, run_dir=tmp_path / "own")
+    assert result.summaries[0]["rounds"] == 1
+    assert halfmoon.run(config, method=FixMatch(threshold=0.5), rounds=1, run_dir=tmp_path / "own").runs == result.runs
+
+
+def test_a_model_predicts_evaluates_calibrates_and_exports(pair: halfmoon.Results, tmp_path: Path) -> None:
+    test, model = halfmoon.load_data("digits").test, pair.model
+    values = model.probabilities(test.images)
+    table = model.predict(test)
+    assert list(table["label"]) == [model.classes[k] for k in values.argmax(1)]
+    assert list(table["probability"]) == list(values.max(1))
+    scores = model.evaluate(test)
+    assert scores["accuracy"] == (values.argmax(1) == test.labels).mean() == pair.summaries[0]["accuracy"]["last"]
+    calibrated = model.calibrate(test)
+    assert (calibrated.predict(test)["label"] == table["label"]).all()
+    assert halfmoon.load_model(pair.runs[0]).card.temperature == calibrated.card.temperature != 1
+    loss = [
+        -np.log(each.probabilities(test.images)[range(len(test)), test.labels]).mean() for each in (model, calibrated)
+    ]
+    assert loss[1] < loss[0]
+    assert model.export(tmp_path / "model.pt2").path.exists()
+    with pytest.raises(halfmoon.UserError, match=r"\.onnx or \.pt2"):
+        model.export(tmp_path / "model.bin")
+
+
+def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        'title = "Two rates"\npaper = "none"\nitem = "none"\nabout = "two rates"\nkind = "table"\nrows = "method"\n'
+        'columns = ["lr"]\nseeds = [0]\n'
+        "[protocol]\nrounds = 1\nclients = 4\ncohort = 2\ndata_share = 0.3\nsteps = 1\n"
+        '[axes.method.fedavg]\nset = { method = "fedavg" }\n'
+        '[axes.lr."0.01"]\nset = { lr = 0.01 }\n[axes.lr."0.02"]\nset = { lr = 0.02 }\n'
+    )
+    result = halfmoon.sweep(recipe, out=tmp_path / "out", seeds=2)
+    assert "4 runs of 2 cells" in repr(result)
+    assert list(result.summary["seeds"]) == ["2", "2"]
+    table = result.to_frame()
+    assert set(table["axis:lr"]) == {"0.01", "0.02"}
+    assert halfmoon.load_run(result.folder).to_frame().equals(table)
+    assert "<table>" in result._repr_html_()
+    with pytest.raises(halfmoon.UserError, match="belongs into the recipe"):
+        halfmoon.sweep(recipe, out=tmp_path / "out", rounds=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "python"),
+    [
+        ("choose another --run-dir.", "choose another run_dir."),
+        ("give --clients 2 and --resize N, or --seeds 0 1 2.", "give clients=2 and resize=N, or seeds=[0, 1, 2]."),
+        ("take --executor loop or --device cpu.", 'take executor="loop" or device="cpu".'),
+        ("say --freeze instead", "say freeze instead"),
+        ("go on with: halfmoon resume runs/a", 'go on with: halfmoon.resume("runs/a")'),
+    ],
+)
+def test_sentences_in_python(words: str, python: str) -> None:
+    assert in_python(words) == python
+
+
+def test_a_split_says_who_holds_what() -> None:
+    split = halfmoon.Split(np.array([0, 0, 1, -1, -2]), np.array([True, False, False, False, True]), 2)
+    assert split.counts() == [("server", 1, 0), ("nobody", 0, 1), ("client 0", 1, 1), ("client 1", 0, 1)]
+    assert "client 1: 0 labeled, 1 unlabeled" in repr(split)
+
+
+def test_parts_are_printed_short() -> None:
+    assert repr(halfmoon.Config(rounds=3)) == "Config(rounds=3, labels_per_class=0.5)"
+    problem = halfmoon.problem(halfmoon.Config())
+    for part in (problem.source, problem.source.test, problem):
+        assert len(repr(part)) < 1000
+
+
+def test_the_table_of_a_notebook_escapes_titles() -> None:
+    line = progress.Progress(Path(), "<b>", 10, 0, 0.0)
+    line.add({"round": 5, "test": {"accuracy": 0.5}})
+    page = progress.progress_table([line], 10.0)
+    assert "<b>" not in page
+    assert all(words in page for words in ('value="5" max="10"', "50.0 %", "0:10 left"))
