@@ -23,6 +23,7 @@ METRICS = {
     "local_js_labeled": ("clients", "local_js_labeled", 1.0),
     "global_js_app_u": ("clients", "global_js_app_u", 1.0),
     "global_js_labeled": ("clients", "global_js_labeled", 1.0),
+    "epsilon": ("aggregation", "epsilon", 1.0),
     "steps": ("cost", "labeled_steps", 1.0),
     "forward": ("cost", "forward", 1.0),
 }

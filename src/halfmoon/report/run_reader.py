@@ -27,6 +27,10 @@ class _Train(BaseModel):
     loss: Number | None = None
 
 
+class _Aggregation(BaseModel):
+    epsilon: Number | None = None
+
+
 class _Pseudo(BaseModel):
     accuracy: Number | None = None
     accuracy_above: Number | None = None
@@ -69,6 +73,7 @@ class _Row(BaseModel):
     test: _Test | None = None
     train: _Train | None = None
     evaluation: _Evaluation | None = None  # of a federation's sites, of the model after another round
+    aggregation: _Aggregation | None = None
     pseudo: _Pseudo | None = None
     prior: _Prior | None = None
     cost: _Cost | None = None

@@ -1,0 +1,42 @@
+# Learn to train a network of your own: any torch.nn.Module will do.
+# %% [markdown]
+# # A network of your own
+# A factory takes channels, classes and size, and returns the module. Registered under a name, it is a `network` like
+# any other; on the command line it is `--network my_module:make`.
+# %%
+from torch import nn
+
+import halfmoon
+from halfmoon.core import plugins
+
+
+def make(channels, classes, size):
+    height, width = size
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * (height // 2) * (width // 2), 64),
+        nn.ReLU(),
+        nn.Linear(64, classes),
+    )
+
+
+plugins.register("network", "mine", make)
+# %% [markdown]
+# Two networks on the same split, with the same method. `to_frame()` of both is one table.
+# %%
+import pandas as pd
+
+shared = {"method": "fedavg-fixmatch", "rounds": 12, "lr": 6e-3, "steps": 6, "threads": 1}
+runs = {name: halfmoon.run(network=name, run_dir=f"runs/{name}", **shared) for name in ("mine", "small")}
+table = pd.concat([result.to_frame().assign(network=name) for name, result in runs.items()])
+accuracy = table[table["metric"] == "accuracy"].pivot(index="round", columns="network", values="value")
+axes = accuracy.plot(ylabel="test accuracy (%)", figsize=(6, 3.4))
+accuracy.tail(3).round(1)
+# %% [markdown]
+# What a federation sends grows with the parameters, so a network is a choice of bytes as well.
+# %%
+pd.concat({name: result.summary[["megabytes_down", "megabytes_up"]] for name, result in runs.items()}).round(2)

@@ -1,0 +1,59 @@
+# Learn to write a loss and a method of your own, and to compare them with what is there.
+# %% [markdown]
+# # An objective and a method of your own
+# An objective is a loss of a model and a minibatch. This one is entropy minimization (Grandvalet and Bengio 2004).
+# %%
+from dataclasses import dataclass, field
+
+import halfmoon
+from halfmoon.api.types import Needs
+from halfmoon.core import tree
+from halfmoon.methods.averaging import ModelAveraging
+from halfmoon.methods.fedavg import LocalTraining
+from halfmoon.methods.objectives import Objective, StepResult
+from halfmoon.methods.objectives.base import guess_of, supervised
+from halfmoon.models import forward
+
+
+@dataclass(frozen=True)
+class Entropy(Objective):
+    unlabeled_weight: float = 0.1
+
+    @property
+    def needs(self):
+        return Needs(views=("weak",))
+
+    def __call__(self, task, params, stats, batch, aux=None, cached=None):
+        images = (batch.x, batch.u["weak"])
+        (labeled, unlabeled), _, moments = forward(task.network, params, task.statistics == "joint", images)
+        entropy = -(unlabeled.softmax(-1) * unlabeled.log_softmax(-1)).sum(-1).mean()
+        loss = supervised(labeled, batch.y) + self.unlabeled_weight * entropy
+        return loss, StepResult(moments, (guess_of(unlabeled.softmax(-1)),))
+
+
+config = halfmoon.Config(rounds=12, lr=6e-3, steps=6, unlabeled_batch=30, threads=1)
+own = halfmoon.run(config, method=Entropy(unlabeled_weight=0.2), run_dir="runs/entropy")
+own
+
+
+# %% [markdown]
+# A method says what a round is. `ModelAveraging` is FedAvg's server; what clients do is yours. Here they train on what
+# their loss says, and the server keeps half of the model it had.
+# %%
+@dataclass(frozen=True)
+class Slow(ModelAveraging):
+    keep: float = 0.5
+    objective: Objective = field(default_factory=Entropy)
+
+    def client_updates(self, task):
+        return {"train": LocalTraining(task, self.objective)}
+
+    def round(self, task, server, federation):
+        new = federation.average("train", server).update
+        params = tree.map(lambda old, fresh: self.keep * old + (1 - self.keep) * fresh, server["params"], new["params"])
+        return {**new, "params": params}
+
+
+slow = halfmoon.run(config, method=Slow(keep=0.5), run_dir="runs/slow")
+axes = own.plot()
+slow.plot(axes=axes)
