@@ -1,8 +1,8 @@
 # Learn what a server need not see: sums of masked updates, and noise whose price is epsilon.
 # %% [markdown]
 # # Secure sums and differential privacy
-# With `secure_aggregation` clients mask what they send. The masks cancel in the sum, so the server learns the sum alone.
-# The numbers are rounded to a grid, and nothing else changes.
+# With `secure_aggregation` clients mask what they send. The masks cancel in the sum, so the server learns the sum
+# alone. The numbers are rounded to a grid, and nothing else changes.
 # %%
 import halfmoon
 

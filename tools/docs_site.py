@@ -1,4 +1,4 @@
-"""What mkdocs does not know: pages outside docs/, links to them, and the pages of the API (mkdocs.yml names this file).
+"""What mkdocs does not know: pages outside docs/, links to them, the gallery and the API (mkdocs.yml names this file).
 
 A link to README.md leads to docs/index.md; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a
 file of the repository that is no page (a test, a script) becomes its name. The API has a page a package.
@@ -7,12 +7,16 @@ file of the repository that is no page (a test, a script) becomes its name. The 
 import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.append(str(Path(__file__).parent))
+import gallery
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "halfmoon"
@@ -88,12 +92,16 @@ def departures(text: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the sections `results/` and `api/` of the navigation, the first in the order of its index."""
+    """Fill the sections `results/`, `examples/` and `api/` of the navigation, the first in the order of its index."""
     results = [place for place in places().values() if place.startswith("results/") and place.endswith(".md")]
     named = re.findall(r"\]\((\w+\.md)\)", (ROOT / "results" / "README.md").read_text("utf-8"))
     order = ["results/index.md", *(f"results/{name}" for name in named)]
     results.sort(key=order.index)
-    filled: dict[str, Any] = {"results/": results, "api/": [f"api/{name}.md" for name in packages()]}
+    filled: dict[str, Any] = {
+        "results/": results,
+        "api/": [f"api/{name}.md" for name in packages()],
+        "examples/": ["examples/index.md", *(f"examples/{name}.md" for name in gallery.ORDER)],
+    }
     config.nav = [{key: filled.get(value, value) if isinstance(value, str) else value}
                   for entry in config.nav or [] for key, value in entry.items()]  # fmt: skip
     return config
@@ -104,6 +112,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, place in places().items():
         if not name.startswith("docs/") and name != "README.md":
             files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
+    for name, content in gallery.pages().items():
+        files.append(File.generated(config, f"examples/{name}", content=content))
     for package in packages():
         files.append(File.generated(config, f"api/{package}.md", content=reference(package)))
     return files

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from halfmoon.notebook.trained import Model, load_model
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
     from halfmoon.runs.factory import Problem
+    from halfmoon.runs.trackers import tracker
 
 _PLACES = {
     "run": ("halfmoon.notebook.calls", "run"),
     "compare": ("halfmoon.notebook.calls", "compare"),
     "sweep": ("halfmoon.notebook.calls", "sweep"),
+    "tracker": ("halfmoon.runs.trackers", "tracker"),
     "resume": ("halfmoon.notebook.calls", "resume"),
     "load_run": ("halfmoon.notebook.calls", "load_run"),
     "load_data": ("halfmoon.notebook.calls", "load_data"),
@@ -83,6 +85,7 @@ __all__ = [
     "resume",
     "run",
     "sweep",
+    "tracker",
 ]
 
 

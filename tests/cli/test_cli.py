@@ -159,7 +159,6 @@ MISTAKES = {
     "--jsn": "--jsn comes before any command: write halfmoon COMMAND --jsn, see halfmoon --help.",
     "train --rounds 3": "unknown command 'train': did you mean 'run'?",
     "join x": "unknown command 'join': did you mean 'site join'?",
-    "run --tracker wandb": "there is no tracker 'wandb' here: wandb sync reads the event files of --tracker",
     "predict --model runs/x images": "predict takes the model first, without --model: write halfmoon predict RUN ...",
     "export --model=runs/x --onnx m.onnx": "export takes the model first, without --model: write halfmoon export",
     "run --pixel-mean 0.5 0.4 0.3 x": "argument --pixel-mean: invalid float value: 'x'.",

@@ -722,9 +722,24 @@ def test_the_headline_hides_nothing(tmp_path: Path, shares: tuple[tuple[str, str
     assert words in ends(tmp_path, *shares)
 
 
+def test_the_headline_has_the_interval_of_the_difference(tmp_path: Path) -> None:
+    """10 and 12 points over two seeds: 11 ± 12.706 standard errors of 1."""
+    for n, (method, title, share) in enumerate(
+        [(*LOW, 0.6), (*LOW, 0.62), ("feddure", "FedDure", 0.7), ("feddure", "FedDure", 0.74)]
+    ):
+        summary = write_run(tmp_path / str(n), 0, n % 2, title=title)
+        summary |= {"method": method, "accuracy": {"last": share, "best": share, "best_round": 1}}
+        (tmp_path / str(n) / "summary.json").write_text(json.dumps(summary))
+        file = tmp_path / str(n) / "config.toml"
+        file.write_text(f'method = "{method}"\ndata = "digits"\nseed = {n % 2}\n')
+        note_sums(tmp_path / str(n))
+    words = headline(gather([tmp_path / str(n) for n in range(4)])[0])
+    assert "11.0 points above FedAvg (labeled only) (95 % interval -1.7 to +23.7, so 2 seeds cannot tell" in words
+
+
 def test_the_headline_of_several_columns_counts(tmp_path: Path) -> None:
     study = read_sweep(write_sweep(tmp_path) / "sweep.json")
-    assert headline(study) == "FedDure ends highest in all 2 columns."
+    assert headline(study).startswith("FedDure ends highest in all 2 columns. In the mean of the columns it is ")
     assert f'<p class="headline">{headline(study)}</p>' in as_html([study])
 
 

@@ -295,3 +295,31 @@ def test_every_run_of_a_comparison_is_tracked(tmp_path: Path, monkeypatch: pytes
         runner.resume(tmp_path / "r", tracker("tensorboard"))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("events.*")} == files
     assert len(files) == 2
+
+
+def test_wandb_gets_every_row_offline(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is one of wandb's offline folders, and its steps are the rounds."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged = []
+    log = wandb.Run.log
+    monkeypatch.setattr(wandb.Run, "log", lambda run, data, step: (logged.append((step, data)), log(run, data, step)))
+    halfmoon.run(config(tmp_path / "run"), tracker("wandb"))
+    assert logged == [(row["round"], scalars(row)) for row in rows(plain)]
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_mlflow_gets_every_row_once(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run was stopped and goes on."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions prefer a data base
+    with pytest.raises(KeyboardInterrupt):
+        halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(tracker("mlflow"), Raising(2, KeyboardInterrupt())))
+    halfmoon.resume(tmp_path / "run", tracker("mlflow"))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("halfmoon").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "test/accuracy")
+    expected = {row["round"]: row["test"]["accuracy"] for row in rows(plain) if "test" in row}
+    assert {each.step: each.value for each in history} == expected
+    assert run.data.params["method"] == "fedavg-fixmatch"

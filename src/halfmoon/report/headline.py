@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from halfmoon.report import frame
 from halfmoon.report.gain import FLOOR, NO_BOUND
+from halfmoon.report.paired import paired
 from halfmoon.report.scores import final
 from halfmoon.report.study import Study
 from halfmoon.report.tables import Spread
@@ -40,15 +42,28 @@ def headline(study: Study) -> str:
         if ends:
             columns.append(sorted(ends, key=lambda end: -end.accuracy.mean))
     if len(columns) > 1:
-        return _several(columns)
-    return _one(columns[0]) if columns else ""
+        return _several(study, columns)
+    return _one(study, columns[0]) if columns else ""
 
 
 def _rivals(ends: Sequence[End]) -> list[End]:
     return [end for end in ends if not end.ceiling] or list(ends)
 
 
-def _one(ends: Sequence[End]) -> str:
+def _interval(study: Study, first: str, second: str, columns: int) -> str:
+    """Return the 95 % interval of the difference of two rows, paired by seed in the mean of the columns; "" for one."""
+    table = frame.cells(study)
+    table = table[table["last_percent"].notna()]
+    seeds = [dict(list(table[table["row"] == name].groupby("seed")["last_percent"])) for name in (first, second)]
+    both = [seed for seed in seeds[0] if all(len(each.get(seed, ())) == columns for each in seeds)]
+    if len(both) < 2:
+        return ""
+    difference = paired(*([float(each[seed].mean()) for seed in both] for each in seeds))
+    doubt = "" if difference.low > 0 else f", so {len(both)} seeds cannot tell them apart"
+    return f" (95 % interval {difference.low:+.1f} to {difference.high:+.1f}{doubt})"
+
+
+def _one(study: Study, ends: Sequence[End]) -> str:
     first, *others = _rivals(ends)
     best = first.accuracy
     words = f"{best.mean:.1f} %" if best.deviation is None else f"{best.mean:.1f} ± {best.deviation:.1f} %"
@@ -56,11 +71,9 @@ def _one(ends: Sequence[End]) -> str:
         return f"{first.title} ends at {words}."
     sentence = f"{first.title} ends highest, at {words}"
     if others:
-        second = others[0].accuracy
-        apart, deviation = best.mean - second.mean, max(best.deviation or 0.0, second.deviation or 0.0)
-        close = ", less than the seeds differ" if 0 < apart < deviation else ""
-        other = others[0].title
-        sentence += f", {apart:.1f} points above {other}{close}" if apart else f", as does {other}"
+        apart, other = best.mean - others[0].accuracy.mean, others[0].title
+        interval = _interval(study, first.name, others[0].name, 1)
+        sentence += f", {apart:.1f} points above {other}{interval}" if apart else f", as does {other}"
     return f"{sentence}.{_between(ends)}"
 
 
@@ -82,9 +95,28 @@ def _between(ends: Sequence[End]) -> str:
     return f" It has {gain:.1f} of the {whole:.1f} points between labels alone and all labels."
 
 
-def _several(columns: Sequence[Sequence[End]]) -> str:
+def _several(study: Study, columns: Sequence[Sequence[End]]) -> str:
     wins = Counter(_rivals(ends)[0].title for ends in columns)
     title, count = wins.most_common(1)[0]
     others = [f"{name} in {number}" for name, number in wins.items() if name != title]
     rest = f" ({', '.join(others)})" if others else ""
-    return f"{title} ends highest in {'all' if count == len(columns) else f'{count} of'} {len(columns)} columns{rest}."
+    sentence = (
+        f"{title} ends highest in {'all' if count == len(columns) else f'{count} of'} {len(columns)} columns{rest}"
+    )
+    return f"{sentence}.{_mean_lead(study, columns, title)}"
+
+
+def _mean_lead(study: Study, columns: Sequence[Sequence[End]], title: str) -> str:
+    """Return how far a row is above the next one in the mean of the columns; "" where a column lacks them."""
+    means: dict[str, float] = {}
+    for end in (end for ends in columns for end in _rivals(ends)):
+        if sum(end.name == other.name for ends in columns for other in ends) == len(columns):
+            means[end.name] = means.get(end.name, 0.0) + end.accuracy.mean / len(columns)
+    titles = {end.name: end.title for ends in columns for end in ends}
+    winner = next((name for name in means if titles[name] == title), None)
+    others = sorted((name for name in means if name != winner), key=lambda name: -means[name])
+    if winner is None or not others:
+        return ""
+    apart, interval = means[winner] - means[others[0]], _interval(study, winner, others[0], len(columns))
+    where = f"{abs(apart):.1f} points {'above' if apart >= 0 else 'below'} {titles[others[0]]}"
+    return f" In the mean of the columns it is {where}{interval}."

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError, install, nearest
 from halfmoon.engine.loop import Row
 from halfmoon.report.run_reader import Run
@@ -54,8 +56,85 @@ class TensorBoard(NullCallback):
         self._writers.pop(run.folder).close()
 
 
-TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard}
+class WandB(NullCallback):
+    """Log every run's rows to Weights & Biases, in the project `halfmoon` or that of WANDB_PROJECT.
+
+    A run that goes on is the same run there. WANDB_MODE=offline writes into `wandb/` of the run's folder alone.
+    """
+
+    def __init__(self) -> None:
+        """Make ready to log; raise UserError where the package is not installed."""
+        _package("wandb")
+        self._open: dict[Path, Any] = {}
+
+    def begin(self, run: RunInfo) -> None:
+        """Begin the run with its configuration, or go on with it."""
+        self._open[run.folder] = _package("wandb").init(
+            project=os.environ.get("WANDB_PROJECT", "halfmoon"),
+            dir=run.folder,
+            id=_mark(run),
+            resume="allow",
+            name=run.folder.name,
+            config=Run.read(run.folder).options,
+            reinit="create_new",
+        )
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self._open[run.folder].log(scalars(atomic_io.finite(row)), step=row["round"])
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self._open.pop(run.folder).finish()
+
+
+class MLflow(NullCallback):
+    """Log every run's rows to MLflow, in the experiment `halfmoon`, at MLFLOW_TRACKING_URI or into ./mlruns.
+
+    A run that goes on is the same run there.
+    """
+
+    def __init__(self) -> None:
+        """Make ready to log; raise UserError where the package is not installed."""
+        _package("mlflow")
+        self._client: Any = None
+        self._runs: dict[Path, str] = {}
+
+    def begin(self, run: RunInfo) -> None:
+        """Begin the run with its configuration, or go on with it."""
+        if self._client is None:
+            self._client = _package("mlflow").MlflowClient()
+        known = self._client.get_experiment_by_name("halfmoon")
+        experiment = known.experiment_id if known else self._client.create_experiment("halfmoon")
+        same = self._client.search_runs([experiment], f"tags.halfmoon = '{_mark(run)}'")
+        if same:
+            self._runs[run.folder] = same[0].info.run_id
+            return
+        begun = self._client.create_run(experiment, tags={"halfmoon": _mark(run)}, run_name=run.folder.name)
+        self._runs[run.folder] = begun.info.run_id
+        for name, value in Run.read(run.folder).options.items():
+            self._client.log_param(begun.info.run_id, name, value)
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        for name, value in scalars(atomic_io.finite(row)).items():
+            self._client.log_metric(self._runs[run.folder], name, value, step=row["round"])
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self._client.set_terminated(self._runs.pop(run.folder))
+
+
+TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 """The trackers by their names on the command line."""
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(f"{name} is not installed; {install(name)} to use it.") from error
+
+
+def _mark(run: RunInfo) -> str:
+    """Return what a run is called for good: its folder and its configuration."""
+    return atomic_io.digest(f"{run.folder.resolve()} {identity(run.config, run.config.method)}".encode())[:16]
 
 
 def tracker(name: str) -> Callback:

@@ -30,12 +30,6 @@ COMMON = {
 TRAINED = ("predict", "evaluate", "review", "calibrate", "export")
 """The commands that take a model first."""
 
-OTHER_TRACKERS = {
-    "wandb": "wandb sync reads the event files of --tracker tensorboard",
-    "mlflow": "give halfmoon.run a callback that logs every row (docs/api.md)",
-}
-"""Trackers that people ask for, and the way to them."""
-
 Command = Callable[[argparse.Namespace], int]
 EVERY = 5.0
 """Seconds between two lines about how far a command is."""
@@ -183,17 +177,15 @@ def reading(given: argparse.Namespace, command: Callable[[argparse.Namespace], i
 
 
 def tracked(parser: argparse.ArgumentParser) -> None:
-    about = "also write every round for a tracker: tensorboard (needs halfmoon[tensorboard])"
-    parser.add_argument("--tracker", metavar="NAME", help=about)
+    about = "also write every round for a tracker: tensorboard, wandb or mlflow, by extras; may be repeated"
+    parser.add_argument("--tracker", metavar="NAME", action="append", default=[], help=about)
 
 
 def trackers(args: argparse.Namespace) -> list[Callback]:
-    """Return the tracker that --tracker names, if any; raise `UserError` for one that is not there."""
+    """Return the trackers that --tracker names; raise `UserError` for one that is not there."""
     from halfmoon.runs.trackers import tracker
 
-    if args.tracker in OTHER_TRACKERS:
-        raise UserError(f"there is no tracker {args.tracker!r} here: {OTHER_TRACKERS[args.tracker]}.")
-    return [] if args.tracker is None else [tracker(args.tracker)]
+    return [tracker(name) for name in dict.fromkeys(args.tracker)]
 
 
 def flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:

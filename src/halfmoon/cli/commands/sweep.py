@@ -116,12 +116,12 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
 
 
 def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
-    from halfmoon.runs.callbacks import NULL_CALLBACK, Callbacks
+    from halfmoon.runs.callbacks import Callbacks
     from halfmoon.sweep import engines
 
     if args.ray_address is not None and args.engine != "ray":
         raise UserError("--ray-address goes with --engine ray.")
-    watching = next(iter(trackers(args)), NULL_CALLBACK)
+    watching = Callbacks(*trackers(args))
     if args.engine == "ray":
         from halfmoon.sweep.ray_engine import Rays
 

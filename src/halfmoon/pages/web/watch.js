@@ -92,14 +92,27 @@ function toggle(id) {
   drawCharts();
 }
 
+// Runs that differ in their seed alone are one line: their mean, in a band from the smallest to the largest.
+function lineOf(seeds, key, weight) {
+  const curves = seeds.map((run) => ({ x: run.lines[key].x, y: smooth(run.lines[key].y, weight) }));
+  const x = curves.reduce((least, { x }) => (x.at(-1) < least.at(-1) ? x : least), curves[0].x);
+  const values = x.map((round) => curves.map(({ x, y }) => y[Math.max(0, x.findLastIndex((at) => at <= round))]));
+  const alone = [...runs.values()].every((run) => run.title !== seeds[0].title || seeds.includes(run));
+  const title = seeds.length === 1 ? label(seeds[0]) : alone ? seeds[0].title : `${seeds[0].title}, as ${seeds[0].name}`;
+  return {
+    look: inDark({ ...seeds[0].look, title }), seeds: seeds.length, x,
+    mean: values.map((all) => all.reduce((a, b) => a + b) / all.length),
+    low: values.map((all) => Math.min(...all)), high: values.map((all) => Math.max(...all)),
+  };
+}
+
 function drawCharts() {
   const shown = matching().filter((run) => !hidden.has(run.id));
   const weight = Number(byId("smooth").value);
   for (const [key, title, percent] of CHARTS) {
-    const lines = shown.filter((run) => run.lines?.[key]?.y.some((value) => value !== 0) && run.lines[key].x.length > 0).map((run) => {
-      const y = smooth(run.lines[key].y, weight);
-      return { look: inDark({ ...run.look, title: label(run) }), seeds: 1, x: run.lines[key].x, mean: y, low: y, high: y };
-    });
+    const drawn = shown.filter((run) => run.lines?.[key]?.y.some((value) => value !== 0) && run.lines[key].x.length > 0);
+    const looks = new Set(drawn.map((run) => JSON.stringify(run.look)));
+    const lines = [...looks].map((look) => lineOf(drawn.filter((run) => JSON.stringify(run.look) === look), key, weight));
     let figure = figures.get(key);
     if (!lines.length) {
       figure?.root.remove();

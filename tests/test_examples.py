@@ -1,0 +1,36 @@
+"""The scripts of examples/ are short, say what one learns, and run from top to bottom."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+sys.path.append(str(ROOT / "tools"))
+
+
+def test_the_gallery_has_every_script() -> None:
+    import gallery
+
+    assert sorted(gallery.ORDER) == [script.stem for script in SCRIPTS]
+    text = "# Learn x.\n# %% [markdown]\n# # Title\n# words\n# %%\na = 1\n\nb = 2\n"
+    assert gallery.cells(text) == [("markdown", "# Title\nwords"), ("code", "a = 1\n\nb = 2")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_short_and_says_what_one_learns(script: Path) -> None:
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    assert lines[0].startswith("# Learn ")
+    assert lines[1:3] == ["# %% [markdown]", lines[2]]
+    assert lines[2].startswith("# # ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_runs(script: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(script)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
