@@ -149,8 +149,8 @@ def _refuse_others(folder: Path) -> None:
         )
     if (folder / "labels.csv").is_file():
         raise UserError(
-            f"{folder} is a site's folder, with labels.csv: `halfmoon run --sites FOLDER FOLDER` takes two or more, "
-            "and `halfmoon site check FOLDER` says what is in one."
+            f"{folder} is a site's folder, with labels.csv: `halfmoon run --data FOLDER` without a method trains on it "
+            "alone, and `halfmoon run --sites FOLDER FOLDER` on two or more."
         )
 
 

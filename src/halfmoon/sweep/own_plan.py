@@ -153,9 +153,10 @@ def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) ->
         share *= config.data_share
         config = replace(config, data_share=share)
     images = train - free * (1 - share)
+    files = images + (0 if contents.site else tests)
     rows = [config.method, *config.baselines]
     steps = [
-        Step(f"read {images + tests:,.0f} images", reading * (images + (0 if contents.site else tests))),
+        Step(f"read {files:,.0f} images", reading * files),
         Step("features (kept for the next time)", image * (images + tests)),
         *(Step(registry.entry(name).title, 1 + 1.3 * (costs[name][0] + costs[name][1] * images)) for name in rows),
         Step(f"{splits} splits", splits * sum(a + b * images for a, b in costs.values())),
