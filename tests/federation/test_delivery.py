@@ -1,5 +1,6 @@
 """The end of a federation: the final model is at every site, verified, with its card; who never came cost one wait."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from halfmoon.federation.site.client import SiteClient
 from halfmoon.models import SmallCNN
 from halfmoon.runs.factory import task
 from halfmoon.runs.model_card import Card
+from halfmoon.sites import folders
+from halfmoon.sites.inference import about_model
 from halfmoon.sites.inference.load import load_model
 
 TERMS = terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
@@ -67,6 +70,33 @@ def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_
     assert over.reason.endswith("% of your test images")
     consent.withdraw(tmp_path / "home")
     assert consent.ending(tmp_path / "home") is None
+
+
+def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Path) -> None:
+    """Counts, hash and accuracy of the card are those of the site; a class name cannot become markup."""
+    folder = ward(tmp_path / "s")
+    member = SiteClient.at(folder, "north", tests=ward(tmp_path / "t"))
+    read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
+    site, before = folders.read(folder), folders.look(folder)[1]
+    read(member.answer(write(final(member.version))), Receipt)
+    shown = folder / "halfmoon-model"
+    text, page = ((shown / name).read_text() for name in ("model-card.md", "model-card.html"))
+    labeled = int((site.labels >= 0).sum())
+    assert f"{labeled:,} images with a label and {len(site) - labeled:,} without" in text
+    sha256 = hashlib.sha256((shown / "model.safetensors").read_bytes()).hexdigest()
+    for name in ("Data", "How it was judged", "Calibration", "Limits", "License"):
+        assert f"## {name}" in text
+        assert f"<h2>{name}</h2>" in page
+    assert sha256 in text
+    assert sha256 in page
+    over = consent.ending(folder / ".halfmoon")
+    assert over is not None
+    assert str(shown) in over.reason
+    assert folders.look(folder)[1] == before, "the folder of the model is none of images"
+    parts = {"<b>a</b>": ["<i>*x*</i>"]}
+    about_model.write(tmp_path, "<u>", parts)
+    assert "<i>" not in (tmp_path / "model-card.html").read_text()
+    assert "\\<i\\>\\*x\\*" in (tmp_path / "model-card.md").read_text()
 
 
 def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None:

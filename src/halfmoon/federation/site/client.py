@@ -47,7 +47,8 @@ from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
 from halfmoon.runs.factory import computing, site_threads
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import HOME
-from halfmoon.sites.folders.site_folder import meant
+from halfmoon.sites.folders.site_folder import LAST_MODEL, meant
+from halfmoon.sites.inference import about_model
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL
@@ -164,6 +165,7 @@ class SiteClient:
         place = self._place(message.federation)
         terms, site = self._known(message.federation, place)
         words = save_final(self.home, unparsed, terms, site)
+        words = show_final(self.images.folder, self.home, words)
         secure_sum.forget(place)
         self._say(words)
         consent.end(self.home, 0, words)
@@ -315,11 +317,31 @@ def save_final(home: Path, unparsed: UnparsedMessage[Final], terms: Terms, site:
     if (card.network, card.classes, card.image) != (network, form.classes, form.image):
         raise RefusalError(UNFIT, "the card of the final model is not that of the federation.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_io.replace(path, with_seal(pack(model)[0], card.render()))
+    data = with_seal(pack(model)[0], card.render())
+    atomic_io.replace(path, data)
     load_model(path, network=terms.config.network)
     test = site.evaluate(message.model)
+    rows = site.local_clients.dataset.given(site.number)
+    counts = (site.task.rounds, rows.labeled, rows.unlabeled)
+    origin = about_model.Origin(terms.name, terms.hash, terms.sites, *counts, site.version)
+    confusion = test["confusion"].numpy() if "confusion" in test else None
+    parts = about_model.sections(card, origin, atomic_io.digest(data), confusion)
+    about_model.write(path.parent, f"The model of federation {terms.name}", parts)
     share = f", it is right on {_accuracy(test):.2%} of your test images" if "confusion" in test else ""
     return f"finished: the model lies in {path}{share}"
+
+
+def show_final(folder: Path, home: Path, words: str) -> str:
+    """Copy the final model and its card from a hidden home to where people see them; return where all lies."""
+    if home != folder / HOME:
+        return words
+    try:
+        (folder / LAST_MODEL).mkdir(exist_ok=True)
+        for file in (MODEL, *about_model.FILES):
+            atomic_io.replace(folder / LAST_MODEL / file, (home / FINAL / file).read_bytes())
+    except OSError as error:
+        return f"{words}; it could not be copied to {folder / LAST_MODEL} ({atomic_io.reason(error)})"
+    return f"{words}; a copy and its card ({about_model.FILES[1]}) lie in {folder / LAST_MODEL}"
 
 
 def _accuracy(test: tree.Tree) -> float:

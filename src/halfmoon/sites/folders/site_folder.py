@@ -19,6 +19,9 @@ from halfmoon.sites.folders import label_file
 from halfmoon.sites.folders.label_file import LABELS, Table, decoded
 
 CLASSES = "classes.txt"
+LAST_MODEL = "halfmoon-model"
+"""The folder of a federation's last model and its card, which holds no images."""
+
 UNLABELED = -1
 """The label of an image that has none."""
 
@@ -210,7 +213,7 @@ def _walk(folder: Path) -> _Files:
 
     # A folder may have a million files, and is walked at every start: paths are plain words here, not Path objects.
     for place, inside, names in os.walk(folder, onerror=refused):
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        inside[:] = sorted(name for name in inside if not name.startswith(".") and name != LAST_MODEL)
         above = _relative(Path(place), folder)
         start = "" if above == "." else f"{above}/"
         # os.walk does not follow links to folders: they can lead in circles or out of the site.
