@@ -197,7 +197,7 @@ def hold_out(source: Source, share: float) -> Source:
         )
     left = ~held
     if train.groups is not None:  # nor does anybody train on the unlabeled images of these patients
-        left &= ~np.isin(train.groups, sorted({train.groups[row] for row in np.flatnonzero(held)} - {""}))
+        left &= ~np.isin(train.groups, sorted(set(np.array(train.groups)[held].tolist()) - {""}))
     parts = {"train": left, "validation": held}
     return replace(source, **{name: train.rows(rows) for name, rows in parts.items()})
 

@@ -51,8 +51,10 @@ def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | No
     if confusion is not None and confusion.sum():
         right, totals = confusion.diagonal(), confusion.sum(1)
         share, count = right.sum() / totals.sum(), int(totals.sum())
-        error = 1.96 * (share * (1 - share) / count) ** 0.5
-        judged = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {error:.1%} either way)."]
+        z = 1.96**2 / count  # Wilson's interval
+        middle, half = share + z / 2, 1.96 * (share * (1 - share) / count + z / count / 4) ** 0.5
+        low, high = (middle - half) / (1 + z), (middle + half) / (1 + z)
+        judged = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
         parts = zip(card.classes, right.tolist(), totals.tolist(), strict=True)
         judged += [f"{name}: {hits:,} of {total:,} right" for name, hits, total in parts]
     calibrated = f"Probabilities are of logits divided by {card.temperature:g}, fitted on images held out for that."
