@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfmoon.federation.flower.child_main import CLIENT_APP, WARM, lock_of
-from halfmoon.federation.flower.processes import SCRIPTS, Home, free_port
+from halfmoon.federation.flower.processes import SCRIPTS, SUPERNODE, WORKER, Home, free_port, lock_of
 from halfmoon.storage import atomic_io
 
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
@@ -94,13 +93,14 @@ class Federation:
         It is that of the second round, or of a later one where the site was over with it between two looks.
         """
         for number in (2, 3, 4):
-            before, found = self.number(VICTIM, CLIENT_APP), 0
+            found = self.number(VICTIM, WORKER)
+            before = computed(found) if found else 0.0
             over = f"round {number}, "
 
-            def half(before: int = before, over: str = over) -> bool:
+            def half(before: float = before, over: str = over) -> bool:
                 nonlocal found
-                found = self.number(VICTIM, CLIENT_APP)
-                return over in self.log(VICTIM) or (found not in (0, before) and computed(found) > COMPUTED)
+                found = self.number(VICTIM, WORKER)
+                return over in self.log(VICTIM) or (found != 0 and computed(found) - before > COMPUTED)
 
             self.until(half, f"{VICTIM} to train")
             if over not in self.log(VICTIM):
@@ -119,7 +119,7 @@ class Federation:
 
     def cut(self) -> None:
         """Kill everything at once, as a power cut does (the system keeps what was written)."""
-        homes = [(who, script) for who in self.running for script in (*SCRIPTS, WARM)]
+        homes = [(who, script) for who in self.running for script in (*SCRIPTS, SUPERNODE, WORKER)]
         numbers = [process.pid for process in self.running.values()] + [self.number(*each) for each in homes]
         for number in filter(None, numbers):
             with suppress(ProcessLookupError):

@@ -28,8 +28,7 @@ from typing import Any
 from disturbed import HALFMOON, LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
 from safetensors.numpy import load_file
 
-from halfmoon.federation.flower.child_main import CLIENT_APP
-from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, interruptible
+from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
 from halfmoon.storage import atomic_io
 
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")
@@ -99,8 +98,8 @@ FAULTS: dict[str, Fault] = {
     "kill-join": Fault(
         "kill -9 of a site's `site join`; by hand again", killing(VICTIM, again=True), sign="site-01 is there again"
     ),
-    "kill-supernode": Fault("kill -9 of a site's SuperNode", killing(VICTIM, SUPERNODE), sign="site-01 is there again"),
-    "kill-clientapp": Fault("kill -9 of a site's ClientApp", killing(VICTIM, CLIENT_APP), sign="site-01 did not"),
+    "kill-supernode": Fault("kill -9 of a site's node", killing(VICTIM, SUPERNODE), sign="site-01 is there again"),
+    "kill-clientapp": Fault("kill -9 of a site's worker", killing(VICTIM, WORKER), sign="site-01 did not"),
     "power-cut": Fault("kill -9 of all processes at once; by hand again", everything, sign="going on after round"),
     "gone": Fault(
         "kill -9 of a site's `site join`; never again (absence = 15)",

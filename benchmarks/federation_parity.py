@@ -37,7 +37,7 @@ from safetensors.numpy import load_file
 from halfmoon.config import schema as settings
 from halfmoon.federation.flower.contact import Address, reach
 from halfmoon.federation.flower.local import rehearse
-from halfmoon.federation.flower.processes import AT_A_SITE, ENVIRONMENT, free_port, interruptible
+from halfmoon.federation.flower.processes import ENVIRONMENT, free_port, interruptible
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.runs import runner
 
@@ -80,7 +80,7 @@ class Place:
         return {
             **os.environ,
             **ENVIRONMENT,
-            **AT_A_SITE,
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             MARK: self.mark,
             "PATH": path,
             "OMP_NUM_THREADS": "1",

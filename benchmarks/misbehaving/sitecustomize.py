@@ -1,8 +1,6 @@
 """A site that misbehaves once, in its second round: Python imports this first where its folder is in PYTHONPATH.
 
-The site is joined by the plain command; in its processes alone what they answer is spoiled, as MISBEHAVE says. Flower's
-SuperNode and the process that forks for each message (`halfmoon.federation.flower.prefork`) are touched, all others are
-left alone.
+The site is joined by the plain command; of its processes the node or the worker alone is touched, as MISBEHAVE says.
 """
 
 import os
@@ -73,35 +71,29 @@ def spoil_answers() -> None:
 
 def spoil_sending() -> None:
     """Send every answer twice ("twice"), or die between announcing that of the second round and sending it ("cut")."""
-    from flwr.supernode import start_client_internal as internal
+    from halfmoon.federation.flower.internals import Fleet, Packet
 
-    honest = internal._push_messages
+    honest = Fleet.send
     mark = Path(os.environ["HALFMOON_FLOWER"], f"sent-{KIND}")
     count = [0]
 
-    def push(state: Any, object_store: Any, send: Callable[..., Any], push_object: Any) -> None:
-        sent: list[tuple[Any, ...]] = []
-
-        def noting(*words: Any) -> Any:
-            sent.append(words)
-            said = send(*words)
-            count[0] += 1
-            if KIND == "cut" and count[0] == ANSWERS and not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return said
-
-        honest(state=state, object_store=object_store, send=noting, push_object=push_object)
+    def send(self: Fleet, packet: Packet, seconds: float) -> bool:
+        count[0] += 1
+        if KIND == "cut" and count[0] == ANSWERS and not mark.exists():
+            mark.touch()
+            self._push(packet.message, packet.tree, seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+        done = honest(self, packet, seconds)
         if KIND == "twice":
-            for words in sent:
-                send(*words)
-                mark.touch()
+            honest(self, packet, seconds)
+            mark.touch()
+        return done
 
-    internal._push_messages = push
+    Fleet.send = send
 
 
 if KIND in ("twice", "cut"):
     if "flower-supernode" in sys.orig_argv:
         spoil_sending()
-elif KIND and "warm" in sys.orig_argv and "halfmoon.federation.flower.child_main" in sys.orig_argv:
+elif KIND and "worker" in sys.orig_argv and "halfmoon.federation.flower.processes" in sys.orig_argv:
     spoil_answers()

@@ -7,7 +7,6 @@ import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,92 +102,36 @@ def test_the_terms_name_the_program_and_another_one_is_refused():
         Terms.parse(json.dumps({name: value for name, value in facts.items() if name != "program"}))
 
 
-# Flower's two places
+# The runs of a server
 
 
-class Fab(SimpleNamespace):
-    """A bundle as Flower hands it on."""
+class Fleet:
+    """A connection that knows the bundles of runs; None is an agent of Flower's."""
 
-    def __init__(self, hash_str: str, content: bytes, verifications: dict[str, str]) -> None:
-        super().__init__(hash_str=hash_str, content=content, verifications=verifications)
+    def __init__(self, bundles: dict[int, bytes | None]) -> None:
+        self.bundles = bundles
 
-
-def loop(stored: list[bytes]) -> ModuleType:
-    """Return a module that judges and stores a run's bundle in the order of Flower's."""
-    module = ModuleType("loop")
-
-    def pull(**given: Any) -> str:
-        run = given["get_run"](7)
-        fab = given["get_fab"](run.fab_hash, 7)
-        if given["trusted_entities"] and not fab.verifications.get("valid_license", ""):
-            return "refused"
-        stored.append(fab.content)
-        return "stored"
-
-    vars(module)["_pull_and_store_message"] = pull
-    return module
+    def bundle(self, run: int) -> bytes:
+        content = self.bundles[run]
+        if content is None:
+            raise Foreign("an agent of Flower")
+        return content
 
 
-@pytest.mark.parametrize("kind", ["", "flwr-serverapp", "flwr-agentapp"])
-def test_the_loop_of_a_supernode_stores_the_agreed_bundle_alone(tmp_path: Path, kind: str):
-    """Whatever the server says of who vouches for it; each reason stands in the site's log once."""
+def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
+    """Each reason stands in the site's log once, in however many runs it comes."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower import child_main, internals
+    from halfmoon.federation.flower.node import Checker
+    from halfmoon.federation.protocol.log import EventLog
 
-    folder, stored = tmp_path / "flower", list[bytes]()
-    folder.mkdir()
-    module = loop(stored)
-    internals.refuse_foreign(module, child_main.apps_of(folder), child_main.log_of(folder))
-    pull = vars(module)["_pull_and_store_message"]
-    contents = {"a": zipped(OURS), "b": zipped({**OURS, "evil.py": ""})}
-
-    def play(which: str) -> str:
-        return pull(
-            get_run=lambda _: SimpleNamespace(fab_hash=which, primary_task_type=kind),
-            get_fab=lambda hash, _: Fab(hash, contents[hash], {"valid_license": "yes", "someone": "signature"}),
-            trusted_entities=None,
-        )
-
-    agent = kind == "flwr-agentapp"
-    assert play("a") == ("refused" if agent else "stored")
-    assert play("b") == play("b") == "refused"
-    assert stored == ([] if agent else [contents["a"]])
-    said = (tmp_path / "join.log").read_text()
-    assert said.count("refused: the server wants another program executed here") == 1 + agent
-    assert said.count("it holds 'evil.py' (bundle b)") == 1
-
-
-def test_the_process_that_answers_loads_the_installed_app_whatever_a_bundle_names(tmp_path: Path):
-    """Nothing is unpacked, no folder comes onto Python's path, and nothing can be installed on a server's word."""
-    pytest.importorskip("flwr")
-    from halfmoon.federation.flower import child_main, internals
-
-    module = ModuleType("answering")
-    names = ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies")
-    vars(module).update(dict.fromkeys(names, print))
-    folder = tmp_path / "flower"
-    folder.mkdir()
-    child_main.write_apps(folder, ("json:loads", "json:dumps"))
-    internals.load_installed(module, child_main.apps_of(folder), child_main.log_of(folder))
-    load = vars(module)["get_load_client_app_fn"](default_app_ref="", app_path=None, multi_app=True)
-    assert load("evil/app", "6.6.6", "hash") is json.dumps
-    text = bundle.project(("json:loads", "json:dumps"))
-    vars(module)["install_from_fab"](zipped({**OURS, bundle.PROJECT: text}), skip_prompt=True)
-    for call in (lambda: vars(module)["install_from_fab"](zipped(OURS)), vars(module)["install_app_dependencies"]):
-        with pytest.raises(Foreign):
-            call()
-    assert "another program than the agreed one" in (tmp_path / "join.log").read_text()
-
-
-def test_a_flower_that_loads_programs_in_another_way_is_not_used(tmp_path: Path):
-    """The places are looked for: one that is gone would leave a site open."""
-    pytest.importorskip("flwr")
-    from halfmoon.federation.flower import child_main, internals
-
-    with pytest.raises(UserError, match="constraints"):
-        internals.refuse_foreign(ModuleType("other"), child_main.apps_of(tmp_path), child_main.log_of(tmp_path))
-    with pytest.raises(UserError, match="constraints"):
-        internals.load_installed(ModuleType("other"), child_main.apps_of(tmp_path), child_main.log_of(tmp_path))
+    evil = zipped({**OURS, "evil.py": ""})
+    fleet: Any = Fleet({1: zipped(OURS), 2: evil, 3: evil, 4: None})
+    checker = Checker(bundle.APPS, EventLog(tmp_path / "join.log"))
+    faults = [checker.fault(fleet, run) for run in (1, 2, 2, 3, 4)]
+    assert faults == [None, *["it holds 'evil.py'"] * 3, "an agent of Flower"]
+    log = (tmp_path / "join.log").read_text()
+    assert log.count("refused: the server wants another program executed here than the agreed one") == 2
+    assert log.count("it holds 'evil.py'") == 1
 
 
 def test_what_the_bundle_names_is_what_is_installed():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,11 +217,11 @@ def test_what_is_typed(typed: str, yes: bool):
 
 
 def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By node.toml; without a word of the terms they have to be asked for. A rehearsal takes what it plays."""
+    """By node.json; without a word of the terms they have to be asked for. A rehearsal takes what it plays."""
     pytest.importorskip("flwr")
     from halfmoon.federation.flower import client_app
     from halfmoon.federation.flower.contact import Address
-    from halfmoon.federation.flower.site_process import Joining, node
+    from halfmoon.federation.flower.site_process import Joining, facts
 
     heard: list[tuple[str, tuple[str, ...]]] = []
 
@@ -235,7 +234,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
     monkeypatch.setattr(client_app, "_numbered", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
     site = Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
     told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
-    configs = [tomllib.loads(node(each)) for each in (site, told)] + [{"partition-id": 0}]
+    configs = [facts(each)["config"] for each in (site, told)] + [{"partition-id": 0}]
     for config in configs:
         run = {"federation": "f", "sites": "s"}
         with pytest.raises(KeyboardInterrupt):

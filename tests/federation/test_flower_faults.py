@@ -2,9 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +13,7 @@ pytest.importorskip("flwr")
 
 from flwr.common.constant import ErrorCode
 
-from halfmoon.federation.flower import child_main, site_process
+from halfmoon.federation.flower import processes, site_process
 from halfmoon.federation.flower.contact import Address
 from halfmoon.federation.flower.link import PROBLEMS, problem
 from halfmoon.federation.flower.site_process import Joining
@@ -29,11 +26,10 @@ from halfmoon.federation.site.client import SiteClient
 def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On a disk without a free block a file keeps those it has and gets no other one, so it is never emptied first.
 
-    A site answers each message in a new process, and each writes its number into the lock: one that failed there could
-    not even say that its disk is full.
+    Each process writes its number into the lock: a site's that failed there could not even say that its disk is full.
     """
-    lock = tmp_path / "flwr-clientapp.lock"
-    child_main._hold(lock)
+    lock = tmp_path / "worker.lock"
+    processes.hold(lock)
     honest = os.write
 
     def write(handle: int, data: bytes) -> int:
@@ -44,47 +40,11 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "getpid", lambda: 7)
     monkeypatch.setattr(
-        child_main.atomic_io, "flock", lambda handle: None
+        processes.atomic_io, "flock", lambda handle: None
     )  # the first one is still held, by this process
-    child_main._hold(lock)
+    processes.hold(lock)
     assert int(lock.read_bytes()) == 7
     assert lock.read_bytes().isdigit()
-
-
-STUCK = """
-import signal, sys, time
-from pathlib import Path
-from halfmoon.federation.flower import child_main
-signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "deaf" else signal.SIG_DFL)
-child_main._hold(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
-@pytest.mark.parametrize("kind", ["listening", "deaf"])
-def test_a_program_that_waits_for_what_never_comes_makes_room_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-):
-    """A SuperNode that hears in mid-message that its run is over forgets the message, not the program it began for it.
-
-    That one waits for the rest for minutes, and with it waited the next message's program, whose site fell silent.
-    """
-    lock = tmp_path / "flwr-clientapp.lock"
-    with subprocess.Popen([sys.executable, "-c", STUCK, lock, kind], stdout=subprocess.PIPE) as stuck:
-        try:
-            assert stuck.stdout is not None
-            assert stuck.stdout.readline() == b"held\n"
-            monkeypatch.setattr(child_main, "SPARE", 0.2)
-            monkeypatch.setattr(child_main, "LAST", 0.3)
-            begin = time.monotonic()
-            child_main._hold(lock, sole=True)
-            assert 0.2 <= time.monotonic() - begin < 20
-            assert int(lock.read_bytes()) == os.getpid()
-            assert stuck.wait(5) == (-15 if kind == "listening" else -9)
-        finally:
-            stuck.kill()
 
 
 class Brief(Street):

@@ -23,11 +23,12 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import child_main, prefork, site_process
+from halfmoon.federation.flower import internals, processes, site_process
 from halfmoon.federation.flower.contact import Absent, Address, reach
 from halfmoon.federation.flower.launch import Halted, Server, _last, connection, finished, run_config, serve, superlink
+from halfmoon.federation.flower.node import RAISED, Worker
 from halfmoon.federation.flower.processes import ENVIRONMENT, SERVER_APP, SUPERLINK, Home, alone, free_port
-from halfmoon.federation.flower.site_process import Joining, node, supernode
+from halfmoon.federation.flower.site_process import Joining, facts
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import project
 from halfmoon.federation.protocol.log import Tail
@@ -115,23 +116,17 @@ def member(folder: Path, **given: object) -> Joining:
     return Joining(**{**facts, "images": 3, "labeled": 2, **given})
 
 
-def test_the_supernode_is_told_where_the_server_is_and_by_a_file_who_it_is(tmp_path: Path):
-    """The file is TOML, which Flower reads where the name ends so: no folder's name can break it."""
+def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_are(tmp_path: Path):
+    """What is not there is not said; paths are absolute."""
     folder = tmp_path / "ward 'x' = \"7\""
-    words = supernode(member(folder, port=7001))
-    told = str(folder / "home" / "flower" / "node.toml")
-    assert words == [
-        *("--superlink", "127.0.0.1:9092", "--insecure", "--host", "127.0.0.1", "--port", "7001"),
-        *("--node-config", told),
-    ]
-    facts = tomllib.loads(node(member(folder)))
-    assert facts == {"name": "site-00", "folder": str(folder), "home": f"{folder}/home", "device": "auto"}
+    config = {"name": "site-00", "folder": str(folder), "home": f"{folder}/home", "device": "auto"}
+    apps = list(bundle.APPS)
+    assert facts(member(folder)) == {
+        "server": "127.0.0.1:9092", "ca": None, "key": None, "apps": apps, "config": config,
+    }  # fmt: skip
     files = authority(tmp_path)
-    safe = supernode(member(folder, ca=files["ca"], key=files["key"]))
-    assert safe[2:6] == ["--root-certificates", str(files["ca"]), "--auth-supernode-private-key", str(files["key"])]
-    port = int(safe[safe.index("--port") + 1])
-    assert port > 1023
-    assert port != int(supernode(member(folder))[6])
+    safe = facts(member(folder, ca=files["ca"], key=files["key"]))
+    assert (safe["ca"], safe["key"], safe["config"]["key"]) == (str(files["ca"]), *[str(files["key"])] * 2)
 
 
 def test_names_of_sites_are_those_of_the_terms():
@@ -330,8 +325,8 @@ def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
 
 def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
     """Start a process that holds the lock of a script and sleeps."""
-    code = "import sys, time; from pathlib import Path; from halfmoon.federation.flower import child_main; "
-    code += "child_main._hold(child_main.lock_of(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from halfmoon.federation.flower import processes; "
+    code += "processes.hold(processes.lock_of(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
     return subprocess.Popen([sys.executable, "-c", code, str(folder), script], start_new_session=True)
 
 
@@ -376,73 +371,44 @@ def test_scripts_find_flower_without_a_path(tmp_path: Path):
     assert metadata.version("flwr") in done.stdout.decode(), done.stderr
 
 
-WARM = """
-import os, sys, time
-from pathlib import Path
-from halfmoon.federation.flower import child_main, prefork
+WORKING = """
+import os
+from flwr.app import ConfigRecord, RecordDict, Message
 
-def run():
-    Path("seen").mkdir(exist_ok=True)
-    Path("seen", str(os.getpid())).write_text(" ".join(sys.argv))
-    there = "knows" if "colorsys" in sys.modules else "imports"
-    sys.stdout.write(f"hello from {os.getpid()} of {os.getppid()}, which {there} it")
-    import colorsys
-    if sys.argv[1] == "sleep":
-        time.sleep(60)
-    sys.exit(int(sys.argv[1]))
-
-os.chdir(sys.argv[1])
-child_main._die_with_parent()
-child_main._hold(child_main.lock_of(Path(sys.argv[1]), child_main.WARM))
-prefork.SLOW = "colorsys"
-time.sleep(0.3)
-prefork.attend(Path(sys.argv[1]), "textwrap:app", lambda: run, child_main._die_with_parent)
+def client(message, context):
+    order = message.content["c"]["order"]
+    if order == "die":
+        os._exit(1)
+    if order == "fail":
+        raise ValueError("no")
+    facts = {"pid": os.getpid(), "name": context.node_config["name"], "order": order}
+    return Message(RecordDict({"c": ConfigRecord(facts)}), reply_to=message)
 """
 
 
-def test_a_warm_process_forks_for_each_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The exit code and the output come back; whoever asks and is killed takes its fork along; nobody there is None.
+def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A failure and a death come back as Flower's errors 2 and 8; the next message finds a process that works."""
+    from flwr.app import ConfigRecord, Message, RecordDict
 
-    One that is still importing is waited for; what a fork had to import later ones find there.
-    """
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    assert prefork.relay(folder, ["3"]) is None
-    assert child_main._forked(folder, ["3"]) is None
-    process = subprocess.Popen([sys.executable, "-c", WARM, str(folder)])
-    seen = folder / "seen"
+    (tmp_path / "working.py").write_text(WORKING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(processes.FOLDER, str(tmp_path))
+    worker = Worker("working:client")
+
+    def ask(order: str) -> Message:
+        with internals.identity():
+            message = Message(RecordDict({"c": ConfigRecord({"order": order})}), 7, "query")
+        return internals.unpack(worker.answer(internals.pack(message), {"name": "north"}))
+
     try:
-        wait(lambda: child_main.locked(child_main.lock_of(folder, child_main.WARM)))
-        assert not (folder / prefork.SOCKET).exists()
-        assert child_main._forked(folder, ["3", "four"]) == 3
-        assert prefork.relay(folder, ["0"]) == 0
-        words = capfd.readouterr().out
-        assert words.count(f"of {process.pid}, which imports it") == 1
-        assert words.count(f"of {process.pid}, which knows it") == 1
-        first = {path.name for path in seen.iterdir()}
-        assert sorted((seen / name).read_text() for name in first) == ["flwr-clientapp 0", "flwr-clientapp 3 four"]
-        code = "import sys; from pathlib import Path; from halfmoon.federation.flower import prefork; "
-        code += "prefork.relay(Path(sys.argv[1]), ['sleep'])"
-        asking = subprocess.Popen([sys.executable, "-c", code, str(folder)])
-        wait(lambda: len(list(seen.iterdir())) == 3)
-        (fork,) = {path.name for path in seen.iterdir()} - first
-        assert alive(int(fork))
-        asking.kill()
-        asking.wait()
-        wait(lambda: not alive(int(fork)), 5)
-        assert prefork.relay(folder, ["0"]) == 0
+        first, second = (dict(ask(order).content["c"]) for order in ("one", "two"))
+        assert (first["name"], first["order"], second["order"]) == ("north", "one", "two")
+        assert first["pid"] == second["pid"]
+        assert ask("fail").error.code == RAISED
+        assert ask("die").error.code == 8
+        assert ask("three").content["c"]["pid"] != first["pid"]
     finally:
-        process.kill()
-        process.wait()
-
-
-def alive(number: int) -> bool:
-    """Say whether there is such a process."""
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        worker.stop()
 
 
 # Logs
@@ -639,7 +605,7 @@ class Stage:
         found = []
         for each in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{child_main.FOLDER}={self.folder / part}".encode() in (each / "environ").read_bytes():
+                if f"{processes.FOLDER}={self.folder / part}".encode() in (each / "environ").read_bytes():
                     found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
@@ -714,7 +680,7 @@ def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., 
 def test_what_the_log_calls_stopped_is_the_end(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch):
     """The sentence of the server's program is the error; nothing is started again; a second server is refused."""
     scene = stage(rounds=1, stop="there is no disk left.")
-    monkeypatch.setenv("PYTHONPATH", str(scene.folder))
+    monkeypatch.setenv("PYTHONPATH", f"{scene.folder}:{os.environ.get('PYTHONPATH', '')}")
     server = Server(scene.folder / "f.toml", scene.run, port=scene.port, apps=("toys:server", "toys:client"))
     seen: list[str] = []
 

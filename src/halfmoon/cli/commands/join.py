@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from halfmoon.cli.commands.base import complain
-from halfmoon.cli.commands.serve import shower, whole
+from halfmoon.cli.commands.serve import shower
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError, nearest
 
@@ -47,8 +47,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", metavar="FILE", nargs="+", type=Path, default=(), help=about)
     about = "show every option of the terms before asking, not ten lines"
     parser.add_argument("--all", action="store_true", help=about)
-    about = "a port of this machine for Flower's own use (default: a free one)"
-    parser.add_argument("--port", metavar="N", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders.site_folder import read
 
     server = Address.parse(args.server)
-    port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
     if args.device not in DEVICES:
         raise UserError(f"--device is {args.device!r}: it must be one of {', '.join(DEVICES)}.")
     require_flower()
@@ -82,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         insecure=args.insecure,
         key=args.key,
         device=args.device,
-        port=port,
         tests=args.test,
         validations=args.validation,
         terms=args.terms.lower(),

@@ -1,23 +1,20 @@
 """All uses of Flower that Flower does not promise to support, in one module; `NAMES` lists them.
 
-Flower promises `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. halfmoon needs more: to compare a run's
-bundle before a site stores it, to load the installed app alone, to see the size of an answer before it is fetched, to
-register sites' keys, to ask for requests more often, to read why a SuperNode ended, and to play both apps in one
-process. The test of this module alone tries a new version of Flower, which pyproject.toml then admits.
+Flower promises `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. halfmoon needs more: a site's own loop
+instead of Flower's, which would execute what a server sends; the size of an answer before it is fetched; the keys of
+sites; and both apps in one process. The test of this module alone tries a new version of Flower, which pyproject.toml
+then admits.
 """
 
-import importlib
-import re
 import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from types import ModuleType
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import Foreign
 
 T = TypeVar("T")
@@ -25,24 +22,25 @@ T = TypeVar("T")
 VERSIONS = ("1.41.0", "1.42.0")
 """The versions of Flower in which all of `NAMES` exists."""
 
-LOOP = "flwr.supernode.start_client_internal"
-"""The module in which a SuperNode asks for messages."""
-
-CLIENT_APP = "flwr.supernode.runtime.run_clientapp"
-"""The module that answers a message at a site."""
-
 NAMES: Mapping[str, tuple[str, ...]] = {
-    f"{LOOP}:_pull_and_store_message": ("get_run", "get_fab", "trusted_entities"),
-    f"{LOOP}:time": ("sleep",),
-    f"{CLIENT_APP}:install_from_fab": (),
-    f"{CLIENT_APP}:install_app_dependencies": (),
-    f"{CLIENT_APP}:get_load_client_app_fn": (),
-    "flwr.supercore.fab:Fab": ("hash_str", "content", "verifications"),
-    "flwr.supercore.run:Run": ("primary_task_type",),
+    "flwr.supernode.fleet_http_connection:http_request_response": (),
+    "flwr.app.message:remove_content_from_message": (),
+    "flwr.common.serde:message_to_proto": (),
+    "flwr.common.serde:message_from_proto": (),
+    "flwr.proto.message_pb2:Message": ("FromString",),
+    "flwr.proto.message_pb2:ObjectTree": ("FromString", "object_id"),
+    "flwr.supercore.inflatable.inflatable_object:get_all_nested_objects": (),
+    "flwr.supercore.inflatable.inflatable_object:get_object_tree": (),
+    "flwr.supercore.inflatable.inflatable_object:iterate_object_tree": (),
+    "flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents": (),
+    "flwr.supercore.inflatable.inflatable_utils:pull_objects": (),
+    "flwr.supercore.inflatable.inflatable_utils:push_object_contents_from_iterable": (),
+    "flwr.supercore.fab:Fab": ("content",),
+    "flwr.supercore.run:RunNotRunningException": (),
+    "flwr.supercore.run:Run": ("primary_task_type", "fab_hash"),
     "flwr.superlink.grid.http_grid:HttpGrid": ("_runtime_client",),
     "flwr.proto.runtime_pb2:PullAppMessagesRequest": ("message_ids",),
     "flwr.proto.runtime_pb2:PullAppMessagesResponse": ("messages_list", "message_object_trees"),
-    "flwr.supercore.inflatable.inflatable_object:iterate_object_tree": (),
     "flwr.supercore.control:ControlHttpClient": ("ListNodes", "RegisterNode", "UnregisterNode"),
     "flwr.proto.control_pb2:ListNodesRequest": (),
     "flwr.proto.control_pb2:ListNodesResponse": ("nodes_info",),
@@ -50,10 +48,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "flwr.proto.control_pb2:UnregisterNodeRequest": ("node_id",),
     "flwr.supercore.task_identity:TaskIdentity": ("_task_id", "_run_id", "_node_id"),
     "flwr.app.metadata:Metadata": ("message_id",),
-    "flwr.common.constant:ErrorCode": ("LOAD_CLIENT_APP_EXCEPTION",),
-    "flwr.supercore.exit:ExitCode": ("SUPERNODE_NODE_AUTH_KEY_INVALID", "RUNTIME_VERSION_INCOMPATIBLE"),
+    "flwr.supercore.exit:ExitCode": ("RUNTIME_VERSION_INCOMPATIBLE",),
 }
 """MODULE:NAME of each use, with the parameters or attributes that are used."""
+
+NO_KEY = "--key is no private key"
 
 REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
@@ -62,28 +61,19 @@ REASONS = {
     "2004]": "the server does not let this site's key in: it does not know it, or not any more, or another process "
     "uses it (one that was killed counts for a minute)",
     "401 Unauthorized": "the server does not accept this site's key, or the clocks of the two machines differ",
-    "Exit Code: 302": "--key is no private key (elliptic curve, in OpenSSH's format)",
+    NO_KEY: "--key is no private key (elliptic curve, in OpenSSH's format)",
     "Exit Code: 606": "the server has another version of Flower",
-    "a site cannot be protected": "this version of Flower is not one that halfmoon can use; see constraints.txt",
-    "address already in use": "its port on this machine is taken",
     "500 Internal Server Error": "the server's Flower failed over a call, as where its disk is busy or full",
     "Heartbeat failed": "the server does not know this site any more",
-    "terminated gracefully": "the server does not accept this site's key any more, or its process was told to end",
+    "told to end": "the server does not accept this site's key any more, or its process was told to end",
 }
-"""Words in the log of a SuperNode that ended, and their meaning.
+"""Words in the log of a node that ended, and their meaning: Flower names the reason there alone."""
 
-Flower ends every process that fails with the status 1, whatever its exit code (`flwr.supercore.exit`), and offers no
-hook that would get the code: it stands in the log alone. Reasons of the network have no code at all.
-"""
+LOST, REACHED = "Connection attempt failed", "Connection successful"
+"""Words of a node that loses its server, and reaches it again."""
 
-BROKEN = re.compile(r"(Client|Server) error '\d{3} ")
-"""The last words of a SuperNode that has given up: its process stays, and neither asks for messages nor reports."""
-
-LOST, FOUND = "Connection attempt failed", "Connection successful"
-"""Words of a SuperNode that loses its server, and finds it again."""
-
-MAIL = re.compile(r"(Receiving|Sending): \w+ message|Sent successfully")
-"""Words of a SuperNode about a message and its answer; it has one at a time."""
+RECEIVING, SENT = "receiving a message", "sent an answer"
+"""Words of a node about a message and its answer; it has one at a time."""
 
 PIECE = 5 * 2**20
 """Bytes into which Flower cuts an array at least; behind `halfmoon.sites.keys` nginx lets none through of over 6
@@ -145,123 +135,147 @@ def client_of(grid: Any) -> Any:
     return getattr(grid, "_runtime_client", None)
 
 
-class _Verdict(dict[str, str]):
-    """Flower's table of trusted entities, empty: where it counts as given, a bundle without their word is refused."""
+@dataclass
+class Packet:
+    """A message on its way: itself without content, the tree of its objects, and these as bytes by hash."""
 
-    foreign = False
-
-    def __bool__(self) -> bool:
-        return self.foreign
-
-
-def refuse_foreign(module: ModuleType, apps: tuple[str, ...], say: Callable[[str], None]) -> None:
-    """Let the loop of a SuperNode refuse runs of another program; the server is told by Flower's error for that.
-
-    Raise UserError for a Flower whose loop is another one.
-    """
-    pull = _function(module, "_pull_and_store_message")
-    reasons = set[str]()
-
-    def checked(arguments: dict[str, Any]) -> Any:
-        verdict = _Verdict()
-
-        def refuse(why: str) -> None:
-            verdict.foreign = True
-            if why not in reasons:
-                reasons.add(why)
-                say(f"refused: the server wants another program executed here than the agreed one: {why}")
-
-        def get_run(number: int) -> Any:
-            run = arguments["get_run"](number)
-            if "agent" in str(getattr(run, "primary_task_type", "")).lower():
-                refuse("an agent of Flower")
-            return run
-
-        def get_fab(hash: str, number: int) -> Any:
-            fab = arguments["get_fab"](hash, number)
-            try:
-                bundle.check(fab.content, apps)
-            except Foreign as error:
-                refuse(f"{error} (bundle {str(hash)[:16]})")
-            # Without anybody's word for it: a foreign one can be vouched for by nobody.
-            return type(fab)(fab.hash_str, b"" if verdict.foreign else fab.content, {})
-
-        return pull(**{**arguments, "get_run": get_run, "get_fab": get_fab, "trusted_entities": verdict})
-
-    vars(module)["_pull_and_store_message"] = lambda **arguments: checked(arguments)
+    message: Any
+    tree: Any
+    objects: dict[str, bytes]
 
 
-def load_installed(module: ModuleType, apps: tuple[str, ...], say: Callable[[str], None]) -> None:
-    """Let the process that answers a message load the installed app alone; raise UserError for another Flower."""
-    for name in ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies"):
-        _function(module, name)
+def pack(message: Any) -> Packet:
+    """Return a message of this process as a packet."""
+    from flwr.app.message import remove_content_from_message
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
-    def install(content: Any, *_: Any, **__: Any) -> None:
-        """Unpack nothing."""
+    number(message, message.object_id)
+    objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
+    return Packet(remove_content_from_message(message), get_object_tree(message), objects)
+
+
+def to_frames(packet: Packet) -> list[bytes]:
+    """Return a packet as byte strings, for a pipe."""
+    from flwr.common.serde import message_to_proto
+
+    heads = [message_to_proto(packet.message).SerializeToString(), packet.tree.SerializeToString()]
+    return [*heads, *(part for name, data in packet.objects.items() for part in (name.encode(), data))]
+
+
+def from_frames(frames: Sequence[bytes]) -> Packet:
+    from flwr.common.serde import message_from_proto
+    from flwr.proto import message_pb2
+
+    message = message_from_proto(message_pb2.Message.FromString(frames[0]))
+    objects = {name.decode(): data for name, data in zip(frames[2::2], frames[3::2], strict=True)}
+    return Packet(message, message_pb2.ObjectTree.FromString(frames[1]), objects)
+
+
+def unpack(packet: Packet) -> Any:
+    """Return the whole message; this process may answer it from now on."""
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    _act_for(packet.message)
+    message = inflate_object_from_contents(packet.tree.object_id, packet.objects)
+    number(message, packet.tree.object_id)
+    return message
+
+
+class Fleet:
+    """A site's connection to its SuperLink, made of the functions of Flower's own."""
+
+    def __init__(self, functions: Sequence[Any]) -> None:
+        _, self._pull, self._push, self._run, self._fab, self._pull_object, self._push_object, self._confirm = functions
+
+    def receive(self) -> Packet | None:
+        """Return the next message; None where there is none, or it cannot be fetched as a whole."""
+        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+        from flwr.supercore.inflatable.inflatable_utils import pull_objects
+        from flwr.supercore.run import RunNotRunningException
+
         try:
-            bundle.check(content if isinstance(content, bytes) else b"", apps)
-        except Foreign as error:
-            say(f"refused: a message of another program than the agreed one: {error}")
-            raise
+            pair = self._pull()
+        except RunNotRunningException:
+            return None
+        if pair is None:
+            return None
+        message, tree = pair
+        run, name = message.metadata.run_id, message.metadata.message_id
+        try:
+            names = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
+            objects = pull_objects(list(names), lambda part: self._pull_object(run, part))
+            self._confirm(run, name)
+        except Exception as error:  # its run is over, or the server has lost a part of it
+            print(f"cannot receive the message {name}: {type(error).__name__}: {error}", flush=True)
+            return None
+        return Packet(message, tree, objects)
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise Foreign("nothing is installed at a site because a server asks for it")
+    def send(self, packet: Packet, seconds: float) -> bool:
+        """Send an answer that took so many seconds; return whether the server has it."""
+        from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
 
-    def loader(*_: Any, **__: Any) -> Callable[..., Any]:
-        module, attribute = apps[1].split(":")
-        return lambda *_args, **_options: getattr(importlib.import_module(module), attribute)
+        try:
+            missing, session = self._push(packet.message, packet.tree, seconds)
+            push = partial(self._push_object, packet.message.metadata.run_id, session)
+            push_object_contents_from_iterable(((name, packet.objects[name]) for name in missing), push)
+        except Exception as error:  # its run is over, or the server fails: it asks again where it needs to
+            print(f"cannot send an answer: {type(error).__name__}: {error}", flush=True)
+            return False
+        return True
 
-    vars(module).update(install_from_fab=install, get_load_client_app_fn=loader, install_app_dependencies=refuse)
+    def bundle(self, run: int) -> bytes | None:
+        """Return the app bundle of a run, None where that is over; raise `Foreign` for an agent of Flower's."""
+        from flwr.supercore.run import RunNotRunningException
 
-
-def _function(module: ModuleType, name: str) -> Any:
-    if not callable(vars(module).get(name)):
-        raise UserError(
-            f"this version of Flower ({module.__name__} without {name}) loads programs in a way that halfmoon does not "
-            "know: a site cannot be protected from a server's. Install a version that constraints.txt names."
-        )
-    return vars(module)[name]
-
-
-IDLE = 3.0
-"""Seconds that Flower sleeps where no message has come; a shorter sleep waits for the site's own program."""
-
-FIRST = 0.2
-"""Seconds until the first poll after an answer; each further one waits twice as long, up to what Flower would."""
-
-OWN = 0.1
-"""Seconds, at most, between two polls for the answer of the site's own program."""
-
-
-class Pace:
-    """Stands for the module `time` in a SuperNode's loop, to poll soon after an answer and more seldom later.
-
-    Flower's loop sleeps three seconds whenever nothing has come, which is most of the time of a short round. A round is
-    several messages to the same sites, so one that has just answered is likely to be asked again at once; an idle site
-    burdens its server as before.
-    """
-
-    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._sleep = sleep
-        self._polls = 0
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep so long at most, less where a message is to be expected."""
-        if seconds < IDLE:
-            self._polls = 0
-            self._sleep(min(seconds, OWN))
-            return
-        self._sleep(min(seconds, FIRST * 2**self._polls))
-        self._polls = min(self._polls + 1, 10)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
+        try:
+            facts = self._run(run)
+            if "agent" in str(facts.primary_task_type).lower():
+                raise Foreign("an agent of Flower")
+            return self._fab(facts.fab_hash, run).content
+        except RunNotRunningException:
+            return None
 
 
-def sleep_by(module: ModuleType, pace: Pace) -> None:
-    """Let the loop of a SuperNode sleep by `pace`; one that has no module `time` stays."""
-    if hasattr(module, "time"):
-        vars(module)["time"] = pace
+@contextmanager
+def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
+    """Connect to a SuperLink; the process ends where that does not work, and what goes wrong later is printed."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supernode.fleet_http_connection import http_request_response
+
+    pair = None
+    if key is not None:
+        try:
+            private: Any = load_ssh_private_key(key.read_bytes(), None)
+        except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            raise SystemExit(f"{NO_KEY}: {error}") from error
+        pair = private, private.public_key()
+    with http_request_response(server, ca is None, None if ca is None else str(ca), pair) as functions:
+        yield Fleet(functions)
+
+
+def failure(message: Any, code: int, words: str) -> Packet:
+    """Return the answer to a message that was not answered, with a code of Flower's `ErrorCode`."""
+    from flwr.app import Error, Message
+
+    _act_for(message)
+    return pack(Message(Error(code=code, reason=words), reply_to=message))
+
+
+def _act_for(message: Any) -> None:
+    """Make this process the node that a message was sent to: Flower asks who writes an answer."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    facts = message.metadata
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, facts.run_id, facts.dst_node_id
+
+
+def context(message: Any, config: Mapping[str, Any]) -> Any:
+    """Return the context in which a site's app answers a message."""
+    from flwr.app import Context, RecordDict
+
+    facts = message.metadata
+    return Context(facts.run_id, facts.dst_node_id, dict(config), RecordDict(), {})
 
 
 @contextmanager

@@ -1,5 +1,11 @@
-"""Flower's processes of one server or one site: started in a folder, watched by locks, ended without a remainder."""
+"""Processes of a server or a site: started in a folder, watched by locks, ended without a remainder.
 
+`python -m halfmoon.federation.flower.processes SCRIPT ...` runs a command of Flower, or a site's node or worker. Flower
+starts its own children by name; scripts of these names stand first on the path and lead here. Each process holds a lock
+in its `HALFMOON_FLOWER` folder, with its number in it, until it is dead, and dies with its parent.
+"""
+
+import ctypes
 import os
 import shlex
 import signal
@@ -15,12 +21,18 @@ from importlib import metadata
 from pathlib import Path
 
 from halfmoon.core.errors import UserError, install
-from halfmoon.federation.flower.child_main import CLIENT_APP, FOLDER, SUPERNODE, WARM, lock_of, locked
 from halfmoon.storage import atomic_io, locks
 
 SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
 SERVER_APP, FLWR = "flwr-serverapp", "flwr"
-SCRIPTS = (SUPERLINK, SUPERNODE, SUPEREXEC, SERVER_APP, CLIENT_APP, FLWR)
+SCRIPTS = (SUPERLINK, SUPEREXEC, SERVER_APP, FLWR)
+"""Commands of Flower at a server."""
+
+SUPERNODE, WORKER = "flower-supernode", "worker"
+"""Processes of a site, both of `halfmoon.federation.flower.node`."""
+
+FOLDER = "HALFMOON_FLOWER"
+"""The variable of the environment that names the folder of the locks."""
 
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -29,14 +41,13 @@ ENVIRONMENT = {
 }
 """The environment of every process of Flower: they report nothing to anybody."""
 
-AT_A_SITE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-"""The environment of a site's processes as well: they poll five times a second for a message to answer.
-
-Flower polls once a second. A server starts its app once a run, and each poll would be a call of the SuperLink.
-"""
-
 GRACE = 5.0
 """Seconds that a process has to end by itself once it is asked to."""
+
+PATIENCE = 60.0
+"""Seconds until a process gives up on a predecessor that does not end."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 def require_flower() -> None:
@@ -49,7 +60,7 @@ def require_flower() -> None:
 
 @dataclass(frozen=True)
 class Home:
-    """A folder with the locks, logs and configuration of Flower's processes; a lock that is held names a living one."""
+    """A folder with the locks, logs and configuration of processes; a lock that is held names a living one."""
 
     folder: Path
 
@@ -60,7 +71,7 @@ class Home:
         for name in SCRIPTS:
             # Flower throws away what a ServerApp prints, and with it the reason of one that cannot start.
             log = f" >>{shlex.quote(str(self.log(name)))} 2>&1" if name == SERVER_APP else ""
-            text = f'#!/bin/sh\nexec {shlex.join(self._command(name))} "$@"{log}\n'
+            text = f'#!/bin/sh\nexec {shlex.join(command(name))} "$@"{log}\n'
             path = scripts / name
             if atomic_io.read(path) != text.encode():
                 atomic_io.replace(path, text.encode())
@@ -79,19 +90,18 @@ class Home:
         """Start a process in a session of its own: the keys that stop us do not reach it, we end it ourselves."""
         with self.log(script).open("ab") as log:
             return subprocess.Popen(
-                [*self._command(script), *arguments],
+                [*command(script), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self.environment(), **(AT_A_SITE if script == SUPERNODE else {})},
+                env=self.environment(),
                 start_new_session=True,
             )
 
     def flwr(self, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
         """Run `flwr ARGUMENTS`; raise subprocess.TimeoutExpired where it takes too long."""
-        command = [*self._command(FLWR), *arguments]
         return subprocess.run(
-            command,
+            [*command(FLWR), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=self.environment(),
@@ -108,12 +118,23 @@ class Home:
         atomic_io.cut(lock_of(self.folder, script), 0)
 
     def running(self, script: str) -> bool:
-        return locked(lock_of(self.folder, script))
+        """Say whether a living process holds the lock of a script."""
+        try:
+            handle = os.open(lock_of(self.folder, script), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            atomic_io.flock(handle)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
 
     def kill(self) -> None:
         """End every process of this folder, whoever started it; raise UserError for one that does not end."""
         end = time.monotonic() + GRACE
-        for script in (*SCRIPTS, WARM):
+        for script in (*SCRIPTS, SUPERNODE, WORKER):
             while self.running(script):
                 words = atomic_io.read(lock_of(self.folder, script)) or b""
                 if words.isdigit():
@@ -123,9 +144,49 @@ class Home:
                     raise UserError(f"{self.folder}: process {number} ({script}) does not end; end it, and try again.")
                 time.sleep(0.02)
 
-    def _command(self, script: str) -> list[str]:
-        # -P: what lies in the user's folder is no module of ours.
-        return [sys.executable, "-P", "-m", "halfmoon.federation.flower.child_main", script]
+
+def command(script: str) -> list[str]:
+    """Return the command that runs a script here; -P: what lies in the user's folder is no module of ours."""
+    return [sys.executable, "-P", "-m", "halfmoon.federation.flower.processes", script]
+
+
+def lock_of(folder: Path, script: str) -> Path:
+    return folder / f"{script}.lock"
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the script `words[0]` with the arguments that follow."""
+    script, *arguments = words
+    folder = Path(os.environ[FOLDER])
+    if sys.platform == "linux":  # only Linux kills a process whose parent dies, however it dies
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    hold(lock_of(folder, script))
+    if script in (SUPERNODE, WORKER):
+        from halfmoon.federation.flower import node  # it starts processes too
+
+        sys.exit(node.serve(folder) if script == SUPERNODE else node.work(*arguments))
+    scripts = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=script)
+    run = next(iter(scripts)).load()
+    sys.argv = [script, *arguments]
+    sys.exit(run())
+
+
+def hold(path: Path) -> None:
+    """Lock a file for the rest of this process' life, and write its number into it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            atomic_io.flock(handle)
+            break
+        except OSError:
+            if time.monotonic() > end:
+                sys.exit(f"{path} is still locked by another process")
+            time.sleep(0.02)
+    # Always as long, and over the one before: a full disk has no block for a file that was emptied.
+    number = f"{os.getpid():010d}".encode()
+    os.write(handle, number)
+    os.ftruncate(handle, len(number))
 
 
 def stop(process: subprocess.Popen[bytes] | None, seconds: float = GRACE) -> None:
@@ -179,3 +240,7 @@ def _kill_group(number: int) -> None:
             os.killpg(group, signal.SIGKILL)
         else:
             os.kill(number, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""`halfmoon site join`: Flower's SuperNode of one site, kept alive until it is told to end; a log in plain words."""
+"""`halfmoon site join`: the node of one site, kept alive until it is told to end; a log in plain words."""
 
 import os
 import subprocess
@@ -6,43 +6,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.child_main import write_apps
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
-from halfmoon.federation.flower.internals import BROKEN, FOUND, LOST, MAIL, REASONS
-from halfmoon.federation.flower.processes import (
-    SUPEREXEC,
-    SUPERNODE,
-    WARM,
-    Home,
-    alone,
-    free_port,
-    require_flower,
-    stop,
-)
+from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, SENT
+from halfmoon.federation.flower.node import FILE, LOG
+from halfmoon.federation.flower.processes import SUPERNODE, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.consent import PINNED
-from halfmoon.storage import atomic_io, toml
-
-LOG = "join.log"
+from halfmoon.storage import atomic_io
 
 EVERY = 0.2
 """Seconds between two looks at processes and logs."""
 CALLING = 1.0
 """Seconds between two calls of a server that is not there."""
 STEADY = 30.0
-"""Seconds after which a SuperNode counts as one that works."""
+"""Seconds after which a node counts as one that works."""
 LONGEST_PAUSE = 60.0
-"""Seconds of pause, at most, before a SuperNode that has died is started again."""
+"""Seconds of pause, at most, before a node that has died is started again."""
 
 PARTING, LINGER = 3.0, 8.0
 """Seconds until a site whose part is over goes: after its last answer is sent, which its server has to see before it is
-gone, and where its SuperNode does not say so."""
+gone, and where its node does not say so."""
 
 QUESTION = "Take part? [y/N] "
 
@@ -94,7 +83,6 @@ class Joining:
     insecure: bool = False
     key: Path | None = None
     device: str = "auto"
-    port: int | None = None
     tests: Path | None = None
     apps: tuple[str, str] = APPS
     terms: str = ""
@@ -140,26 +128,17 @@ class Joining:
         return Home(self.home / "flower")
 
 
-def node(site: Joining) -> str:
-    """Return what the site's own program is told, as TOML; it stays on this machine."""
-    facts = {"name": site.name, "folder": site.folder.absolute(), "home": site.home.absolute(), "device": site.device}
-    texts = {"terms": site.terms, "methods": " ".join(site.methods), "trusted": " ".join(site.trusted)}
+def facts(site: Joining) -> dict[str, Any]:
+    """Return all that the site's own processes are told; it stays on this machine."""
+    texts = {"name": site.name, "device": site.device, "terms": site.terms}
+    texts |= {"methods": " ".join(site.methods), "trusted": " ".join(site.trusted)}
     texts["weights"] = os.pathsep.join(str(path.absolute()) for path in site.weights)
     paths = {"tests": site.tests, "validations": site.validations, "key": site.key, "site-keys": site.site_keys}
-    facts |= {name: text for name, text in texts.items() if text}
-    facts |= {name: path.absolute() for name, path in paths.items() if path is not None}
-    return "".join(f"{key} = {toml.value(value)}\n" for key, value in facts.items())
-
-
-def supernode(site: Joining) -> list[str]:
-    """Return the arguments of `flower-supernode`."""
-    safety = ["--insecure"] if site.ca is None else ["--root-certificates", str(site.ca.absolute())]
-    key = [] if site.key is None else ["--auth-supernode-private-key", str(site.key.absolute())]
-    return [
-        *("--superlink", str(site.server), *safety, *key),
-        *("--host", "127.0.0.1", "--port", str(free_port() if site.port is None else site.port)),
-        *("--node-config", str(site.processes.folder / "node.toml")),
-    ]
+    paths |= {"folder": site.folder, "home": site.home}
+    config = {name: text for name, text in texts.items() if text}
+    config |= {name: str(path.absolute()) for name, path in paths.items() if path is not None}
+    ca, key = (None if path is None else str(path.absolute()) for path in (site.ca, site.key))
+    return {"server": str(site.server), "ca": ca, "key": key, "apps": list(site.apps), "config": config}
 
 
 def join(site: Joining, show: Callable[[str], None], person: Person | None = None) -> None:
@@ -174,8 +153,7 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
     with alone(folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."):
         site.processes.prepare()
         site.processes.kill()  # what a site left behind that was killed
-        atomic_io.replace(folder / "node.toml", node(site).encode())
-        write_apps(folder, site.apps)
+        atomic_io.replace(folder / FILE, atomic_io.render(facts(site)))
         consent.withdraw(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = Tail(site.home / LOG)
@@ -187,13 +165,12 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
 
 
 class _Member:
-    """A site that takes part: its SuperNode's process, the SuperNode's log, and whether the server is lost."""
+    """A site that takes part: its node's process, the node's log, and whether the server is lost."""
 
     def __init__(self, site: Joining, tail: Tail, show: Callable[[str], None], person: Person | None) -> None:
         self.site, self.tail, self.show, self.person = site, tail, show, person
         self.home, self.log = site.processes, EventLog(site.home / LOG)
         self.node: subprocess.Popen[bytes] | None = None
-        self.warm: subprocess.Popen[bytes] | None = None
         self.pause = CALLING
         self.lost = False
         self.over: tuple[bool, float] | None = None  # the part is over: whether the last answer is sent, since when
@@ -233,30 +210,19 @@ class _Member:
         self._connected()
 
     def _run_node(self) -> None:
-        """Start a SuperNode and watch it until it dies."""
-        for script in (SUPEREXEC, SUPERNODE):
-            self.home.forget(script)
+        """Start a node and watch it until it dies."""
         log = Tail(self.home.log(SUPERNODE))
         words: list[str] = []
         start = time.monotonic()
-        if self.warm is None or self.warm.poll() is not None:
-            # In the meantime it warms up; without it everything works, slower.
-            self.warm = self.home.start(WARM, [self.site.apps[1]])
-        self.node = self.home.start(SUPERNODE, supernode(self.site))
-        while self._lives(self.node, words):
+        self.node = self.home.start(SUPERNODE, [])
+        while self.node.poll() is None:
             self._show()
             self._consider()
             end = consent.ending(self.site.home)
             words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
             if end is not None:
-                sent = _answered(words)
-                if self.over is None or self.over[0] != sent:
-                    self.over = sent, time.monotonic()
-                if time.monotonic() - self.over[1] > (PARTING if sent else LINGER):
-                    self._show()
-                    raise Ended(end.code, end.reason)
+                self._leave(end, [word for word in words if word in (RECEIVING, SENT)][-1:] == [SENT])
             time.sleep(EVERY)
-        stop(self.node)
         text = "\n".join([*words, *log.lines()])
         self.pause = CALLING if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
         reason = next((meaning for sign, meaning in REASONS.items() if sign in text), f"see {log.path}")
@@ -264,18 +230,22 @@ class _Member:
         self._show()
         time.sleep(self.pause)
 
-    def _lives(self, node: subprocess.Popen[bytes], words: list[str]) -> bool:
-        executing = self.home.running(SUPEREXEC) or not self.home.begun(SUPEREXEC)
-        return node.poll() is None and executing and not any(BROKEN.search(line) for line in words)
+    def _leave(self, end: consent.End, sent: bool) -> None:
+        """Raise `Ended` once the last answer is sent and the server has had time to see it."""
+        if self.over is None or self.over[0] != sent:
+            self.over = sent, time.monotonic()
+        if time.monotonic() - self.over[1] > (PARTING if sent else LINGER):
+            self._show()
+            raise Ended(end.code, end.reason)
 
     def _read(self, log: Tail) -> list[str]:
-        """Return new lines of the SuperNode's log, and say when it loses its server and finds it again."""
+        """Return new lines of the node's log, and say when it loses its server and reaches it again."""
         lines = log.lines()
         for line in lines:
             if LOST in line and not self.lost:
                 self.lost = True
                 self._say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
-            elif FOUND in line:
+            elif REACHED in line:
                 self._connected()
         return lines
 
@@ -325,9 +295,3 @@ class _Member:
     def _ask(self) -> None:
         if person := self._asked():
             person.ask(QUESTION)
-
-
-def _answered(words: list[str]) -> bool:
-    """Say whether a SuperNode with these words has sent an answer to all that came."""
-    mail = [match[0] for line in words if (match := MAIL.search(line))]
-    return bool(mail) and mail[-1] == "Sent successfully"
