@@ -16,8 +16,8 @@ import torch
 
 from halfmoon.data import load
 from halfmoon.engine.calibration import temperature
-from halfmoon.sites.inference.calibrate import fit
 from halfmoon.sites.inference.load import load_model
+from halfmoon.sites.inference.measure import fit
 
 
 def measured(run: Path, data: Path) -> dict[str, str | float]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 KIND = os.environ.get("MISBEHAVE", "")
 OTHER_VERSION = "0.0.1"
@@ -95,5 +94,5 @@ def spoil_sending() -> None:
 if KIND in ("twice", "cut"):
     if "flower-supernode" in sys.orig_argv:
         spoil_sending()
-elif KIND and "worker" in sys.orig_argv and "halfmoon.federation.flower.processes" in sys.orig_argv:
+elif KIND and "worker" in sys.orig_argv and "halfmoon.federation.flower.node" in sys.orig_argv:
     spoil_answers()

@@ -37,7 +37,7 @@ from halfmoon.engine import loop
 from halfmoon.engine.loop import Experiment
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
-from halfmoon.federation.server.quarantine import Quarantine
+from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.server import FederationServer, round_line
 from halfmoon.methods import registry

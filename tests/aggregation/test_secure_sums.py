@@ -44,8 +44,18 @@ from halfmoon.contract.checks import SIZES
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
-from halfmoon.federation.protocol.messages import Acceptance, RefusalError, Reply, Request, read, write
-from halfmoon.federation.protocol.sums import DEAL, KEYS, MASK, REVEAL
+from halfmoon.federation.protocol.messages import (
+    DEAL,
+    KEYS,
+    MASK,
+    REVEAL,
+    Acceptance,
+    RefusalError,
+    Reply,
+    Request,
+    read,
+    write,
+)
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.server.secure_sum import MaskedSum, lasting_keys, layout, sum_spec
 from halfmoon.federation.server.validation import check_schema

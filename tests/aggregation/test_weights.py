@@ -13,7 +13,7 @@ from halfmoon.aggregation.weights import WeightCap, caps
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.federation.server.evaluation import FederatedEvaluation
+from halfmoon.federation.server.calls import FederatedEvaluation
 from halfmoon.federation.server.plan import Rules
 from halfmoon.runs import runner
 

@@ -18,7 +18,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Acceptance, Refusal, read
 from halfmoon.federation.protocol.terms import shared
-from halfmoon.federation.server.membership import AGAIN
+from halfmoon.federation.server.sessions import AGAIN
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.consent import Consent, TermsSummary

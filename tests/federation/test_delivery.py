@@ -16,9 +16,8 @@ from scenes import same
 from halfmoon.core import rng, tree, weight_files
 from halfmoon.federation.flower import launch
 from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, read, write
-from halfmoon.federation.server.delivery import deliver, hand_out
 from halfmoon.federation.server.plan import load as load_plan
-from halfmoon.federation.server.server import FederationServer
+from halfmoon.federation.server.server import FederationServer, deliver, hand_out
 from halfmoon.federation.server.transport import TransportReply
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient

@@ -20,8 +20,8 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read, write
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Rules
-from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.memory import Memory, round_key, settle

@@ -26,10 +26,21 @@ from halfmoon.config import schema as settings
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app, local
-from halfmoon.federation.protocol.messages import FAILED, Final, Offer, Refusal, Request, read, write
-from halfmoon.federation.protocol.sums import DEAL, KEYS, MASK, REVEAL
+from halfmoon.federation.protocol.messages import (
+    DEAL,
+    FAILED,
+    KEYS,
+    MASK,
+    REVEAL,
+    Final,
+    Offer,
+    Refusal,
+    Request,
+    read,
+    write,
+)
 from halfmoon.federation.server.server import FederationServer
-from halfmoon.federation.server.spool import SPOOL
+from halfmoon.federation.server.transport import SPOOL
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.federation.site.secure_sum import SECRET, SUMS

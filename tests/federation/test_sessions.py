@@ -5,8 +5,7 @@ from federations import SITES, TERMS, Node, Street, ask, joined, mute, node, ref
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, RefusalError, read, write
-from halfmoon.federation.server.membership import AGAIN
-from halfmoon.federation.server.sessions import RESENDS, Answer, ClientManager
+from halfmoon.federation.server.sessions import AGAIN, RESENDS, Answer, ClientManager
 from halfmoon.federation.site.runtime import check_version
 
 

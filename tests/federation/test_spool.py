@@ -21,13 +21,12 @@ from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import messages
 from halfmoon.federation.protocol.messages import Reply, Request, read, write
 from halfmoon.federation.protocol.tree_spec import UplinkSpec
-from halfmoon.federation.server import spool as spools
+from halfmoon.federation.server import transport as spools
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import ClientManager
-from halfmoon.federation.server.spool import Spool, Spooled, content
-from halfmoon.federation.server.transport import Clock, NodeIdentity, TransportReply
+from halfmoon.federation.server.transport import Clock, NodeIdentity, Spool, Spooled, TransportReply, content
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task
 

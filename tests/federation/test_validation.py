@@ -29,7 +29,7 @@ from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
-from halfmoon.federation.server.quarantine import Quarantine, Refusals
+from halfmoon.federation.server.cohorts import Quarantine, Refusals
 from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, norms
 from halfmoon.methods import registry
 

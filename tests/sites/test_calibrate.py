@@ -20,7 +20,7 @@ from halfmoon.engine.calibration import temperature as of_tensors
 from halfmoon.report import reliability
 from halfmoon.runs import factory
 from halfmoon.sites.inference import Model, export, load_model, measure
-from halfmoon.sites.inference.calibrate import fit
+from halfmoon.sites.inference.measure import fit
 from halfmoon.storage import integrity
 from halfmoon.storage.serialization import check_seal
 

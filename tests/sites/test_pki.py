@@ -28,8 +28,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load
 from halfmoon.sites.keys import Access, changes
 from halfmoon.sites.keys.key_folder import LISTEN, PORT, left
-from halfmoon.sites.keys.listing import listing
-from halfmoon.sites.keys.make import add, host, init, rekey, remove, renew
+from halfmoon.sites.keys.make import add, host, init, listing, rekey, remove, renew
 
 LONG_AGO = datetime(2020, 3, 1, 12, tzinfo=UTC)
 needs = {
@@ -328,7 +327,7 @@ def test_fingerprints_are_shown_as_they_are(
     seal = ":".join(["AB", "CD"] * 16)
     found = listing(folder)
     found["server"]["fingerprint"] = seal
-    monkeypatch.setattr("halfmoon.sites.keys.listing.listing", lambda _: found)
+    monkeypatch.setattr("halfmoon.sites.keys.make.listing", lambda _: found)
     assert cli.main(["federation", "show", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert seal in shown
@@ -379,36 +378,43 @@ def test_a_private_key_in_place_of_a_public_one_is_refused(folder: Path, tmp_pat
     assert not (folder / "sites" / "east").exists()
 
 
+def marks(folder: Path) -> dict[str, str]:
+    """Return the fingerprint of each site's key."""
+    return {site["name"]: site["fingerprint"] for site in listing(folder)["sites"]}
+
+
+def refused(folder: Path) -> list[tuple[str, str]]:
+    return [(key["name"], key["fingerprint"]) for key in listing(folder)["refused"]]
+
+
 def test_a_removed_key_never_comes_back(folder: Path, tmp_path: Path) -> None:
     """Not under its own name and not under another; the name does, with another key."""
     line = tmp_path / "north.pub"
     shutil.copy(folder / "sites" / "north" / "north.pub", line)
-    mark = Access.open(folder).fingerprints["north"]
+    mark = marks(folder)["north"]
     remove(folder, "north")
-    access = Access.open(folder)
-    assert (set(access.sites), access.removed, access.refused) == ({"south"}, {"north": mark}, {mark})
+    assert (set(Access.open(folder).sites), refused(folder)) == ({"south"}, [("north", mark)])
     assert not (folder / "sites" / "north").exists()
     for name in ("north", "east"):
         with pytest.raises(UserError, match="never comes back"):
             add(folder, name, line)
     add(folder, "north")
-    access = Access.open(folder)
-    assert (set(access.sites), access.removed, access.refused) == ({"north", "south"}, {}, {mark})
-    assert access.fingerprints["north"] != mark
+    assert (set(Access.open(folder).sites), refused(folder)) == ({"north", "south"}, [("north", mark)])
+    assert marks(folder)["north"] != mark
 
 
 def test_a_replaced_key_never_comes_back(folder: Path, tmp_path: Path) -> None:
     line = tmp_path / "north.pub"
     shutil.copy(folder / "sites" / "north" / "north.pub", line)
-    mark = Access.open(folder).fingerprints["north"]
+    mark = marks(folder)["north"]
     rekey(folder, "north")
-    access = Access.open(folder)
-    assert access.fingerprints["north"] != mark
-    assert (access.refused, access.removed) == ({mark}, {})
+    second = marks(folder)["north"]
+    assert second != mark
+    assert refused(folder) == [("north", mark)]
     with pytest.raises(UserError, match="never comes back"):
         rekey(folder, "south", line)
     remove(folder, "north")
-    assert Access.open(folder).removed == {"north": access.fingerprints["north"]}
+    assert refused(folder) == [("north", mark), ("north", second)]
 
 
 def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:

@@ -108,7 +108,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     """A change, a preparation or an export beside another one is refused with who is at work; afterwards all go on."""
     from halfmoon.sites.folders.prepare import _writing
     from halfmoon.sites.keys import make
-    from halfmoon.sites.keys.paths import LOCK
+    from halfmoon.sites.keys.changes import LOCK
 
     keys = tmp_path / "keys"
     make.init(keys, ["north"])

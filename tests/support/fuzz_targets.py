@@ -53,7 +53,7 @@ from halfmoon.sites.folders import prepare
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.sites.folders.site_folder import read as read_site
 from halfmoon.sites.inference import load_model
-from halfmoon.sites.inference.predict import predict
+from halfmoon.sites.inference.image_folder import predict
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.state_store import Store
 

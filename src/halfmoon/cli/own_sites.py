@@ -44,11 +44,7 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
 
 
 def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path | str) -> tuple[Config, list[Path]]:
-    """Return the configuration of a rehearsal, with the folder that it is played in, and the sites' folders.
-
-    What a federation's file says is played as it says; without a file `RECIPE` fills in what is not said. Raise
-    `UserError` for a folder whose name is none of the federation's sites.
-    """
+    """Return a rehearsal's configuration and site folders; without a file, `RECIPE` fills in the options."""
     values = {"method": RECIPE["method"], **layer} if args.config else _filled(layer)
     folders = args.sites
     if isinstance(table := settings.read(args.config).get(settings.TABLE) if args.config else None, Mapping):
@@ -85,10 +81,7 @@ def _filled(requested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:
-    """Return a federation's site folders: those that are given, or, in the one that is, those called as its sites.
-
-    Raise `UserError` for a folder whose name is none of the sites'.
-    """
+    """Return the folders of a federation's sites; raise `UserError` for one that is called as none of them."""
     names = [str(each) for each in table.get("sites", ())]
     if len(folders) == 1 and folders[0].resolve().name not in names:
         missing = [name for name in names if not (folders[0] / name).is_dir()]

@@ -37,7 +37,7 @@ class Card:
     Images are resampled to `taken` (height, width), with `crop` in proportion; they are averaged over blocks of
     `shrink` x `shrink`, padded with zeros to `image` (channels, height, width), and normalized by `mean` and `std` (of
     pixels in 0..1, one a channel). Probabilities are the softmax of the network's logits divided by `temperature`
-    (`halfmoon.sites.inference.calibrate`).
+    (`halfmoon.sites.inference.measure`).
     """
 
     classes: tuple[str, ...]

@@ -123,7 +123,7 @@ def _tell(args: argparse.Namespace, words: str, done: Done) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from halfmoon.sites.keys.listing import listing
+    from halfmoon.sites.keys.make import listing
 
     result = listing(args.folder)
     if args.json:

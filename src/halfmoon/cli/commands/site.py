@@ -86,7 +86,7 @@ def _forming(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import Preparation, checked_window
     from halfmoon.sites.folders import check, look
-    from halfmoon.sites.folders.contact_sheet import ContactSheet
+    from halfmoon.sites.folders.check import ContactSheet
 
     how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
     sheet = None if args.sheet is None else ContactSheet(len(look(args.folder)[0]), how)

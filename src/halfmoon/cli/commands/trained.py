@@ -115,7 +115,7 @@ def _loaded(args: argparse.Namespace) -> Model:
 
 def _predict(args: argparse.Namespace) -> int:
     """Write the table, and say what is in it and which images could not be read."""
-    from halfmoon.sites.inference.predict import predict
+    from halfmoon.sites.inference.image_folder import predict
 
     model = _loaded(args)
     result = predict(model, args.folder, args.out, args.sure)
@@ -207,7 +207,7 @@ def _review(args: argparse.Namespace) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     """Fit, write the temperature into the model's file, and say what it brings."""
-    from halfmoon.sites.inference.calibrate import calibrate
+    from halfmoon.sites.inference.measure import calibrate
 
     result = calibrate(args.model, args.folder, str(device_of(args)), args.network)
     if args.json:

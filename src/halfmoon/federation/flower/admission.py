@@ -1,7 +1,7 @@
 """Admission while a federation is served: sites' keys, registered with the SuperLink and bound to their names.
 
 Flower knows nodes by keys and calls them by numbers. A file says which number each site's key has; the server's program
-believes no node another name than that (`halfmoon.federation.server.membership`).
+believes no node another name than that (`halfmoon.federation.server.sessions`).
 """
 
 import json
@@ -38,10 +38,7 @@ def pem(line: bytes) -> bytes:
 
 
 class Admission:
-    """Keeps the registered keys those of an access folder, and the file `path` true; `say` writes into the log.
-
-    `names` are the sites of the federation.
-    """
+    """Registers the keys of an access folder, and writes into the file `path` which node has whose key."""
 
     def __init__(
         self, access: Access, registry: ControlApi, path: Path, names: Sequence[str], say: Callable[[str], None],
@@ -124,7 +121,6 @@ class Admission:
             self.say(f"{name} may come in: its key is registered")
 
     def _left(self, number: int, name: str | None) -> str:
-        """Return in words who was put out."""
         if name is None:
             return f"node {number} was registered by others: its key is removed"
         if name in self._keys.values():
@@ -132,7 +128,6 @@ class Admission:
         return f"{name} may not come in any more: its key is removed"
 
     def _write(self, may: Mapping[bytes, Node]) -> None:
-        """Write down whose key each node has, where that is news."""
         nodes = {str(node.number): {"name": self._keys[key], "since": node.since} for key, node in sorted(may.items())}
         if _written(self.path) == nodes and self.path.exists():
             return
@@ -160,5 +155,4 @@ class Admission:
 
 
 def _written(path: Path) -> dict[str, dict[str, str]]:
-    """Return whose key each node has, by its number, as it was written down last."""
     return (atomic_io.read_json(path) or {}).get("nodes", {})

@@ -61,10 +61,7 @@ def trust(ca: Path) -> ssl.SSLContext:
 
 
 def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
-    """Return once a federation's server has answered at an address, over TLS where `ca` is given.
-
-    Raise Absent where nobody answers, UserError where somebody does who cannot be talked to like this.
-    """
+    """Raise Absent where no server answers, UserError where one does that cannot be talked to like this."""
     if ca is None:
         link = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
     else:

@@ -7,6 +7,7 @@ then admits.
 """
 
 import ssl
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,17 +84,19 @@ PARTS = 16
 """Objects that a message of ours is made of, beside its pieces, and some to spare."""
 
 
+def note(words: str) -> None:
+    """Write a line into this process' log."""
+    sys.stderr.write(f"{words}\n")
+
+
 class Oversized(ValueError):
     """A message of more pieces than any may have; nothing of it was fetched."""
 
 
 class MessageList:
-    """Stands between a Grid and its client of the SuperLink, to ask once for all replies that have come.
+    """Asks a SuperLink once for all replies, in place of a Grid's client, and refuses those of too many pieces unread.
 
-    A Grid asks which messages there are and fetches them at once. Here the list is asked for once for all tickets, a
-    hundredth of a second each time, and handed to the Grid ticket by ticket; and a message of too many pieces is seen
-    before the first of them is fetched. Flower has no hook for either: a Grid without such a client is asked for each
-    ticket, and its messages are checked when they are there.
+    Flower has no hook for either: a Grid without such a client is asked for each ticket.
     """
 
     def __init__(self, grid: Any, most: int | None) -> None:
@@ -131,7 +134,6 @@ class MessageList:
 
 
 def client_of(grid: Any) -> Any:
-    """Return a Grid's client of the SuperLink, None where it has none."""
     return getattr(grid, "_runtime_client", None)
 
 
@@ -163,6 +165,7 @@ def to_frames(packet: Packet) -> list[bytes]:
 
 
 def from_frames(frames: Sequence[bytes]) -> Packet:
+    """Undo `to_frames`."""
     from flwr.common.serde import message_from_proto
     from flwr.proto import message_pb2
 
@@ -206,7 +209,7 @@ class Fleet:
             objects = pull_objects(list(names), lambda part: self._pull_object(run, part))
             self._confirm(run, name)
         except Exception as error:  # its run is over, or the server has lost a part of it
-            print(f"cannot receive the message {name}: {type(error).__name__}: {error}", flush=True)
+            note(f"cannot receive the message {name}: {type(error).__name__}: {error}")
             return None
         return Packet(message, tree, objects)
 
@@ -219,7 +222,7 @@ class Fleet:
             push = partial(self._push_object, packet.message.metadata.run_id, session)
             push_object_contents_from_iterable(((name, packet.objects[name]) for name in missing), push)
         except Exception as error:  # its run is over, or the server fails: it asks again where it needs to
-            print(f"cannot send an answer: {type(error).__name__}: {error}", flush=True)
+            note(f"cannot send an answer: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -314,7 +317,6 @@ class ControlApi:
         self._client, self._words = ControlHttpClient(address, verify=verify, timeout=seconds), control_pb2
 
     def nodes(self) -> Sequence[Node]:
-        """Return the nodes that are registered."""
         nodes = _call(lambda: self._client.ListNodes(self._words.ListNodesRequest()).nodes_info)
         return [
             Node(node.node_id, node.public_key, node.last_activated_at)

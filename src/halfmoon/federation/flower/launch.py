@@ -1,8 +1,4 @@
-"""`halfmoon serve`: Flower's SuperLink and the federation's ServerApp, kept alive until the run is finished.
-
-Nothing here computes: the ServerApp plays the rounds and writes the run folder; whatever dies is started again, and
-the ServerApp goes on from the last completed round.
-"""
+"""`halfmoon serve`: Flower's SuperLink and the ServerApp, started again until the run is finished."""
 
 import errno
 import json
@@ -160,10 +156,7 @@ def lacking(run: Path) -> list[str]:
 
 
 def serve(server: Server, show: Callable[[str], None]) -> None:
-    """Serve a federation until its run is finished; `show` gets every line of its log as it comes.
-
-    Raise Halted where it cannot go on, UserError where it cannot start. Whatever ends this, no process is left.
-    """
+    """Serve a federation until its run is finished, and leave no process; raise Halted where it cannot go on."""
     require_flower()
     home = server.home
     with alone(home.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."):
@@ -203,7 +196,6 @@ class _Session:
         self.admission: Admission | None = None
 
     def play(self) -> None:
-        """Start what is not there, watch it, and start it again."""
         try:
             self._start()
             while (ended := self._submit() or self._watch()) != "finished":
@@ -239,10 +231,7 @@ class _Session:
         self._show()
 
     def _forget_run(self) -> None:
-        """Tell Flower that its last run is over.
-
-        It would take a minute to believe it, and all the while sites would wait for what is left of its messages.
-        """
+        """Stop Flower's last run: it would notice in a minute, and sites would wait for the rest of its messages."""
         if number := atomic_io.read(self.number):
             with suppress(subprocess.TimeoutExpired):
                 self.home.flwr(["stop", number.decode(), _CONNECTION])
@@ -264,10 +253,7 @@ class _Session:
         return True
 
     def _submit(self) -> Ended | None:
-        """Give Flower a run that goes on where the last one ended; return what died instead, None where all is well.
-
-        Raise Halted where Flower will not have it.
-        """
+        """Give Flower a run that goes on; return what died instead, and raise Halted for a refusal."""
         assert self.link is not None
         self.home.forget(SERVER_APP)
         with suppress(subprocess.TimeoutExpired):

@@ -32,7 +32,7 @@ PROBLEMS = {
 
 
 def wrapped(data: bytes) -> RecordDict:
-    """Return a message's content that holds the bytes: the header, and the tensors, equal for many sites."""
+    """Return a message's content: the header, and the tensors, equal for many sites."""
     end = 8 + int.from_bytes(data[:8], "little")
     parts = {HEAD: data[:end], BODY: data[end:]}
     arrays = {
@@ -57,10 +57,7 @@ def holders(path: Path) -> dict[int, NodeIdentity]:
 
 
 class GridPost:
-    """Carries bytes over a Grid; `keys` is the file that says whose key each node has, where sites have keys.
-
-    An answer that may have more than `most` bytes, by the number of its pieces, is not fetched.
-    """
+    """Carries bytes over a Grid, answers up to `most` bytes; the file `keys` says whose key each node has."""
 
     def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
         self.grid, self.keys, self.most = grid, keys, most
@@ -93,10 +90,7 @@ class GridPost:
             yield from self._collect(message_id)
 
     def _collect(self, message_id: str) -> list[TransportReply]:
-        """Return the reply to a ticket, or that it cannot be read where Flower fails over it.
-
-        Each is fetched alone: an answer that Flower cannot put together would take others with it.
-        """
+        """Return the reply to a ticket, alone: one that Flower cannot put together would take others with it."""
         try:
             with _connecting():
                 return [_reply(message) for message in self.grid.pull_messages([message_id])]

@@ -15,13 +15,9 @@ CRASHED = 2
 
 
 class LocalGrid(Grid):
-    """A Grid whose nodes are in this process: `sites` has each node's configuration, by its number.
-
-    A message is answered when it is pushed; its reply waits to be pulled.
-    """
+    """A Grid whose nodes are in this process, each with its configuration; a message is answered when it is pushed."""
 
     def __init__(self, app: ClientApp, sites: Mapping[int, Mapping[str, str]]) -> None:
-        """Connect nodes that run `app`."""
         self.app = app
         self.contexts = {
             node: Context(run_id=1, node_id=node, node_config=dict(facts), state=RecordDict(), run_config={})
@@ -76,12 +72,7 @@ def rehearse(
     tests: Mapping[str, Path] | None = None,
     validations: Mapping[str, Path] | None = None,
 ) -> None:
-    """Play a federation in this process, through both of Flower's apps; the site folders are in `sites`, by name.
-
-    `tests` has the folders of test images of sites that have some, `validations` those of validation images.
-
-    Raise UserError for what stops it, as a served federation would.
-    """
+    """Play a federation in this process through both apps; `sites`, `tests`, `validations` are folders."""
     from halfmoon.federation.flower import client_app, server_app
     from halfmoon.federation.server.plan import load
     from halfmoon.federation.site.consent import ANY

@@ -7,6 +7,7 @@ opens the site's images once; where it dies over a message the server is told at
 
 import importlib
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from halfmoon.federation.flower import internals
 from halfmoon.federation.flower.internals import RECEIVING, SENT, Fleet, Packet
-from halfmoon.federation.flower.processes import WORKER, command, interruptible
+from halfmoon.federation.flower.processes import SUPERNODE, WORKER, command, enter, interruptible
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import Foreign
 from halfmoon.federation.protocol.log import EventLog
@@ -54,7 +55,7 @@ def serve(folder: Path) -> int:
             worker.start()
             _loop(fleet, worker, checker, facts["config"])
     except KeyboardInterrupt:
-        print("told to end", flush=True)
+        internals.note("told to end")
     finally:
         worker.stop()
     return 1
@@ -67,7 +68,7 @@ def _loop(fleet: Fleet, worker: "Worker", checker: "Checker", config: dict[str, 
         if packet is None:
             time.sleep(pause(time.monotonic() - last))
             continue
-        print(RECEIVING, flush=True)
+        internals.note(RECEIVING)
         begin = time.monotonic()
         foreign = checker.fault(fleet, packet.message.metadata.run_id)
         if foreign is not None:
@@ -76,7 +77,7 @@ def _loop(fleet: Fleet, worker: "Worker", checker: "Checker", config: dict[str, 
             answer = worker.answer(packet, config)
         last = time.monotonic()
         if fleet.send(answer, last - begin):
-            print(SENT, flush=True)
+            internals.note(SENT)
 
 
 class Checker:
@@ -170,3 +171,8 @@ def _put(link: Connection, frames: Sequence[bytes]) -> None:
 
 def _get(link: Connection) -> list[bytes]:
     return [link.recv_bytes() for _ in range(int(link.recv_bytes()))]
+
+
+if __name__ == "__main__":
+    place = enter(sys.argv[1])
+    sys.exit(serve(place) if sys.argv[1] == SUPERNODE else work(*sys.argv[2:]))

@@ -147,27 +147,29 @@ class Home:
 
 def command(script: str) -> list[str]:
     """Return the command that runs a script here; -P: what lies in the user's folder is no module of ours."""
-    return [sys.executable, "-P", "-m", "halfmoon.federation.flower.processes", script]
+    module = "node" if script in (SUPERNODE, WORKER) else "processes"
+    return [sys.executable, "-P", "-m", f"halfmoon.federation.flower.{module}", script]
 
 
 def lock_of(folder: Path, script: str) -> Path:
     return folder / f"{script}.lock"
 
 
-def main(words: Sequence[str]) -> None:
-    """Run the script `words[0]` with the arguments that follow."""
-    script, *arguments = words
+def enter(script: str) -> Path:
+    """Take the lock of a script for this process, which dies with its parent, and return the folder."""
     folder = Path(os.environ[FOLDER])
     if sys.platform == "linux":  # only Linux kills a process whose parent dies, however it dies
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     hold(lock_of(folder, script))
-    if script in (SUPERNODE, WORKER):
-        from halfmoon.federation.flower import node  # it starts processes too
+    return folder
 
-        sys.exit(node.serve(folder) if script == SUPERNODE else node.work(*arguments))
-    scripts = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=script)
+
+def main(words: Sequence[str]) -> None:
+    """Run the command `words[0]` of Flower with the arguments that follow."""
+    enter(words[0])
+    scripts = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=words[0])
     run = next(iter(scripts)).load()
-    sys.argv = [script, *arguments]
+    sys.argv = list(words)
     sys.exit(run())
 
 

@@ -62,15 +62,11 @@ class Person(Protocol):
 
 @dataclass(frozen=True)
 class Joining:
-    """How a site takes part: the server, its own name and folder, and where it keeps its images and its memory.
+    """How a site takes part: the server, its own name and folder, and the `home` of its images and its memory.
 
-    `images` and `labeled` count what is in the folder. `ca` has the authority that signed the server's certificate;
-    without it the connection is plain, which away from this machine needs `insecure`. `key` is the site's own, where
-    the server wants one, and `site_keys` a file with those of all sites, for masked sums. `port` is one of this
-    machine's for Flower's own use, a free one if None. `tests` is a folder of labeled images to test models on,
-    `validations` one of those that choose the round whose model is kept. `terms` and `methods` are what it takes part
-    in, as in `halfmoon.federation.site.consent.Consent`; without `terms` its people are asked. Raise UserError where
-    these do not fit.
+    `ca` signed the server's certificate; without it the connection is plain. `site_keys` is a file with the keys of all
+    sites, for masked sums. `terms` and `methods` are those of `halfmoon.federation.site.consent.Consent`. Raise
+    UserError where these do not fit.
     """
 
     server: Address
@@ -142,11 +138,9 @@ def facts(site: Joining) -> dict[str, Any]:
 
 
 def join(site: Joining, show: Callable[[str], None], person: Person | None = None) -> None:
-    """Take part until interrupted; `show` gets every line of the site's log as it comes.
+    """Take part until interrupted, ask `person` about the terms, and leave no process.
 
-    Terms that wait for a yes are shown, and `person`, where there is somebody, is asked. Raise UserError where the
-    server cannot be talked to like this, or the site takes part already, and `Declined` where the answer is no.
-    Whatever ends this, no process is left.
+    Raise `Declined` for a no, UserError where the server cannot be talked to or the site takes part already.
     """
     require_flower()
     folder = site.processes.folder
@@ -289,7 +283,6 @@ class _Member:
         self.offer = None
 
     def _asked(self) -> Person | None:
-        """Return the person whose answer is waited for."""
         return None if self.offer is None or self.site.terms else self.person
 
     def _ask(self) -> None:

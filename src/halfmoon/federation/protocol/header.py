@@ -164,7 +164,6 @@ def _tensors(entries: dict[str, Any], size: int) -> Tensors:
 
 
 def _leaves(shape: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (path, order in memory) of each tensor in a tree's shape."""
     if not isinstance(shape, dict) or depth > DEEPEST:
         raise UnreadableMessage(f"its shape is no tree, or has names inside each other over {DEEPEST} deep")
     for key, value in shape.items():

@@ -7,7 +7,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.messages import UNFIT, Impossible
+from halfmoon.federation.protocol.messages import Impossible
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.runs.factory import preparation
 from halfmoon.sites.folders import Prepared, prepare
@@ -16,7 +16,6 @@ from halfmoon.sites.folders.site_folder import SiteFolder, meant, read
 
 
 def form_name(terms: Terms) -> str:
-    """Return the name of a subfolder for images in the terms' form, such as 28x28x1."""
     channels, height, width = terms.form.image
     return f"{height}x{width}x{channels}"
 
@@ -32,7 +31,7 @@ def prepared_folder(folder: Path, out: Path, terms: Terms, form: str | None = No
 
 
 def decode(folder: Path, out: Path, terms: Terms) -> Prepared:
-    """Decode a folder's images into `out`; raise UserError or OSError where they do not fit memory or disk."""
+    """Decode a folder's images into `out`; raise UserError or OSError where they do not fit."""
     channels, height, width = terms.form.image
     limits.check_images(out, len(read(folder)), terms.form.image)
     options = preparation(terms.config)
@@ -50,10 +49,7 @@ def labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
 
 
 def numbered(site: SiteFolder, terms: Terms) -> np.ndarray:
-    """Return the labels, int64 (N,), by the terms' class numbers; -1 where there is none.
-
-    Raise `Impossible` for labels of classes that the federation does not have.
-    """
+    """Return the labels by the terms' class numbers, -1 for none; raise `Impossible` for another class."""
     classes = terms.form.classes
     used = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
     strange = [name for number, name in enumerate(site.classes) if number in used and name not in classes]
@@ -65,7 +61,7 @@ def numbered(site: SiteFolder, terms: Terms) -> np.ndarray:
         )
         # The server hears no name of this site's classes.
         public = "it has labels of classes that the federation does not have; its own log names them."
-        raise Impossible(UNFIT, public) from UserError(words)
+        raise Impossible(public) from UserError(words)
     labels = site.labels.copy()
     for number in used:
         labels[site.labels == number] = classes.index(site.classes[number])

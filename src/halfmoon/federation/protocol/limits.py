@@ -150,7 +150,6 @@ def weight(specs: Iterable[TreeSpec]) -> int:
 
 
 def unsure(network: Network) -> int:
-    """Return the most bytes of a message whose trees have unknown shapes."""
     return UNSURE + TIMES * tree.nbytes(abstract(network))
 
 

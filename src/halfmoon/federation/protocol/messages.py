@@ -6,11 +6,17 @@ the end the server sends Final, and a site a Receipt. Nothing else leaves a site
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
+from halfmoon.aggregation.secure.masking import PUBLIC, SEALED, Scene
+from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
 from halfmoon.api.types import WeightedMetric
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
@@ -43,12 +49,9 @@ class Malformed(UserError):
 
 
 class RefusalError(UserError):
-    """A site refuses; the message goes to the server, so it names nothing that only the site knows.
+    """A site refuses, for a reason of this module; the sentence goes to the server and names nothing private."""
 
-    `kind` is one of this module's words.
-    """
-
-    def __init__(self, kind: str, reason: str) -> None:
+    def __init__(self, reason: str, kind: str = UNFIT) -> None:
         super().__init__(reason)
         self.kind = kind
 
@@ -67,14 +70,11 @@ class Offer:
 
 @dataclass(frozen=True)
 class Request:
-    """Ask one site for `client_update` in this round; `down` is its downlink.
+    """Ask one site for `client_update` in a round; `down` is its downlink.
 
-    `federation` is the hash of the terms, `version` that of the server's halfmoon. `run` is the hexadecimal number of
-    the server's run, of which there may be several of one federation. `attempt` counts how often the round is played,
-    from 0. `latest` is the client update (a `RoundKey`) whose memory the site goes on from, `oldest` the oldest one
-    that may be asked for again; both are empty where there is none. `evaluation` is a model {"params", "stats"} to test
-    on the site's own test and validation images; without a client update that is all. `masks` is for a masked sum
-    (`halfmoon.federation.protocol.sums`); without a client update it asks for the site's part in that.
+    `attempt` counts how often the round was played. `latest` is the `RoundKey` whose memory the site goes on from,
+    `oldest` the oldest one that may come again. `evaluation` is a model to test on the site's images. `masks` is for a
+    masked sum. Without a client update these are all.
     """
 
     federation: str
@@ -93,11 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """A site takes part: under its name, with so many labeled, unlabeled, test and validation images.
-
-    `key` is the public half of the site's lasting key, in hexadecimal (`halfmoon.aggregation.secure.signing`); nothing
-    where no sums are masked.
-    """
+    """A site takes part with so many images of each kind; `key` is its public lasting key, in hexadecimal."""
 
     federation: str
     version: str
@@ -120,11 +116,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a request: `up` (the tree of a `halfmoon.api.uploads.Upload`), samples as a tree, and counts.
+    """The result of a request: the tree of an upload, samples, and the counts of `ClientResult`.
 
-    The counts are those of `ClientResult`. `evaluation` is the test of the model that came with the request:
-    "confusion" (classes, classes) int64, rows the true classes, and "loss" (), the mean cross-entropy, float64;
-    "validation" holds the same of the validation images. Parts without images are absent.
+    `evaluation` is the test of the request's model: "confusion" int64 (rows are true classes) and "loss", a mean;
+    "validation" holds the same.
     """
 
     federation: str
@@ -167,7 +162,6 @@ class Reply:
         )
 
     def result(self) -> ClientResult:
-        """Return the result of the client update; the memory stays at the site."""
         down, up = self.traffic
         samples = {name: WeightedMetric(**sample) for name, sample in self.samples.items()}
         return ClientResult(Upload.of(self.up), {}, samples, Amount(*self.amount), (down, up), self.swept, self.kept)
@@ -197,10 +191,7 @@ class Receipt:
 
 
 Message = Offer | Request | Acceptance | Refusal | Reply | Final | Receipt
-_KINDS: dict[str, type[Message]] = {
-    "offer": Offer, "request": Request, "acceptance": Acceptance, "refusal": Refusal, "reply": Reply,
-    "final": Final, "receipt": Receipt,
-}  # fmt: skip
+_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 _WORDS = {kind: word for word, kind in _KINDS.items()}
 _TREES = ("down", "up", "samples", "evaluation", "masks", "model")
 _TYPES: dict[Any, type] = {str: str, int: int, list[int]: list}
@@ -239,10 +230,7 @@ def write(message: Message) -> bytes:
 
 
 def read(data: bytes, *kinds: type[M], limit: int = LARGEST) -> M:
-    """Return the message in `data`, which must be of one of these kinds; raise `Malformed` where there is none.
-
-    Nothing of it is read where it has more than `limit` bytes, or more than its kind can have.
-    """
+    """Return the message of one of these kinds; raise `Malformed` for another, or one of more than `limit` bytes."""
     return scan(data, *kinds, limit=limit).open()
 
 
@@ -306,3 +294,36 @@ def _check(name: str, value: Any) -> None:
         raise Malformed(f"a message's {name} has {len(numbers):,} numbers, of {NUMBERS} at most.")
     if not all(type(number) is int and 0 <= number <= HIGHEST for number in numbers):
         raise Malformed(f"a message's {name} is not made of whole numbers from 0 below 2^63.")
+
+
+KEYS, DEAL, MASK, REVEAL = "keys", "deal", "mask", "reveal"
+"""The stages of a sum: a request's masks have one of them as their only name at the top."""
+
+SESSION = 32
+"""Bytes by which a server tells a sum from one of the same query that it had to begin anew."""
+
+SITES = {
+    "sites": ((), torch.int64),
+    "keys": ((PUBLIC,), torch.uint8),
+    "signatures": ((SIGNATURE,), torch.uint8),
+    "lasting": ((POINT,), torch.uint8),
+}
+LEAVES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
+    KEYS: {"session": ((), torch.uint8)},
+    DEAL: {"asked": ((), torch.int64), **SITES},
+    MASK: {"sites": ((), torch.int64)},
+    REVEAL: {"survived": ((), torch.int64), "shares": ((SEALED,), torch.uint8)},
+}
+"""The tensors of each stage by name: their shape without the first dimension (the sites), and their type."""
+
+
+def scene_of(request: Request, session: str) -> Scene:
+    return Scene(request.federation, request.run, request.round, request.attempt, request.query, session)
+
+
+def to_rows(rows: Sequence[bytes]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1).copy())
+
+
+def from_rows(leaf: Tensor) -> list[bytes]:
+    return [row.numpy().tobytes() for row in leaf]

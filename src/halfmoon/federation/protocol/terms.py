@@ -31,10 +31,7 @@ LOCAL = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The options that a federation's sites and its server compute with.
-
-    `config` has the options that change numbers; its others are defaults. A site's number is its place in `sites`.
-    """
+    """The options that a federation's sites and its server compute with; a site's number is its place in `sites`."""
 
     name: str
     sites: tuple[str, ...]
@@ -43,11 +40,7 @@ class Terms:
 
     @classmethod
     def of(cls, name: str, sites: tuple[str, ...], form: ImageSpec, values: Mapping[str, Any], file: str) -> "Terms":
-        """Return the terms with the options `values`, without those of `LOCAL`; `file` is named where one is wrong.
-
-        Raise UserError where a name cannot be one, the method cannot be played between sites, the images do not fit, or
-        no site should be asked for as much (`halfmoon.federation.protocol.limits`).
-        """
+        """Return the terms with the options `values` except `LOCAL`; raise UserError for the first mistake."""
         _check_names(name, sites)
         _check_form(form)
         hubs.check_portable(str(values.get("network", "")))
@@ -175,7 +168,6 @@ class Terms:
 
 
 def shared() -> set[str]:
-    """Return the names of the options that all sites have to agree on."""
     return set(settings.kinds()) - LOCAL
 
 

@@ -30,11 +30,9 @@ IMAGES = 2
 
 
 class UplinkSpec:
-    """The shapes of a federation's uploads; `image` is (C, H, W) as the sites have them.
+    """The shapes of a federation's uploads, found by one step of a made-up client on a downlink of zeros.
 
-    A made-up client with a few random images plays the client update for at most one step, on a downlink of zeros: so
-    no weight makes a loss infinite, and nothing depends on the run. Its memory is thrown away, its randomness is its
-    own. No upload of the catalog has a shape that depends on the client: memory of single rows stays at the site.
+    Nothing depends on the run. No upload of the catalog has a shape that depends on the client.
     """
 
     def __init__(self, task: Task, views: Views, image: tuple[int, int, int], seed: int) -> None:
@@ -49,11 +47,7 @@ class UplinkSpec:
         self._cache: list[tuple[ClientUpdate, TreeSpec, TreeSpec | None]] = []
 
     def of(self, context: ClientContext, down: Tree) -> TreeSpec | None:
-        """Return the shape of the upload for `down`, all that goes to one site; None where the loss is not finite.
-
-        It is computed once for each client update (whatever the round of its task) and structure of `down`: an upload
-        may depend on the update's fields and on the names, shapes and dtypes of the downlink, not on the round alone.
-        """
+        """Return the shape of the upload for a downlink, computed once a structure; None for an infinite loss."""
         client_update, structure = replace(context.client_update, task=self.task), spec_of(down)
         for other, downlink, spec in self._cache:
             if other == client_update and downlink == structure:

@@ -4,24 +4,79 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from halfmoon.aggregation.weights import WeightCap
+import torch
+from torch import Tensor
+
+from halfmoon.aggregation.weights import WeightCap, caps
 from halfmoon.api.types import ClientUpdate
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.engine.driver import ClientContext
+from halfmoon.engine.evaluation import Tally
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.messages import ECHO, Malformed, Refusal, Reply, Request
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec
-from halfmoon.federation.server.evaluation import Evaluations
+from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Rules
-from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.secure_sum import layout, sum_spec
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.server.spool import Spooled, content, part
+from halfmoon.federation.server.transport import Spooled, content, part
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, norms
 from halfmoon.models import Network
+
+
+@dataclass
+class FederatedEvaluation:
+    """The sum of the sites' results; a site counts at most `cap` times the median number of images, 0 for no cap."""
+
+    cap: float = 0.0
+    results: list[tuple[Tensor, float]] = field(default_factory=list)
+
+    def add(self, result: object, classes: int, tests: int) -> bool:
+        """Add the results of a site, where it has some; one that cannot be is left out."""
+        if not isinstance(result, dict):
+            return False
+        cells, loss = result.get("confusion"), result.get("loss")
+        if not isinstance(cells, Tensor) or not isinstance(loss, Tensor):
+            return False
+        if cells.shape != (classes, classes) or cells.dtype != torch.int64 or loss.shape != ():
+            return False
+        if int(cells.min()) < 0 or int(cells.sum()) != tests or not tests or not bool(loss.isfinite()):
+            return False
+        self.results.append((cells.clone(), float(loss)))
+        return True
+
+    def tally(self) -> Tally | None:
+        """Return the sum, None where nothing was added; a site over the cap has each cell scaled down."""
+        if not self.results:
+            return None
+        counts = [int(cells.sum()) for cells, _ in self.results]
+        limits = caps([float(count) for count in counts], self.cap)
+        total, loss = torch.zeros_like(self.results[0][0]), 0.0
+        for (cells, mean), count, limit in zip(self.results, counts, limits, strict=True):
+            if count > limit:
+                cells = (cells.double() * (limit / count)).floor().to(torch.int64)
+            total = total + cells
+            loss += mean * int(cells.sum())
+        return Tally(total, loss / max(1, int(total.sum())))
+
+    def row(self, round: int) -> dict[str, Any] | None:
+        """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing."""
+        tally = self.tally()
+        return None if tally is None else {"round": round, "sites": len(self.results), **tally.row()}
+
+
+class Evaluations(NamedTuple):
+    """The results on test images, and on the validation images that choose the round."""
+
+    tests: FederatedEvaluation
+    validations: FederatedEvaluation
+
+    @classmethod
+    def capped(cls, cap: float) -> "Evaluations":
+        return cls(FederatedEvaluation(cap), FederatedEvaluation(cap))
 
 
 class RunIdentity(NamedTuple):
@@ -74,10 +129,9 @@ class CheckedReply:
 
 @dataclass
 class SiteCalls:
-    """Sends requests to the sites `names`, client k being `names[k]`, and checks their answers.
+    """Sends requests to the sites `names` and checks their answers, as far as there is an `inspection`.
 
-    `quarantine` counts unusable answers. Without an `inspection` replies are only read, not checked. `gather` returns
-    when so many sites are connected.
+    `quarantine` counts unusable answers; `gather` returns when so many sites are connected.
     """
 
     link: Link
@@ -123,7 +177,6 @@ class SiteCalls:
         return spec
 
     def evaluators(self) -> list[str]:
-        """Return the sites, without those in quarantine, which have test or validation images."""
         names = [name for name in self.names if name not in self.quarantine.sites]
         return [name for name in names if self.tests(name) or self.validations(name)]
 
@@ -138,7 +191,7 @@ class SiteCalls:
         return evaluations
 
     def add(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
-        """Add a site's results on a model, where it has some."""
+        """Add the results of a site, where it has some; one that cannot be is left out."""
         if not reply.evaluation:
             return
         parts = (

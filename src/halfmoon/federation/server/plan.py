@@ -24,10 +24,7 @@ OWN = (*PLACE, "evaluate_every", "server_ema")
 
 @dataclass(frozen=True)
 class Rules:
-    """A server's rules for its sites; none of them changes a site's computation. Times are seconds.
-
-    Raise UserError for a value out of its range.
-    """
+    """A server's rules for its sites, none of which changes a computation; times are seconds. Raises UserError."""
 
     min_replies: Annotated[int | None, "fewest replies of a round; none: half of the cohort"] = None
     round_timeout: Annotated[float, "seconds that a site may take for one answer"] = 3600.0
@@ -93,11 +90,7 @@ class Plan:
 
 
 def load(path: Path) -> Plan:
-    """Return the federation of a configuration file.
-
-    Options about a simulation's data (data, clients, setting, ...) are checked and ignored. Relative paths start at the
-    file's folder. Raise UserError, with one sentence, for the first mistake.
-    """
+    """Return the federation of a file, with paths relative to it; raise UserError for the first mistake."""
     raw = settings.read(path)
     if not isinstance(raw.get(TABLE), Mapping):
         raise UserError(f"{path} has no table [{TABLE}]: write one with sites, classes and image.")
@@ -163,6 +156,5 @@ def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
 
 
 def about(kind: type) -> dict[str, str]:
-    """Return one line about every option of `Table` or `Rules`."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: get_args(hints[field.name])[1] for field in fields(kind)}

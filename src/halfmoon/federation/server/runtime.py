@@ -1,7 +1,7 @@
 """The server's runtime where the clients are sites behind a link: the same rounds, the client updates elsewhere."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,13 +19,11 @@ from halfmoon.engine.local_clients import LocalClients
 from halfmoon.engine.loop import Report, Row, TooFew
 from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime, Visited
 from halfmoon.engine.sampling import Views
-from halfmoon.federation.protocol.messages import Reply, Request
+from halfmoon.federation.protocol.messages import Reply, Request, RoundKey
 from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.server.calls import CheckedReply, SiteCalls
+from halfmoon.federation.server.calls import CheckedReply, Evaluations, SiteCalls
 from halfmoon.federation.server.cohorts import CohortSampler
-from halfmoon.federation.server.evaluation import Evaluations
 from halfmoon.federation.server.secure_sum import MaskedSum, layout, uploads
-from halfmoon.federation.server.staging import MemoryVersions, StagedStore
 from halfmoon.storage.manifest import Contents
 from halfmoon.storage.state_store import StateView, Store
 
@@ -35,8 +33,8 @@ CPU = torch.device("cpu")
 class RemoteRuntime(ServerRuntime):
     """A runtime whose client k is the site `calls.names[k]`; `server` has the server's own labeled rows.
 
-    Replies are used in the order of the numbers, whatever order they came in. A site without a usable answer leaves its
-    round; a round with too few is played again, with other sites where there are some, once enough are connected.
+    Replies are used in the order of the numbers. A site without a usable answer leaves its round; a round with too few
+    is played again.
     """
 
     def __init__(
@@ -112,7 +110,6 @@ class RemoteRuntime(ServerRuntime):
         return self.calls.evaluate(requests, self.base.network)
 
     def saved(self, round: int) -> None:
-        """Take note of the checkpoints on the disk: the newest one, and the one to fall back on."""
         self._versions.saved()
 
     def restore(self, clients: Contents, cost: dict[str, int]) -> None:
@@ -189,10 +186,7 @@ class RemoteRuntime(ServerRuntime):
             yield k, _placed(there.pop(k).whole().result(), self.device, context.client_update.needs.uplink, scale[k])
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
-        """Raise `TooFew` where too few of the cohort are left.
-
-        The cohort counts in all its queries: a method may ask others as well, of whom some are always away.
-        """
+        """Raise `TooFew` where too few of the cohort are left; a method may ask others, who do not count."""
         self.cohorts.lose(k for k in clients if self.names[k] not in replies)
         size, left = self.cohorts.size, len(self.cohorts.remaining)
         needed = self.calls.rules.quorum(size)
@@ -233,9 +227,74 @@ class RemoteRuntime(ServerRuntime):
 def _placed(
     result: ClientResult, device: torch.device, uplink: Uplink = UPDATE_ONLY, scale: float = 1.0
 ) -> ClientResult:
-    """Return the result of a client update on the server's device, with its weight scaled."""
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
     up = Upload.of(tree.to(result.up.tree, device))
     if scale < 1:
         up = capped(up.map(lambda leaf: leaf.unsqueeze(0)), uplink, [scale]).at(0)
     return result._replace(up=up, samples=samples)
+
+
+KEY = "visits"
+
+
+@dataclass
+class StagedStore:
+    """A state store whose changes count when the round does: a round that is played again finds it as it was."""
+
+    state_store: StateStore
+    changes: dict[str, Tree] = field(default_factory=dict)
+
+    def get(self, key: str) -> Tree | None:
+        return self.changes[key] if key in self.changes else self.state_store.get(key)
+
+    def put(self, key: str, tree: Tree) -> None:
+        self.changes[key] = tree
+
+    def keys(self) -> list[str]:
+        return sorted({*self.state_store.keys(), *self.changes})
+
+    def commit(self) -> None:
+        for key, value in self.changes.items():
+            self.state_store.put(key, value)
+        self.changes.clear()
+
+
+class MemoryVersions:
+    """The last client update of each site that counted and left a memory there, stored so that a checkpoint has it.
+
+    Those of a round count from its end (`commit`); a round that begins again has none (`drop`).
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._current: dict[str, RoundKey] = {}
+        self._new: dict[str, RoundKey] = {}
+        self._checkpoints: tuple[dict[str, RoundKey], ...] = ({}, {})  # the older and the newer one
+
+    def latest(self, site: str) -> list[int]:
+        return list(self._new.get(site, self._current.get(site, ())))
+
+    def oldest(self, site: str) -> list[int]:
+        """Return the oldest client update that may count again: that of the checkpoint to fall back on."""
+        return list(self._checkpoints[0].get(site, ()))
+
+    def add(self, site: str, at: RoundKey) -> None:
+        self._new[site] = at
+
+    def drop(self) -> None:
+        self._new = {}
+
+    def commit(self) -> None:
+        """Count the client updates of the round that is over."""
+        if self._new:
+            self._current |= self._new
+            self.store.put(KEY, {site: torch.tensor(at) for site, at in self._current.items()})
+        self._new = {}
+
+    def saved(self) -> None:
+        self._checkpoints = (self._checkpoints[1], dict(self._current))
+
+    def restore(self) -> None:
+        rows = {site: leaf.tolist() for site, leaf in (self.store.get(KEY) or {}).items()}
+        self._current = {site: (row[0], row[1], row[2]) for site, row in rows.items()}
+        self._new, self._checkpoints = {}, ({}, {})

@@ -35,8 +35,19 @@ from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
-from halfmoon.federation.protocol.messages import Acceptance, Reply, Request
-from halfmoon.federation.protocol.sums import DEAL, KEYS, MASK, REVEAL, SESSION, from_rows, scene_of, to_rows
+from halfmoon.federation.protocol.messages import (
+    DEAL,
+    KEYS,
+    MASK,
+    REVEAL,
+    SESSION,
+    Acceptance,
+    Reply,
+    Request,
+    from_rows,
+    scene_of,
+    to_rows,
+)
 from halfmoon.federation.protocol.tree_spec import TreeSpec, fill
 
 UPDATE = "update/"
@@ -48,10 +59,7 @@ Ask = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
 
 @dataclass
 class MaskedSum:
-    """One sum: `requests` are those of a plain query, by site, in the order of their `numbers`.
-
-    `keys` has the lasting key of each site's acceptance; one without is not asked. `what` names the query in words.
-    """
+    """One sum: the `requests` of a plain query, and the `numbers` and lasting `keys` of the sites."""
 
     requests: Mapping[str, Request]
     numbers: Mapping[str, int]
@@ -62,10 +70,7 @@ class MaskedSum:
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
 
     def begin(self) -> dict[str, Request]:
-        """Collect keys and shares; return the requests for the masked updates, of the sites that dealt shares.
-
-        Raise `TooFew` where they are fewer than have to stay to the end.
-        """
+        """Collect keys and shares; return the requests for masked updates, or raise `TooFew`."""
         sites = sorted(self.requests, key=self.numbers.__getitem__)
         cohort, names, signatures = self._announce(sites)
         keys = [self.keys[site].rjust(POINT, b"\0") for site in names]

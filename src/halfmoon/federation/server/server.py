@@ -28,17 +28,15 @@ from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.images import form_name, labeled_images
 from halfmoon.federation.protocol.log import EventLog
-from halfmoon.federation.protocol.messages import Final, write
+from halfmoon.federation.protocol.messages import Final, Malformed, Receipt, Refusal, read, write
 from halfmoon.federation.protocol.tree_spec import UplinkSpec
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
-from halfmoon.federation.server.delivery import DELIVERY, hand_out
+from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Plan
-from halfmoon.federation.server.quarantine import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import lasting_keys
 from halfmoon.federation.server.sessions import ClientManager
-from halfmoon.federation.server.spool import SPOOL, Spool
-from halfmoon.federation.server.transport import Transport
+from halfmoon.federation.server.transport import SPOOL, Spool, Transport, content
 from halfmoon.methods import registry
 from halfmoon.runs import assembly, factory
 from halfmoon.runs.model_card import Card
@@ -68,11 +66,7 @@ class FederationServer:
         return limits.unsure(factory.task(self.plan.config, self.plan.terms.form).network)
 
     def make(self) -> None:
-        """Create the run's folder, or check the one that is there.
-
-        Raise UserError where that holds something else, and for what could only fail later: folders of the server that
-        cannot be read, a method without its labels.
-        """
+        """Create the run's folder, or check it; raise UserError for all that could only fail later."""
         config = self.plan.config
         for folder in (self.plan.test, self.plan.server, self.plan.validation):
             if folder is not None:
@@ -97,10 +91,7 @@ class FederationServer:
         return self._random(SECRET, 32)
 
     def _random(self, name: str, size: int) -> bytes:
-        """Return random bytes from a file of the run's folder, with their SHA-256; generated with the first round.
-
-        Raise UserError where they are damaged, or missing after a round: with others the run would be another one.
-        """
+        """Return a file's random bytes, made before the first round; raise UserError if they are gone."""
         path = self.path / name
         data = atomic_io.read(path)
         again = "put it back from a backup, or serve in another folder, as another run."
@@ -116,13 +107,10 @@ class FederationServer:
         return random
 
     def serve(self, post: Transport, patience: float = math.inf) -> Row:
-        """Play all rounds that are left, and return the run's summary; a finished one is only read.
+        """Play all rounds that are left and return the run's summary, which a finished run only reads.
 
-        Sites are waited for without end, or for `patience` seconds. Where the folder's file of deliveries says "again",
-        the sites that lack the model of a finished run get it when they come.
-
-        Raise UserError where the folder holds something else or is in use, or too few sites answer again and again;
-        the run goes on when it is served again.
+        Sites are waited for `patience` seconds. With "again" in the file of deliveries, sites that lack the final model
+        get it. Raise UserError where the folder is another run's or in use, or too few sites answer.
         """
         with self._folder() as folder:
             summary = folder.summary()
@@ -331,3 +319,59 @@ def round_line(row: Row, rounds: int) -> str:
     if "epsilon" in aggregator:
         words += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
     return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{mean}{words}"
+
+
+DELIVERY = "delivery.json"
+"""The file in a run folder that says which sites have the final model, and which lack it."""
+
+PERIOD, RETRY = 2.0, 30.0
+"""Seconds between two polls for sites that were away, and between two attempts at one that did not take the model."""
+
+
+def hand_out(
+    manager: ClientManager, names: Sequence[str], final: bytes, run: Path, say: Callable[[str], None], seconds: float
+) -> None:
+    """Deliver the final model to sites, also to those that come back within `seconds`, and write who has it."""
+    record = atomic_io.read_json(run / DELIVERY) or {}
+    has: list[str] = record.get("has", [])
+    attempts: dict[str, float] = {}
+
+    def serve(some: Sequence[str]) -> list[str]:
+        has.extend(deliver(manager, some, final, run / MODEL, say))
+        lacks = [name for name in names if name not in has]
+        facts = {**record, "has": sorted(set(has)), "lacks": lacks}
+        atomic_io.replace(run / DELIVERY, (json.dumps(facts) + "\n").encode())
+        return lacks
+
+    lacks, end = serve(names), manager.clock.now() + seconds
+    if lacks and seconds > 0:
+        say(f"the server stays for {', '.join(lacks)}: who comes back gets the model")
+    while lacks and (now := manager.clock.now()) < end:
+        here = manager.poll()
+        back = [name for name in lacks if name in here and now - attempts.get(name, -RETRY) >= RETRY]
+        attempts |= dict.fromkeys(back, now)
+        if back:
+            lacks = serve(back)
+        else:
+            manager.clock.sleep(PERIOD)
+
+
+def deliver(
+    manager: ClientManager, names: Sequence[str], final: bytes, model: Path, say: Callable[[str], None]
+) -> list[str]:
+    """Send sites the final model and return those that have it; `model` is its place here."""
+    has, missing = list[str](), dict[str, str]()
+    for name, answer in manager.exchange(dict.fromkeys(names, final), "the final model").items():
+        try:
+            if answer.data is None:
+                raise Malformed(answer.reason)
+            reply = read(content(answer.data), Receipt, Refusal)
+            if isinstance(reply, Refusal):
+                raise Malformed(reply.reason)
+            has.append(name)
+        except Malformed as error:
+            missing[name] = str(error)
+    say(f"the final model is at {len(has)} of {len(names)} sites")
+    for name, why in missing.items():
+        say(f"{name} does not have the final model ({why}): send it {model}, or serve the federation again")
+    return has

@@ -1,18 +1,25 @@
 """Transports of bytes between a server and its sites, and a connection that waits out their losses."""
 
+import os
+import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.storage import atomic_io
+from halfmoon.storage.serialization import map_tree, unpack
 
 T = TypeVar("T")
 
 
 class TransportReply(NamedTuple):
-    """The result for a ticket: the answer, or None and why there will be none.
-
-    An answer with a problem must not count: it brings its sender nearer to quarantine.
-    """
+    """The result for a ticket: the answer, or None; an answer that comes with a problem must not count."""
 
     message_id: str
     data: bytes | None
@@ -38,10 +45,7 @@ class Transport(Protocol):
         ...
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
-        """Send each node its bytes, for which it has so many seconds; return a ticket for each that was accepted.
-
-        `asks` says that this is an offer, not a request.
-        """
+        """Send each node its bytes, an offer where `asks`, and return a ticket for each that was accepted."""
         ...
 
     def collect(self, message_ids: Sequence[str]) -> Iterable[TransportReply]:
@@ -66,7 +70,6 @@ class Connection:
     cut: set[str] = field(default_factory=set)  # which ways failed when they were last tried
 
     def nodes(self) -> set[int] | None:
-        """Return the nodes that are connected, None where the connection is lost."""
         return self._attempt("nodes", lambda: set(self.post.nodes()))
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -96,3 +99,62 @@ class Connection:
             self.say("the connection to the sites is there again")
         self.cut.discard(way)
         return result
+
+
+SPOOL = "spool"
+"""The subfolder of a run for answers that wait."""
+
+
+class Spooled:
+    """Bytes in a file, which is removed with the last reference to this."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        weakref.finalize(self, _remove, path)
+
+    def read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: what a site sent cannot be read again ({atomic_io.reason(error)})."
+            ) from error
+
+
+class Spool:
+    """A folder of files that belong to nobody else; what the disk does not take stays in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._count = 0
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def store(self, data: bytes) -> bytes | Spooled:
+        """Write bytes down, for this user alone to read, and return where they lie; or the bytes, on a full disk."""
+        self._count += 1
+        path = self.folder / f"{self._count}.safetensors"
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            with atomic_io.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
+                atomic_io.write_all(handle, data)
+        except OSError:
+            _remove(path)
+            return data
+        return Spooled(path)
+
+
+def content(data: bytes | Spooled) -> bytes:
+    return data.read() if isinstance(data, Spooled) else data
+
+
+def part(data: bytes | Spooled, shape: dict[str, Any], name: str) -> Tree:
+    """Return the tree `name` of a message whose trees have this `shape`, mapped into memory from a file."""
+    branch = {name: shape.get(name, {})}
+    return (map_tree(data.path, branch) if isinstance(data, Spooled) else unpack(data, branch))[name]
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)

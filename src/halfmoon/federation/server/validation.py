@@ -41,10 +41,8 @@ def check_schema(
 ) -> str | None:
     """Return the first fault of an upload and its samples, None where they are usable.
 
-    With a pattern every name has to be there and no other one, with the same shape and dtype. Without one, names and
-    shapes are not known; the rest holds all the same: plain number types, finite values, variances and squares from 0,
-    samples that are three scalars with a count above 0. With an `uplink` the tree is that of an upload, and holds
-    nothing that its client update does not declare.
+    Names, shapes and types must be those of a `pattern`. With an `uplink` nothing is there that the client update does
+    not declare. Values are finite, variances and squares from 0, samples three scalars with a count above 0.
     """
     return next(_faults(up, samples, pattern, uplink), None)
 
@@ -123,12 +121,7 @@ def _sample_fault(sample: Any) -> str | None:
 
 
 def check_counts(reply: Reply, most: Amount, images: int, uplink: Uplink | None = None) -> str | None:
-    """Return which count of a reply cannot be, None where all can.
-
-    `most` is the batch rule's amount for a site with `images` images (labeled and unlabeled), field by field the
-    largest. With the `uplink` of the client update, a weight in rows is at most twice `images`, another one and a mark
-    at most 1, and a count not below 0.
-    """
+    """Return which count of a reply cannot be, of a site with `images` images that trains on `most` at most."""
     return next(_impossible(reply, most, images, uplink), None)
 
 
@@ -166,12 +159,10 @@ def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
 
 
 def norms(ups: Mapping[str, Upload], downlinks: Mapping[str, Tree], uplink: Uplink) -> dict[str, float]:
-    """Return the Euclidean norm of each site's update, in float64; `downlinks` has the downlink of each of these sites.
+    """Return the Euclidean norm of each site's update, in float64: of up - down, and of "number"s as they are.
 
-    A floating leaf of the update counts as up - down, an auxiliary one that holds "number"s as it is. Weights, marks
-    and counts are no update. Nor are statistics, running or counted: they measure a site's images and activations (a
-    variance may be 1e4 where weights move by 1e-2), leave their start of 0 and 1 in one jump, and would drown the
-    parameters. Values whose squares overflow float64 give infinity.
+    Statistics measure images and would drown the parameters (a variance may be 1e4); they, weights, marks and counts
+    are left out.
     """
     return {name: _norm(up, tree.flatten(downlinks[name]), uplink) for name, up in ups.items()}
 
@@ -185,12 +176,10 @@ def _norm(up: Upload, down: Mapping[str, Tensor], uplink: Uplink) -> float:
 
 
 def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
-    """Return the sites whose update is over `bound` times the cohort's median norm, each with the reason.
+    """Return why updates are refused: over `bound` (0: none) times the cohort's median norm, or not finite.
 
-    `bound` 0 checks nothing, and so do fewer than three sites: two cannot say which of them is odd. Of an even number
-    of sites the lower one of the two in the middle is the median, so that a half of the cohort that is huge is still
-    found (their mean would hide it); against more than half that collude no median helps. Where the median is 0 (most
-    had nothing to learn) no site is refused but one whose norm is not finite.
+    Fewer than three sites are not checked. The lower of two medians counts, so that a huge half of a cohort is found; a
+    median of 0 refuses nobody.
     """
     if not bound or len(norms) < 3:
         return {}

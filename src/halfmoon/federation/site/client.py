@@ -40,9 +40,8 @@ from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.site import consent, secure_sum
 from halfmoon.federation.site.consent import ANY, Consent
 from halfmoon.federation.site.downlink_spec import DownlinkSpec
-from halfmoon.federation.site.images import SiteImages
 from halfmoon.federation.site.memory import Memory, round_key, settle
-from halfmoon.federation.site.runtime import SiteRuntime, agreed_downlinks, check_version
+from halfmoon.federation.site.runtime import SiteImages, SiteRuntime, agreed_downlinks, check_version
 from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
 from halfmoon.runs.factory import computing, site_threads
 from halfmoon.runs.model_card import Card
@@ -70,10 +69,7 @@ class _NotAgreed(RefusalError):
 
 @dataclass
 class SiteClient:
-    """The site `name` with its `images`; the home of its `consent` has decoded images, memories and the log.
-
-    `trusted` are the names of parts from outside halfmoon that it may load, `keys` its own key and those of all sites.
-    """
+    """The site `name`; its `consent` names its home, `trusted` are the parts from outside that it may load."""
 
     images: SiteImages
     name: str
@@ -97,12 +93,7 @@ class SiteClient:
         validations: Path | None = None,
         keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
     ) -> "SiteClient":
-        """Return the client of a site folder, with its home in that folder where no other is given.
-
-        `device` is where it computes. `tests` and `validations` are folders of labeled images that are never trained
-        on: models are tested on the one, and the round whose model is saved is chosen by the other. `terms` and
-        `methods` are those of `halfmoon.federation.site.consent.Consent`.
-        """
+        """Return the client of a site folder; images in `tests` and `validations` are never trained on."""
         home = home or folder / HOME
         images = SiteImages(folder, home, tests, device, validations)
         return cls(images, name, Consent(home, terms, methods), trusted, keys)
@@ -174,7 +165,7 @@ class SiteClient:
     def _place(self, federation: str) -> Path:
         """Return the folder of a federation; raise `RefusalError` where its name is no hash of terms."""
         if not re.fullmatch("[0-9a-f]{64}", federation):  # it becomes the name of a folder
-            raise RefusalError(UNKNOWN, "what the server calls its federation is no hash of any.")
+            raise RefusalError("what the server calls its federation is no hash of any.", UNKNOWN)
         return self.home / FEDERATIONS / federation[:16]
 
     def _known(self, federation: str, place: Path) -> tuple[Terms, SiteRuntime]:
@@ -182,7 +173,7 @@ class SiteClient:
         cached = self._sites.get(federation)
         terms = cached[0] if cached else terms_in(place, self._say)
         if terms is None or terms.hash != federation:
-            raise RefusalError(UNKNOWN, f"this site has not joined federation {federation[:8]} yet.")
+            raise RefusalError(f"this site has not joined federation {federation[:8]} yet.", UNKNOWN)
         self._agree_to(terms, UNKNOWN)
         site = cached[1] if cached else with_downlinks(self._runtime(terms), terms, place)
         self._sites[federation] = terms, site
@@ -192,10 +183,10 @@ class SiteClient:
         try:
             terms = Terms.parse(offer.terms)
         except UserError as error:
-            raise Impossible(UNFIT, str(error)) from error
+            raise Impossible(str(error)) from error
         if self.name not in terms.sites:
             near = meant(self.name, terms.sites)
-            raise Impossible(UNFIT, f"federation {terms.name} has no site {self.name}{near}.")
+            raise Impossible(f"federation {terms.name} has no site {self.name}{near}.")
         self._agree_to(terms, UNFIT)
         place = self._place(terms.hash)
         site = self._runtime(terms)
@@ -217,7 +208,7 @@ class SiteClient:
         """Raise `RefusalError` for terms without the consent of the site's people; write down those for them to see."""
         accepts, method = self.consent, terms.config.method
         if not accepts.accepts(method):
-            raise Impossible(UNFIT, f"this site accepts the method {' or '.join(accepts.methods)}, but not {method}.")
+            raise Impossible(f"this site accepts the method {' or '.join(accepts.methods)}, but not {method}.")
         if accepts.covers(terms.hash):
             return
         summary = terms.summary()
@@ -230,7 +221,7 @@ class SiteClient:
                 f"{terms.hash}"
             )
             consent.ask(self.home, summary)  # last: the log is read before the question
-        raise _NotAgreed(kind, NOT_AGREED)
+        raise _NotAgreed(NOT_AGREED, kind)
 
     def _runtime(self, terms: Terms) -> SiteRuntime:
         return self.images.runtime(terms, self.name, self.version, self._say)
@@ -243,9 +234,9 @@ class SiteClient:
         try:
             latest, oldest = round_key(request.latest), round_key(request.oldest)
         except ValueError as error:
-            raise RefusalError(UNFIT, f"what the server asks to go on from is no client update: {error}.") from error
+            raise RefusalError(f"what the server asks to go on from is no client update: {error}.") from error
         if not re.fullmatch("[0-9a-f]{32}", request.run):  # it becomes the name of a folder
-            raise RefusalError(UNFIT, "what the server calls its run is no number of any.")
+            raise RefusalError("what the server calls its run is no number of any.")
         folder = place / request.run
         at = (request.round, request.attempt, request.query)
         memory = Memory(folder, at, latest, site.local_clients.dataset.train.labels.device, self._say)
@@ -259,7 +250,6 @@ class SiteClient:
         return reply
 
     def _reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: Memory) -> Reply:
-        """Return the site's reply, or its part in a sum that hides it."""
         if not terms.config.secure_aggregation:
             return site.reply(request, memory)
         even = terms.config.dp_clip is not None
@@ -296,13 +286,10 @@ def with_downlinks(site: SiteRuntime, terms: Terms, place: Path) -> SiteRuntime:
 
 
 def save_final(home: Path, unparsed: UnparsedMessage[Final], terms: Terms, site: SiteRuntime) -> str:
-    """Write the final model to the site's home, read it back, and return in words where it is and how it tests.
-
-    Raises `RefusalError` where it is not the network of the terms, and its card not that of these terms.
-    """
+    """Write the final model, read it back, and say where it is and how it tests; raise `RefusalError`."""
     task = site.task
     if unparsed.pattern("model") != spec_of(limits.abstract(task.network)):
-        raise RefusalError(UNFIT, "the final model that the server sends is not the one that was agreed on.")
+        raise RefusalError("the final model that the server sends is not the one that was agreed on.")
     message = unparsed.open()
     path = home / FINAL / MODEL
     try:
@@ -311,11 +298,11 @@ def save_final(home: Path, unparsed: UnparsedMessage[Final], terms: Terms, site:
             raise ValueError("it is no table of texts")
         card = Card.parse(texts, path)
     except ValueError as error:
-        raise RefusalError(UNFIT, "the card of the final model cannot be read.") from error
+        raise RefusalError("the card of the final model cannot be read.") from error
     form = terms.form
     network, model = task.network.whole(message.model)
     if (card.network, card.classes, card.image) != (network, form.classes, form.image):
-        raise RefusalError(UNFIT, "the card of the final model is not that of the federation.")
+        raise RefusalError("the card of the final model is not that of the federation.")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = with_seal(pack(model)[0], card.render())
     atomic_io.replace(path, data)

@@ -39,10 +39,9 @@ class _Agreements:
 
 @dataclass(frozen=True)
 class Consent:
-    """The federations in which a site with this `home` takes part.
+    """The federations in which a site takes part.
 
-    `terms` are the first digits of the hash of the only terms that will do, `ANY` for all, or "" for those that its
-    people have agreed to (`agree`). `methods` are those that it accepts, all where none is named.
+    `terms` begins the hash of the only terms that will do, or is `ANY`, or "": those agreed to. No `methods` means all.
     """
 
     home: Path
@@ -59,22 +58,18 @@ class Consent:
 
 
 def ask(home: Path, terms: TermsSummary) -> None:
-    """Write down an offer for people to see; raises OSError."""
     atomic_io.replace(home / OFFERED, json.dumps(asdict(terms)).encode())
 
 
 def offer(home: Path) -> TermsSummary | None:
-    """Return the terms that wait for a yes, None where there are none."""
     return _read(home / OFFERED, TypeAdapter(TermsSummary))
 
 
 def end(home: Path, code: int, reason: str) -> None:
-    """Write down that this site's part is over, for the process that waits for it; raises OSError."""
     atomic_io.replace(home / ENDED, json.dumps(asdict(End(code, reason))).encode())
 
 
 def ending(home: Path) -> End | None:
-    """Return how this site's part ended; None where it did not."""
     return _read(home / ENDED, TypeAdapter(End))
 
 
@@ -84,13 +79,11 @@ def withdraw(home: Path) -> None:
 
 
 def agreements(home: Path) -> list[str]:
-    """Return the hashes of the terms that a site's people have agreed to."""
     record = _read(home / AGREED, TypeAdapter(_Agreements))
     return record.terms if record else []
 
 
 def agree(home: Path, hash: str) -> None:
-    """Remember a yes to these terms; raises OSError."""
     atomic_io.replace(home / AGREED, json.dumps({"terms": sorted({*agreements(home), hash})}).encode())
     withdraw(home)
 

@@ -97,7 +97,6 @@ class DownlinkSpec:
 
 
 def _map(specs: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return specs with each leaf's shape and dtype changed."""
     return {
         client_update: [{path: kind and change(kind) for path, kind in spec.items()} for spec in own]
         for client_update, own in specs.items()

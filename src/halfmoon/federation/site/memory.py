@@ -24,11 +24,7 @@ _INSTEAD = "what was remembered before it counts; put it back from a backup."
 
 @dataclass(frozen=True)
 class Memory:
-    """A `halfmoon.api.types.StateStore` of one client in the client update `at`; `folder` belongs to one run.
-
-    `latest` is the client update whose memory counts, None before the first one. `warn` hears where that is damaged or
-    missing; the one before it then counts.
-    """
+    """A `StateStore` of one client in the client update `at`, which goes on from `latest`; `warn` hears of damage."""
 
     folder: Path
     at: RoundKey
@@ -83,7 +79,6 @@ def round_key(numbers: Sequence[int]) -> RoundKey | None:
 
 
 def _read(path: Path) -> Tree | None:
-    """Return the tree in a file, None where it is damaged."""
     match = _FILE.fullmatch(path.name)
     if match is None or not atomic_io.digest(path.read_bytes()).startswith(match[4]):
         return None
@@ -94,7 +89,6 @@ def _read(path: Path) -> Tree | None:
 
 
 def _files(folder: Path) -> list[tuple[RoundKey, Path]]:
-    """Return the files by client update, the oldest first."""
     if not folder.is_dir():
         return []
     matches = ((_FILE.fullmatch(path.name), path) for path in folder.iterdir())

@@ -1,8 +1,10 @@
 """A site: one client of a federation with its own rows and its own memory, which answers requests."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from halfmoon.api.types import Method, StateStore, Task
 from halfmoon.api.uploads import Upload
+from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
 from halfmoon.engine.driver import ClientContext, ClientResult, images_a_call
@@ -17,10 +20,10 @@ from halfmoon.engine.evaluation import Examples, Quality, tally
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
+from halfmoon.federation.protocol.images import decode, form_name, labeled_images, numbered, prepared_folder
 from halfmoon.federation.protocol.log import size
 from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
-    UNFIT,
     UNKNOWN,
     RefusalError,
     Reply,
@@ -31,7 +34,9 @@ from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.site.downlink_spec import DownlinkSpec
 from halfmoon.methods import registry
-from halfmoon.runs.factory import batch_rules, budget, device, examples, method, task, views
+from halfmoon.runs.factory import batch_rules, budget, device, examples, method, preparation, task, views
+from halfmoon.sites.folders.prepare import open_site
+from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage.state_store import StateView, Store
 
 NOTHING = ClientResult(Upload({}, torch.zeros(0)), {}, {}, Amount(0, 0, 0), (0, 0))
@@ -47,10 +52,7 @@ class HeldOut(NamedTuple):
 
 @lru_cache(maxsize=4)
 def agreed_downlinks(text: str) -> DownlinkSpec:
-    """Return what a server of the terms with this `text` sends; that takes seconds for a large network.
-
-    It is the same for every site: those that share a process, as in a rehearsal, compute it once.
-    """
+    """Return what a server of these terms sends; it takes seconds, so that a process computes it once."""
     terms = Terms.parse(text)
     config, form = terms.config, terms.form
     shared = task(config, form)
@@ -59,11 +61,7 @@ def agreed_downlinks(text: str) -> DownlinkSpec:
 
 @dataclass
 class SiteRuntime:
-    """The client `number` of a federation: `local_clients` has its rows alone, under that number.
-
-    `federation` is the hash of the terms, `version` that of its halfmoon, `downlinks` the shapes that a server of its
-    method sends.
-    """
+    """The client `number` of the federation with the hash `federation`; `local_clients` has its rows alone."""
 
     number: int
     method: Method
@@ -78,10 +76,7 @@ class SiteRuntime:
     def of(
         cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, place: str = "auto"
     ) -> "SiteRuntime":
-        """Return the site with these images, uint8 (N, H, W, C), and labels, int64 (N,), -1 where there is none.
-
-        It computes on the device `place`. Raises `RefusalError` where the method cannot use such a site.
-        """
+        """Return the site with images (N, H, W, C) and labels (-1: none); raise `RefusalError` for a misfit."""
         config = replace(terms.config, device=place)
         shared = task(config, terms.form)
         labeled = labels >= 0
@@ -100,7 +95,7 @@ class SiteRuntime:
             amount = measure.amount(rules[0], client_update, dataset.own(number), dataset.given(number))
             fault = limits.check_update(client_update, amount, terms.form.image)
             if fault is not None:
-                raise RefusalError(UNFIT, fault)
+                raise RefusalError(fault)
         training = Training(rules[0], measure, rules[1])
         local_clients = LocalClients(dataset, views(config, terms.form), training, config.seed, memories)
         return cls(number, own, shared, local_clients, terms.hash, version)
@@ -113,14 +108,14 @@ class SiteRuntime:
         if fault is not None or (down and not request.client_update):
             why = f": {fault}" if fault else ""
             raise RefusalError(
-                UNFIT, f"what the server sends for {request.client_update!r} is not what its method sends{why}."
+                f"what the server sends for {request.client_update!r} is not what its method sends{why}."
             )
         network = self.task.network
         if evaluation not in ({}, spec_of(limits.abstract(network))):
-            raise RefusalError(UNFIT, "the model that the server sends for a test is not the one that was agreed on.")
+            raise RefusalError("the model that the server sends for a test is not the one that was agreed on.")
         most = limits.unsure(network)
         if request.client_update not in self.downlinks.specs and len(unparsed.data) > most:
-            raise RefusalError(UNFIT, f"the server sends {size(len(unparsed.data))}, of {size(most)} at most.")
+            raise RefusalError(f"the server sends {size(len(unparsed.data))}, of {size(most)} at most.")
 
     def counts(self) -> tuple[int, int]:
         rows = self.local_clients.dataset.split.labeled
@@ -136,9 +131,8 @@ class SiteRuntime:
         client_updates = self.method.client_updates(shared)
         if request.client_update not in client_updates:
             raise RefusalError(
-                UNFIT,
                 f"the server asks for {request.client_update!r}, which the method does not have; it has "
-                f"{list(client_updates)}.",
+                f"{list(client_updates)}."
             )
         local = self.local_clients if memories is None else replace(self.local_clients, memories=memories)
         place = local.dataset.train.labels.device
@@ -151,7 +145,7 @@ class SiteRuntime:
         return replace(Reply.of(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:
-        """Return the `Reply.evaluation` of a model, {} where the site has no test and validation images."""
+        """Return the `Reply.evaluation` of a model, {} where the site has no such images."""
 
         def evaluation(images: Examples) -> Tree:
             test = tally(self.task.network, model, self.task.normalize, images, statistics=self.task.testing)
@@ -166,12 +160,12 @@ class SiteRuntime:
         check_version(self.version, request.version)
         if request.federation != self.federation:
             raise RefusalError(
-                UNKNOWN,
                 f"the server plays federation {request.federation[:8]}, but this site joined {self.federation[:8]}; "
                 "join again with the server's configuration.",
+                UNKNOWN,
             )
         if not 0 <= request.round < self.task.rounds:
-            raise RefusalError(UNFIT, f"the server asks for round {request.round + 1} of {self.task.rounds}.")
+            raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
 
 
 def check_version(mine: str, theirs: str) -> None:
@@ -181,7 +175,7 @@ def check_version(mine: str, theirs: str) -> None:
     older, newer = sorted((mine, theirs), key=_version_key)
     late = "this site" if mine == older else "the server"
     raise RefusalError(
-        OTHER_VERSION, f"this site runs halfmoon {mine}, the server {theirs}: {late} has to upgrade to {newer}."
+        f"this site runs halfmoon {mine}, the server {theirs}: {late} has to upgrade to {newer}.", OTHER_VERSION
     )
 
 
@@ -198,11 +192,51 @@ def _check_labels(terms: Terms, own: Method, shared: Task, labeled: int, unlabel
     config, entry = terms.config, registry.entry(terms.config.method)
     if entry.all_labels:
         if unlabeled:
-            raise RefusalError(
-                UNFIT, f"method {entry.name} needs a label for every image, but {unlabeled:,} have none."
-            )
+            raise RefusalError(f"method {entry.name} needs a label for every image, but {unlabeled:,} have none.")
         return
     if config.labels_at == "clients" and not labeled:
-        raise RefusalError(UNFIT, "the federation has labels at every site, but this site has none.")
+        raise RefusalError("the federation has labels at every site, but this site has none.")
     if next(iter(own.client_updates(shared).values())).needs.views and not unlabeled and not config.reuse_labeled:
-        raise RefusalError(UNFIT, f"method {entry.name} needs images without a label, but this site has none.")
+        raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
+
+
+@dataclass(frozen=True)
+class SiteImages:
+    """The images in `folder`, decoded into `home`; `tests` and `validations` are folders of others, for no training."""
+
+    folder: Path
+    home: Path
+    tests: Path | None = None
+    device: str = "auto"
+    validations: Path | None = None
+
+    def runtime(self, terms: Terms, name: str, version: str, say: Callable[[str], None]) -> SiteRuntime:
+        """Return the site with its images in the terms' form; raise `RefusalError` for a misfit."""
+        folder = self._decoded(terms, say)
+        assert folder.images is not None, "it was just prepared"
+        number = terms.sites.index(name)
+        site = SiteRuntime.of(terms, number, folder.images, numbered(folder, terms), version, self.device)
+        device = site.local_clients.dataset.train.labels.device
+        other = {
+            part: examples(labeled_images(path, terms, self.home / f"{part}-{form_name(terms)}"), device)
+            for part, path in (("tests", self.tests), ("validations", self.validations))
+            if path is not None
+        }
+        return replace(site, held_out=HeldOut(**other))
+
+    def _decoded(self, terms: Terms, say: Callable[[str], None]) -> SiteFolder:
+        """Return the folder, decoded at home, or beside that where another form is at home already."""
+        form = preparation(terms.config).form
+        if (folder := prepared_folder(self.folder, self.home, terms, form)) is not None:
+            return folder
+        out = self.home / form_name(terms) if self._occupied() else self.home
+        result = decode(self.folder, out, terms)
+        if result.decoded:
+            say(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
+        return result.site
+
+    def _occupied(self) -> bool:
+        try:
+            return open_site(self.folder, self.home).images is not None
+        except UserError:
+            return False

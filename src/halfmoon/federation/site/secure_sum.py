@@ -1,16 +1,11 @@
 """A site's part in a sum of which the server sees no single term (`halfmoon.aggregation.secure.masking`).
 
-The server asks four times: for keys of this sum (`KEYS`), for shares (`DEAL`), for the client update (`MASK`), and for
-what takes the masks off the sum (`REVEAL`). All of them are about one client update: a round, an attempt and a query.
-Keys are signed with a site's lasting key, and each site checks the signatures of all others before it deals a share, so
-that a server cannot put keys of its own in.
-
-A site's answers follow from its secret of the sum and from its notes: the same question gets the same answer, also from
-a new process, and no other question gets any. So nobody gets its vector twice under the same masks with other values,
-and nobody gets shares for two sets of sites, whose sums would differ by a single one.
-
-The secret of a sum lies in one file of a run's folder. It is overwritten and gone before the last answer of that sum
-leaves the site, or when another sum begins; nothing else that a site stores opens what it has sent.
+The server asks for keys of this sum (`KEYS`), shares (`DEAL`), the masked update (`MASK`), and what takes the masks off
+(`REVEAL`). Each site checks that the keys are signed with the lasting keys of the others, so that a server cannot put
+its own in. An answer follows from the secret of the sum and from notes on the disk: the same question gets the same
+answer, and no other question gets any. So no vector leaves twice under the same masks, and no shares for two sets of
+sites. The secret lies in one file. It is overwritten before the last answer of its sum leaves, or when another sum
+begins.
 """
 
 from __future__ import annotations
@@ -45,8 +40,7 @@ from halfmoon.aggregation.secure.masking import (
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.federation.protocol.messages import UNFIT, RefusalError, Reply, Request
-from halfmoon.federation.protocol.sums import (
+from halfmoon.federation.protocol.messages import (
     DEAL,
     KEYS,
     LEAVES,
@@ -54,6 +48,9 @@ from halfmoon.federation.protocol.sums import (
     REVEAL,
     SESSION,
     SITES,
+    RefusalError,
+    Reply,
+    Request,
     from_rows,
     scene_of,
     to_rows,
@@ -73,10 +70,10 @@ SUMS, SECRET = "sums", "secret"
 def check_masks(masks: TreeSpec, terms: Terms) -> None:
     """Raise `RefusalError` for the masks of a request, by their names, shapes and types: nothing else was read."""
     if masks and not terms.config.secure_aggregation:
-        raise RefusalError(UNFIT, "the server asks for a part in a masked sum, but nobody agreed on such sums.")
+        raise RefusalError("the server asks for a part in a masked sum, but nobody agreed on such sums.")
     fault = next(_faults(masks, len(terms.sites)), None)
     if fault is not None:
-        raise RefusalError(UNFIT, f"what the server sends for a masked sum cannot be used: {fault}.")
+        raise RefusalError(f"what the server sends for a masked sum cannot be used: {fault}.")
 
 
 def _faults(masks: TreeSpec, sites: int) -> Iterator[str]:
@@ -101,11 +98,9 @@ def _faults(masks: TreeSpec, sites: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of site `number` in the sums of one run, whose `folder` has their notes.
+    """The part of site `number` in the sums of one run; `folder` has their notes, `key` is its lasting key.
 
-    `key` is its lasting key, `sites` knows those of all. With `even` it weighs 1, whatever it has (client-level
-    privacy). No sum is begun with fewer than `least` sites, the cohort of the terms: a server that asks for less could
-    leave honest sites out until one is alone with others of its own.
+    With `even` it weighs 1. No sum has fewer than `least` sites: a server could leave an honest one alone with its own.
     """
 
     key: ec.EllipticCurvePrivateKey
@@ -120,20 +115,14 @@ class Part:
         return signing.public(self.key.public_key())
 
     def answer(self, request: Request, plain: Callable[[Request], Reply]) -> Reply:
-        """Return the answer to a request; `plain` answers as a site whose uploads are seen.
-
-        Raise `RefusalError` for what would tell more than a sum, `UserError` for an update that does not fit into one,
-        and OSError.
-        """
+        """Return the answer to a request, of which `plain` makes the visible part; raise `RefusalError`."""
         if not request.masks:
             if request.client_update:
-                raise RefusalError(
-                    UNFIT, "the server asks for an upload of its own, but all agreed that it sees sums alone."
-                )
+                raise RefusalError("the server asks for an upload of its own, but all agreed that it sees sums alone.")
             return plain(request)
         ((stage, masks),) = request.masks.items()
         if (stage == MASK) != bool(request.client_update):
-            raise RefusalError(UNFIT, "the server asks for a client update and for the rest of a sum at once.")
+            raise RefusalError("the server asks for a client update and for the rest of a sum at once.")
         notes = Notes(self.folder / SUMS, request)
         if stage == MASK:
             return self._mask(request, notes, masks, plain)
@@ -141,12 +130,11 @@ class Part:
         return replace(plain(request), up=answers[stage](request, notes, masks))
 
     def _announce(self, request: Request, notes: Notes, masks: Tree) -> Tree:
-        """Return this site's public keys of a new sum, signed."""
         session = masks["session"].numpy().tobytes().hex()
         scene = scene_of(request, session)
         secret = self._secret(scene)
         if notes.has(DEAL) and notes.get("session") == session and secret.read() is None:
-            raise RefusalError(UNFIT, "the server asks for keys of a sum that is over for this site.")
+            raise RefusalError("the server asks for keys of a sum that is over for this site.")
         keys = announced(secret.begin())
         notes.begin(session)
         signature = signing.sign(self.key, announcement(scene, self.number, keys))
@@ -158,21 +146,21 @@ class Part:
         cohort, numbers = self._numbers(masks["asked"]), self._numbers(masks["sites"])
         subject = f"the server asks for a sum of {len(cohort)} sites"
         if len(cohort) < LEAST:
-            raise RefusalError(UNFIT, f"{subject}: of fewer than {LEAST} it hides nothing.")
+            raise RefusalError(f"{subject}: of fewer than {LEAST} it hides nothing.")
         if len(cohort) < self.least:
-            raise RefusalError(UNFIT, f"{subject}, but all agreed on cohorts of {self.least}: of fewer it hides less.")
+            raise RefusalError(f"{subject}, but all agreed on cohorts of {self.least}: of fewer it hides less.")
         if not set(numbers) <= set(cohort):
-            raise RefusalError(UNFIT, "the server has keys of sites that are not in the sum.")
+            raise RefusalError("the server has keys of sites that are not in the sum.")
         if len(numbers) < (needed := threshold(len(cohort))):
-            raise RefusalError(UNFIT, f"{len(numbers)} sites of {len(cohort)} have keys, and {needed} are needed.")
+            raise RefusalError(f"{len(numbers)} sites of {len(cohort)} have keys, and {needed} are needed.")
         keys, lasting = from_rows(masks["keys"]), [row.lstrip(b"\0") for row in from_rows(masks["lasting"])]
         here = numbers.index(self.number)
         if keys[here] != announced(secret) or lasting[here] != self.lasting:
-            raise RefusalError(UNFIT, "the server has other keys of this site than its own.")
+            raise RefusalError("the server has other keys of this site than its own.")
         for number, own, key, signature in zip(numbers, lasting, keys, from_rows(masks["signatures"]), strict=True):
             if not signing.signed(own, announcement(scene, number, key), signature):
                 name = self.sites.names[number]
-                raise RefusalError(UNFIT, f"the server has keys of {name} for this sum that {name} has not signed.")
+                raise RefusalError(f"the server has keys of {name} for this sum that {name} has not signed.")
         self.sites.check(dict(zip(numbers, lasting, strict=True)))
         notes.once(DEAL, {"asked": list(cohort), "numbers": list(numbers), "keys": [key.hex() for key in keys]})
         return {"shares": to_rows(self._party(request, notes).deal())}
@@ -182,11 +170,9 @@ class Part:
         party = self._party(request, notes)
         numbers = self._numbers(masks["sites"])
         if not set(numbers) <= set(party.cohort.numbers):
-            raise RefusalError(UNFIT, "the server counts sites in that were not asked for shares.")
+            raise RefusalError("the server counts sites in that were not asked for shares.")
         if len(numbers) < party.cohort.threshold:
-            raise RefusalError(
-                UNFIT, f"{len(numbers)} sites have dealt shares, and {party.cohort.threshold} are needed."
-            )
+            raise RefusalError(f"{len(numbers)} sites have dealt shares, and {party.cohort.threshold} are needed.")
         notes.once(MASK, list(numbers))
         reply = plain(request)
         vector = self._vector(request, reply.up, len(party.cohort.asked))
@@ -208,20 +194,18 @@ class Part:
     def _reveal(self, request: Request, notes: Notes, masks: Tree) -> Tree:
         """Return the shares that take the masks off: of one set of sites, once and for all. Then the sum is over."""
         if not notes.has("vector"):
-            raise RefusalError(
-                UNFIT, "the server asks what takes masks off before this site has sent anything under one."
-            )
+            raise RefusalError("the server asks what takes masks off before this site has sent anything under one.")
         numbers, survived = notes.get(MASK), sorted(masks["survived"].tolist())
         count = len(notes.get(DEAL)["asked"])
         needed = threshold(count)
         if self.number not in survived or not set(survived) <= set(numbers) or len(set(survived)) < len(survived):
-            raise RefusalError(UNFIT, "the server names sites whose updates it cannot have, or leaves out this one's.")
+            raise RefusalError("the server names sites whose updates it cannot have, or leaves out this one's.")
         if len(survived) < needed:
             raise RefusalError(
-                UNFIT, f"the server asks for the sum of {len(survived)} sites of {count}, and {needed} are needed."
+                f"the server asks for the sum of {len(survived)} sites of {count}, and {needed} are needed."
             )
         if len(masks["shares"]) != len(numbers):
-            raise RefusalError(UNFIT, "the server sends shares of other sites than those that have dealt them.")
+            raise RefusalError("the server sends shares of other sites than those that have dealt them.")
         shares = dict(zip(numbers, from_rows(masks["shares"]), strict=True))
         question = [survived, atomic_io.digest(b"".join(shares.values()))]
         if not notes.has(REVEAL):
@@ -244,17 +228,17 @@ class Part:
     def _current(self, request: Request, notes: Notes) -> tuple[bytes, Scene]:
         """Return the secret of the sum that is under way, and which one it is."""
         if not notes.has("session"):
-            raise RefusalError(UNFIT, "the server goes on with a sum that this site has not begun.")
+            raise RefusalError("the server goes on with a sum that this site has not begun.")
         scene = scene_of(request, notes.get("session"))
         secret = self._secret(scene).read()
         if secret is None:
-            raise RefusalError(UNFIT, "the server goes on with a sum that is over for this site: its keys are erased.")
+            raise RefusalError("the server goes on with a sum that is over for this site: its keys are erased.")
         return secret, scene
 
     def _party(self, request: Request, notes: Notes) -> Party:
         secret, scene = self._current(request, notes)
         if not notes.has(DEAL):
-            raise RefusalError(UNFIT, "the server goes on with a sum for which this site has dealt no shares.")
+            raise RefusalError("the server goes on with a sum for which this site has dealt no shares.")
         note = notes.get(DEAL)
         keys = tuple(bytes.fromhex(key) for key in note["keys"])
         return Party(secret, self.number, Cohort(scene, tuple(note["asked"]), tuple(note["numbers"]), keys))
@@ -273,7 +257,7 @@ class Part:
         elif self.number not in numbers:
             fault = "the server asks for a part in a sum without this site."
         if fault is not None:
-            raise RefusalError(UNFIT, fault)
+            raise RefusalError(fault)
         return numbers
 
 
@@ -301,10 +285,7 @@ class SumSecret:
 
 
 def erase(path: Path) -> None:
-    """Overwrite a file with zeros and remove it; where it is not there, do nothing. Raises OSError.
-
-    A disk may keep older copies of what was overwritten, as flash memory and copying file systems do.
-    """
+    """Overwrite a file with zeros and remove it; flash memory may keep older copies. Raises OSError."""
     try:
         with atomic_io.opened(path, os.O_WRONLY) as handle:
             atomic_io.write_all(handle, bytes(os.fstat(handle).st_size))
@@ -350,7 +331,7 @@ class Notes:
             self._facts[stage] = facts
             self._write()
         if self._facts[stage] != facts:
-            raise RefusalError(UNFIT, "this site has answered for that round already, and this is another question.")
+            raise RefusalError("this site has answered for that round already, and this is another question.")
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

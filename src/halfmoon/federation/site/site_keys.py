@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from halfmoon.aggregation.secure import signing
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.messages import UNFIT, RefusalError
+from halfmoon.federation.protocol.messages import RefusalError
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -31,10 +31,7 @@ class KeyFiles:
     others: Path | None = None
 
     def load(self, home: Path) -> ec.EllipticCurvePrivateKey:
-        """Return the site's lasting key: that of its file, else that of its home, generated where there is none.
-
-        Raise UserError where it cannot be read.
-        """
+        """Return the site's lasting key, generated in its home where it has none; raise UserError."""
         path = self.own or home / OWN
         data = atomic_io.read(path)
         if data is None:
@@ -48,15 +45,11 @@ class KeyFiles:
             raise UserError(f"{path} is no private key (elliptic curve, in OpenSSH's format): {error}.") from error
 
     def public(self, home: Path) -> str:
-        """Return the public half of the site's lasting key, in hexadecimal; raise UserError."""
         return signing.public(self.load(home).public_key()).hex()
 
 
 def read_keys(path: Path) -> dict[str, bytes]:
-    """Return the public key of each site in a file of lines of OpenSSH's, whose comments are the sites' names.
-
-    Raise UserError where it cannot be read as such a file.
-    """
+    """Return each site's public key in a file of OpenSSH's lines, whose comments are the names; raise UserError."""
     data = atomic_io.read(path)
     if data is None:
         raise UserError(f"{path} is not there: it has the keys of all sites, and comes from the server's people.")
@@ -76,10 +69,7 @@ def read_keys(path: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class KnownSites:
-    """The keys of a federation's sites: `names` by number, `folder` is the federation's at this site.
-
-    `file` has the keys that people have handed out, where there is one; `say` hears of new keys.
-    """
+    """The keys of a federation's sites: from a `file` that people handed out, else those that came first."""
 
     names: Sequence[str]
     folder: Path
@@ -100,9 +90,8 @@ class KnownSites:
             name = self.names[number]
             if record.setdefault(name, key.hex()) != key.hex():
                 raise RefusalError(
-                    UNFIT,
                     f"the server says that {name} has another key ({mark(key)}) than before. Where its people confirm "
-                    f"that, {KNOWN} is removed here.",
+                    f"that, {KNOWN} is removed here."
                 )
         if record == before:
             return
@@ -119,9 +108,8 @@ class KnownSites:
                 which = "another key" if name in listed else "a key"
                 where = "than the file of keys says" if name in listed else "but the file of keys has none"
                 raise RefusalError(
-                    UNFIT,
                     f"the server says that {name} has {which} ({mark(key)}) {where}. Where its people confirm it, the "
-                    "server's people hand out a new file.",
+                    "server's people hand out a new file."
                 )
 
 

@@ -21,6 +21,14 @@ from halfmoon.sites.folders.site_folder import CLASSES, LABELS, Finding, SiteFol
 if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
 
+import io
+
+from PIL import Image
+
+from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers.decode import prepared
+from halfmoon.storage import atomic_io
+
 NARROW = 0.1
 """The share of its 16 bits below which an image is named."""
 
@@ -30,14 +38,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Survey:
-    """Hold what `check` found in a folder.
+    """The contents of a site folder: `images` by name, the `readable` ones, `labeled` ones, the `mix` of classes.
 
-    images: files that are images by their names; readable: those that can be opened
-    labeled: readable images with a label; mix: how many of each class, by name
-    sizes: images of each (height, width, Pillow mode), turned upright, the most frequent first
-    findings: what is odd, in groups; those with `blocks` must be mended first
-    methods: the methods that the folder can serve, by where a federation expects labels
-    (halfmoon.methods.registry.Place)
+    `sizes` counts images of each (height, width, Pillow mode); `methods` are those it can serve, by place of labels.
     """
 
     folder: Path
@@ -51,7 +54,6 @@ class Survey:
 
     @property
     def can_take_part(self) -> bool:
-        """Return whether an image is readable and nothing must be mended first."""
         return bool(self.methods)
 
     def as_json(self) -> dict[str, Any]:
@@ -90,11 +92,10 @@ def check(
     tests: Path | None = None,
     seen: Callable[[str, bytes], None] | None = None,
 ) -> Survey:
-    """Return what a site folder holds; every image is decoded once, and no two are in memory at a time.
+    """Return the contents of a site folder, one image at a time; raise UserError where there is none.
 
-    Images are equal where they have one size and equal pixels as 8-bit RGB, whatever their files look like. `classes`
-    are those of a federation: others are named. `tests` is a folder of test images, none of which may be in this one.
-    `seen` gets every readable image's name and bytes. Raise UserError where there is no such folder.
+    Equal images have equal pixels as 8-bit RGB. `classes` are a federation's, `tests` is a folder of test images,
+    `seen` gets every readable image.
     """
     site, findings = look(folder)
     sizes: Counter[tuple[int, int, str]] = Counter()
@@ -235,7 +236,6 @@ def _duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
 
 
 def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Finding]:
-    """Return what the class names lack."""
     empty = [name for name, count in mix.items() if not count] if labeled else []
     found = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
     if labeled and not (site.folder / CLASSES).exists():
@@ -250,3 +250,44 @@ def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
 
     places: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
     return {place: tuple(registry.names_at(place)) for place in places}
+
+
+ACROSS, MOST = 12, 96
+"""Images in a row, and in all."""
+
+SIDE, GAP = 64, 4
+"""Pixels of an image that has no size of its own, and between two."""
+
+
+class ContactSheet:
+    """Collects images as a network sees them, evenly from the whole folder, and writes one PNG file."""
+
+    def __init__(self, total: int, how: Preparation) -> None:
+        size = how.size or (SIDE, SIDE)
+        self.how = Preparation(size, how.channels or 3, how.crop, how.window)
+        self.every = max(1, -(-total // MOST))
+        self.met = 0
+        self.images: list[np.ndarray] = []
+
+    def add(self, name: str, data: bytes) -> None:
+        if self.met % self.every == 0:
+            self.images.append(prepared(data, name, self.how))
+        self.met += 1
+
+    def write(self, path: Path) -> int:
+        """Write the PNG file and return how many images are on it; raise UserError where there are none."""
+        if not self.images:
+            raise UserError(f"{path}: there is no image to show.")
+        height, width = self.how.size or (SIDE, SIDE)
+        rows = -(-len(self.images) // ACROSS)
+        page = np.full((rows * (height + GAP) + GAP, ACROSS * (width + GAP) + GAP, 3), 128, np.uint8)
+        for place, image in enumerate(self.images):
+            top, left = GAP + place // ACROSS * (height + GAP), GAP + place % ACROSS * (width + GAP)
+            page[top : top + height, left : left + width] = image
+        file = io.BytesIO()
+        Image.fromarray(page).save(file, "PNG")
+        try:
+            atomic_io.replace(path, file.getvalue())
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({atomic_io.reason(error)}); choose another --sheet.") from error
+        return len(self.images)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
 
 FEDERATION, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
+Tell = Callable[[str], None]
+
 IMAGES = "images"
 """The folder of a site's images."""
 
@@ -41,22 +43,18 @@ class _Part:
     labeled: np.ndarray
 
 
-def export(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], None] | None = None) -> bool:
-    """Write a data set as `config.clients` site folders, `server` where it holds labels, `test`, and federation.toml.
+def export(config: Config, source: Source, split: Split, out: Path, tell: Tell | None = None) -> bool:
+    """Write a data set as site folders, `server` where it holds labels, `test`, and federation.toml.
 
-    `source` has the images as the simulator trains on them, `split` says who holds which. An image is a lossless PNG
-    named by its row in the training (or test) set, so that the sorted names are in the order of a `Split`'s rows.
-    A folder appears under its name when it is whole; a call after a kill makes those that are missing. Return
-    whether anything was left to write; `tell` hears of every folder.
-
-    Raise UserError where the folder holds anything else, the split streams, a site would be without an image, a
-    class name cannot stand in a text file, or the folder cannot be written.
+    Images are PNGs named by their row. A folder appears when it is whole, and another call makes those that are
+    missing. Return whether anything was left to write. Raise UserError where a folder cannot hold it, or cannot be
+    written.
     """
     parts = _parts(source, split)
     words = federation(config, source, split)
     _check(source, split, parts, out)
     try:
-        return _write(source, parts, out, _Plan(words, split, config.split is not None), tell or (lambda _: None))
+        return _write(source, parts, out, words, split, config.split is not None, tell or (lambda _: None))
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({atomic_io.reason(error)}); mend that, then export again."
@@ -102,21 +100,18 @@ def federation(config: Config, source: Source, split: Split) -> str:
 
 
 def holders(split: Split) -> dict[str, int]:
-    """Return the names of the folders of who holds rows, and their numbers in the split."""
     digits = max(2, len(str(split.clients - 1)))
     named = {f"site-{k:0{digits}}": k for k in range(split.clients)}
     return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
 
 
 def place_of(split: Split) -> Place:
-    """Return where a split has its labels."""
     if split.rows(SERVER, True).size:
         return "server"
     return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"
 
 
 def _parts(source: Source, split: Split) -> list[_Part]:
-    """Return the folders in the order in which they are written."""
     parts = [
         _Part(name, source.train, rows, split.labeled[rows])
         for name, k in holders(split).items()
@@ -142,24 +137,23 @@ def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> N
         raise UserError(f"{out} is a file; give a folder that is empty or not there.")
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """What tells one export from another: the words of federation.toml, and the split, which is `saved` beside it."""
-
-    words: str
-    split: Split
-    saved: bool
-
-    def mark(self) -> str:
-        """Return a hash that other sites would not have."""
-        held = self.split.client.tobytes() + self.split.labeled.tobytes()
-        return atomic_io.digest(f"{self.words}{self.split.origin.labels_sha256}{atomic_io.digest(held)}".encode())
+def _mark(words: str, split: Split) -> str:
+    held = split.client.tobytes() + split.labeled.tobytes()
+    return atomic_io.digest(f"{words}{split.origin.labels_sha256}{atomic_io.digest(held)}".encode())
 
 
-def _write(source: Source, parts: Sequence[_Part], out: Path, plan: _Plan, tell: Callable[[str], None]) -> bool:
+def _write(
+    source: Source,
+    parts: Sequence[_Part],
+    out: Path,
+    words: str,
+    split: Split,
+    saved: bool,
+    tell: Callable[[str], None],
+) -> bool:
     """Write what is missing; a mark tells an unfinished export of these sites, federation.toml a finished one."""
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out, plan.mark())
+    _claim(out, _mark(words, split))
     with _alone(out):
         if (out / FEDERATION).exists():
             return False
@@ -169,9 +163,9 @@ def _write(source: Source, parts: Sequence[_Part], out: Path, plan: _Plan, tell:
                 continue
             _write_part(source, part, out)
             tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
-        if plan.saved:
-            plan.split.save(out / SPLIT)
-        atomic_io.replace(out / FEDERATION, plan.words.encode())
+        if saved:
+            split.save(out / SPLIT)
+        atomic_io.replace(out / FEDERATION, words.encode())
     return True
 
 

@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import posixpath
 import unicodedata
 from pathlib import Path
 from typing import NamedTuple
@@ -50,16 +51,12 @@ def file_of(folder: Path) -> Path:
 
 
 def separator_of(text: str) -> str:
-    """Return what separates the cells of a file's text."""
     first = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
     return next((each for each in _SEPARATORS if _is_header(first.split(each))), ",")
 
 
 def decoded(path: Path) -> tuple[str | None, list[str], list[str]]:
-    """Return the text of a file without a byte order mark, or None and what is wrong, and which mark it had.
-
-    An absent file is no fault.
-    """
+    """Return the text of a file, or None and what is wrong, and its byte order mark; an absent file is no fault."""
     try:
         data = path.read_bytes()
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -72,6 +69,15 @@ def decoded(path: Path) -> tuple[str | None, list[str], list[str]]:
     except UnicodeDecodeError as error:
         kind = "UTF-16" if error.encoding.startswith("utf-16") else "UTF-8"
         return None, [f"byte {error.start} is not {kind}: save the file as UTF-8"], []
+
+
+def plain(path: str) -> str:
+    """Return a path in the one way that names its image: forward slashes, no ./, accents in one character."""
+    return nfc(posixpath.normpath(path.strip().replace("\\", "/")))
+
+
+def nfc(words: str) -> str:
+    return unicodedata.normalize("NFC", words.strip())
 
 
 def _parsed(text: str) -> tuple[list[tuple[str, str]], list[str], str]:
@@ -97,7 +103,7 @@ def _parsed(text: str) -> tuple[list[tuple[str, str]], list[str], str]:
             elif len(cells) != header or not all(stripped[:2]):
                 faults.append(f"line {lines.line_num} is not one path and one label")
             else:
-                rows.append((cells[0], unicodedata.normalize("NFC", stripped[1])))
+                rows.append((cells[0], nfc(stripped[1])))
     except csv.Error as error:
         faults.append(f"line {lines.line_num}: {error}")
     if not header and not faults:

@@ -3,9 +3,7 @@
 import codecs
 import csv
 import io
-import posixpath
 import threading
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders.label_file import LABELS, SIGNED, decoded, file_of, separator_of
+from halfmoon.sites.folders.label_file import LABELS, SIGNED, decoded, file_of, nfc, plain, separator_of
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.storage import atomic_io, locks
 
@@ -38,10 +36,7 @@ class Changed(UserError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One label: the image's path, the class name ("" takes the label back), and the name that was seen there before.
-
-    `by` is who says it; None writes neither who nor when.
-    """
+    """One label ("" takes it back), the one `seen` there before, and `by` whom it is, where that is written down."""
 
     path: str
     label: str
@@ -53,11 +48,9 @@ _WITHIN = threading.Lock()  # where a file system has no locks, the threads of o
 
 
 def write(folder: Path, *answers: Answer, name: str = LABELS) -> None:
-    """Write answers into a folder's labels.csv, which is made where it is missing; all other lines stay as they are.
+    """Write answers into labels.csv under a lock; other lines stay.
 
-    The file is locked, read again, and replaced whole: what others have written meanwhile stays. Raise `Changed`, and
-    write nothing, where an image has another label by now than the answer's writer saw, unless it is the same answer;
-    UserError where labels.csv is broken, locked for long, or cannot be written.
+    Raise `Changed` where an image has got another label since, UserError where the file is broken or cannot be written.
     """
     with _WITHIN, _locked(folder):
         file = _file(folder, name)
@@ -152,7 +145,6 @@ class _Lines:
         self.rows[places[0]] = line if answer.label else []
 
     def render(self) -> bytes:
-        """Return the file."""
         text = io.StringIO()
         writer = csv.writer(text, delimiter=self.separator, lineterminator="\n")
         writer.writerows([self.header, *filter(None, self.rows)])
@@ -168,12 +160,3 @@ def _encoding(file: Path) -> str:
 
 def _file(folder: Path, name: str) -> Path:
     return file_of(folder) if name == LABELS else folder / name
-
-
-def plain(path: str) -> str:
-    """Return a path in the one way that names its image: forward slashes, no ./, accents in one character."""
-    return nfc(posixpath.normpath(path.strip().replace("\\", "/")))
-
-
-def nfc(words: str) -> str:
-    return unicodedata.normalize("NFC", words.strip())

@@ -39,10 +39,7 @@ Stamp = tuple[int, int]  # a file's bytes and its time of change in ns
 
 @dataclass(frozen=True)
 class Prepared:
-    """Say what `prepare` did: the site with its images, how many it decoded, and the files it left out, with reasons.
-
-    `home` is where the array and its index lie; `fresh` is False where nothing had to be written.
-    """
+    """The result of `prepare`: the site, how many images it decoded and left out, and whether anything was written."""
 
     site: SiteFolder
     home: Path
@@ -60,18 +57,13 @@ def prepare(
     crop: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Prepared:
-    """Decode a site's images into one array, uint8 (N, H, W, channels), below `folder`/.halfmoon or in `out`.
+    """Decode a site's images into one array, uint8 (N, H, W, channels), in its own home or `out`.
 
-    `size` is (H, W); where it is None the images keep the size they were prepared in, or the one that all have;
-    `channels` likewise: 1 where all are gray, else 3. `crop` and `window` are those of
-    `halfmoon.data.preparation.Preparation`. Files whose size and time of change are known from the last
-    call are not decoded again; without any change nothing is written. The new array lies beside the old one until
-    its index is in place, so a kill leaves the old state or the new one.
-
-    Raise UserError where the folder cannot be read (`halfmoon.sites.folders.read`), no image can, the images
-    have several sizes and none is given, or the place cannot be written.
+    Without `size` (H, W) and `channels` they stay as before, or as all images are. Files of known size and time are not
+    decoded again, and a kill leaves the old state or the new one. Raise UserError where nothing can be read, sizes
+    differ and none is given, or the place cannot be written.
     """
-    site, home = read(folder), _home(folder, out)
+    site, home = read(folder), out or folder / HOME
     _check_form(size, channels)
     stamps = _stamps(site)
     old = _load(home)
@@ -87,12 +79,11 @@ def prepare(
 
 
 def open_site(folder: Path, out: Path | None = None, form: str | None = None) -> SiteFolder:
-    """Return a prepared site with its images memory-mapped, read-only; images that cannot be read are left out.
+    """Return a prepared site, memory-mapped, without unreadable images; `form` is that of its `Preparation`.
 
-    `form` is that of its `Preparation`, where only one will do. Raise UserError where it was not prepared (into `out`,
-    if given), or has changed since.
+    Raise UserError where it was not prepared like this, or has changed since.
     """
-    site, home = read(folder), _home(folder, out)
+    site, home = read(folder), out or folder / HOME
     again = f"run halfmoon site prepare {folder}{f' --out {out}' if out is not None else ''}"
     index = _load(home)
     if index is None:
@@ -132,18 +123,15 @@ class _Index:
         return array if array.shape == self.shape and array.dtype == np.uint8 else None
 
     def write(self) -> None:
-        """Write the index, whole or not at all."""
-        files = [
-            {"path": path, "label": label, "bytes": self.stamps[path][0], "mtime": self.stamps[path][1]}
-            for path, label in self.labels.items()
-        ]
-        left_out = [
-            {"path": path, "reason": reason, "bytes": self.stamps[path][0], "mtime": self.stamps[path][1]}
-            for path, reason in self.left_out.items()
-        ]
+
+        def row(path: str, **facts: Any) -> dict[str, Any]:
+            size, changed = self.stamps[path]
+            return {"path": path, **facts, "bytes": size, "mtime": changed}
+
+        files = [row(path, label=label) for path, label in self.labels.items()]
+        left_out = [row(path, reason=reason) for path, reason in self.left_out.items()]
         value = {"version": VERSION, "images": self.images, "shape": list(self.shape), "classes": list(self.classes)}
-        value["form"] = self.form
-        value |= {"files": files, "left_out": left_out}
+        value |= {"form": self.form, "files": files, "left_out": left_out}
         atomic_io.replace(self.home / INDEX, (json.dumps(value) + "\n").encode())
 
 
@@ -175,7 +163,6 @@ def _load(home: Path) -> _Index | None:
 
 
 def _labels(site: SiteFolder, index: _Index) -> dict[str, int]:
-    """Return the present labels of the images in the array."""
     return {path: int(label) for path, label in zip(site.paths, site.labels, strict=True) if path not in index.left_out}
 
 
@@ -193,10 +180,6 @@ def _unchanged(site: SiteFolder, home: Path, old: _Index) -> Prepared:
     return Prepared(_opened(site, new), home, new != old, 0, old.left_out)
 
 
-def _home(folder: Path, out: Path | None) -> Path:
-    return folder / HOME if out is None else out
-
-
 def _check_form(size: tuple[int, int] | None, channels: int | None) -> None:
     if size is not None and not all(1 <= side <= LARGEST for side in size):
         raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {LARGEST} pixels.")
@@ -205,20 +188,14 @@ def _check_form(size: tuple[int, int] | None, channels: int | None) -> None:
 
 
 def _stamps(site: SiteFolder) -> dict[str, Stamp]:
-    """Return bytes and time of change of every image."""
     stamps = {}
     for path in site.paths:
-        facts = _stat(os.path.join(site.folder, path))
-        # A file that has just gone has no stamp; it is among those that cannot be read.
-        stamps[path] = (-1, -1) if facts is None else (facts.st_size, facts.st_mtime_ns)
+        try:
+            facts = os.stat(os.path.join(site.folder, path))
+            stamps[path] = (facts.st_size, facts.st_mtime_ns)
+        except OSError:  # it has just gone, and is among those that cannot be read
+            stamps[path] = (-1, -1)
     return stamps
-
-
-def _stat(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except OSError:
-        return None
 
 
 def _shape(
@@ -275,7 +252,7 @@ def _decode(
 ) -> tuple[dict[str, str], int]:
     """Write array and index; return the files left out, with reasons, and how many were decoded anew."""
     _check_space(home, len(site) * int(np.prod(shape)))
-    known = _Known.of(old, stamps, shape)
+    known = _known(old, stamps, shape)
     name = f"images-{hashlib.sha256(json.dumps([shape, how.form, stamps]).encode()).hexdigest()[:16]}.npy"
     partial = home / f".{name}{atomic_io.PARTIAL}"
     kept: list[str] = []
@@ -286,7 +263,7 @@ def _decode(
             head = _head(len(site), shape)
             file.write(head)
             for row, path in enumerate(site.paths):
-                pixels = known.pixels(path)
+                pixels = known.get(path)
                 try:
                     if pixels is None:
                         count += 1
@@ -341,21 +318,10 @@ def _check_space(home: Path, needed: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The rows of an earlier array that are still true, by path."""
-
-    images: np.ndarray | None
-    rows: Mapping[str, int]
-
-    @classmethod
-    def of(cls, old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> "_Known":
-        """Return what an earlier array has of the files with these stamps, in this shape."""
-        images = old.open() if old is not None and old.shape[1:] == shape else None
-        if old is None or images is None:
-            return cls(None, {})
-        return cls(images, {path: row for row, path in enumerate(old.labels) if old.stamps[path] == stamps.get(path)})
-
-    def pixels(self, path: str) -> np.ndarray | None:
-        """Return the image's pixels, None where they must be decoded."""
-        return self.images[self.rows[path]] if self.images is not None and path in self.rows else None
+def _known(old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """Return the pixels of an earlier array that are still true, by path."""
+    images = old.open() if old is not None and old.shape[1:] == shape else None
+    if old is None or images is None:
+        return {}
+    rows = np.asarray(images)
+    return {path: rows[row] for row, path in enumerate(old.labels) if old.stamps[path] == stamps.get(path)}

@@ -2,13 +2,10 @@
 
 import difflib
 import os
-import posixpath
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +13,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.readers.class_folders import SUFFIXES
 from halfmoon.sites.folders import label_file
-from halfmoon.sites.folders.label_file import LABELS, Table, decoded
+from halfmoon.sites.folders.label_file import LABELS, Table, decoded, nfc, plain
 
 CLASSES = "classes.txt"
 LAST_MODEL = "halfmoon-model"
@@ -31,10 +28,9 @@ SHOWN = 10
 
 @dataclass(frozen=True, eq=False)
 class SiteFolder:
-    """Hold a site: `paths` of its N images, `labels` int64 (N,) with -1 for unlabeled ones, and the class names.
+    """A site: sorted `paths` relative to `folder`, `labels` int64 with -1 for none, and the class names.
 
-    Paths are relative to `folder`, with forward slashes, sorted. `classes` is empty where nothing names any. `images`
-    is uint8 (N, H, W, C) where the site is prepared and opened by `open_site`, else None.
+    `images` is uint8 (N, H, W, C) after `open_site`, else None.
     """
 
     folder: Path
@@ -49,10 +45,7 @@ class SiteFolder:
 
 @dataclass(frozen=True)
 class Finding:
-    """Say what is odd about a folder: its `kind`, the files (or groups of equal files), and what to do.
-
-    `reasons` has one for each name, or none at all. With `blocks` the folder cannot take part before it is mended.
-    """
+    """Something odd about a folder: files (or groups of equal ones), a remedy, and whether it `blocks`."""
 
     kind: str
     remedy: str
@@ -71,11 +64,9 @@ class Finding:
 def read(folder: Path) -> SiteFolder:
     """Return a site by its names and labels, without a look into the images.
 
-    labels.csv (optional) has the header path,label or path,label,by,at, in UTF-8; its paths are relative to the
-    folder, with slashes of either kind; semicolons, tabs and byte order marks are read as well. Without a labels.csv
-    images in folders called like the classes of a classes.txt have these labels. Without a classes.txt, whose order
-    numbers the classes, the sorted names in labels.csv do. Hidden files are ignored. Raise UserError where there is no
-    such folder, no image in it, or a fault in its labels or classes: all that `look` finds and that blocks.
+    labels.csv has path,label or path,label,by,at. Without it, folders called like classes of classes.txt give labels;
+    without classes.txt the sorted names in labels.csv number the classes. Raise UserError where there is no image, or
+    for what blocks.
     """
     site, findings = look(folder)
     fault = next((each for each in findings if each.blocks), None)
@@ -87,21 +78,18 @@ def read(folder: Path) -> SiteFolder:
 
 
 def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
-    """Return a site as far as it can be read, and what is odd about its names, labels and classes.
-
-    Raise UserError where there is no such folder.
-    """
+    """Return a site as far as it can be read, and its oddities; raise UserError where there is no folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
-    files = _walk(folder)
+    images, others, closed = _walk(folder)
     table = label_file.read(folder)
     classes, faults = _classes(folder, table)
-    given, missing = _given(files.images, table)
+    given, missing = _given(images, table)
     if table.file is None:
-        given = _in_class_folders(files.images, classes)
+        given = _in_class_folders(images, classes)
     number = {name: place for place, name in enumerate(classes)}
-    labels = np.full(len(files.images), UNLABELED, np.int64)
-    for place, path in enumerate(files.images):
+    labels = np.full(len(images), UNLABELED, np.int64)
+    for place, path in enumerate(images):
         names = given.get(path, ())
         if len(names) == 1:
             labels[place] = number.get(names[0], UNLABELED)
@@ -113,7 +101,7 @@ def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         if set(names) - number.keys() and not faults
     }
     findings = [
-        Finding("folders that cannot be opened", "let them be read", tuple(files.closed), blocks=True),
+        Finding("folders that cannot be opened", "let them be read", tuple(closed), blocks=True),
         Finding(f"{LABELS} cannot be read", "mend it: its header is path,label", tuple(table.faults), blocks=True),
         Finding(f"{CLASSES} cannot be read", "mend it: one class name a line", tuple(faults), blocks=True),
         _labeled("files with two labels", f"leave one line for each in {LABELS}", twice),
@@ -126,15 +114,15 @@ def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         ),
         Finding(f"how {LABELS} was read", "nothing is to be done", tuple(table.said)),
         Finding("labels without a file", f"correct {LABELS}, or take the lines out", tuple(missing), blocks=True),
-        Finding("files that are no images", "they are ignored", tuple(files.others)),
+        Finding("files that are no images", "they are ignored", tuple(others)),
     ]
-    return SiteFolder(folder, tuple(files.images), labels, classes), [each for each in findings if each.names]
+    return SiteFolder(folder, tuple(images), labels, classes), [each for each in findings if each.names]
 
 
 def _in_class_folders(images: Iterable[str], classes: Sequence[str]) -> dict[str, list[str]]:
     """Return the class of each image that lies in a folder called like a class of classes.txt."""
     known = set(classes)
-    pairs = ((path, unicodedata.normalize("NFC", path.partition("/")[0])) for path in images if "/" in path)
+    pairs = ((path, nfc(path.partition("/")[0])) for path in images if "/" in path)
     return {path: [name] for path, name in pairs if name in known}
 
 
@@ -145,10 +133,9 @@ def meant(name: str, classes: Iterable[str]) -> str:
 
 
 def _near(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
-    """Return the rare class names that are a slip of the pen away from a frequent one, with that one.
+    """Return the rare class names that are a slip of the pen away from one that is ten times as frequent.
 
-    Names of one letter's difference count, of five letters or more, and those that differ in case or spaces alone; what
-    differs in a digit (grade 1, grade 2) is meant. A name is rare with up to a tenth of the other's images.
+    Digits count as meant (grade 1, grade 2), and so do differences in words of less than five letters.
     """
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
     found = []
@@ -173,11 +160,12 @@ def _a_slip(one: str, other: str) -> bool:
 
 def _given(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], list[str]]:
     """Return the labels of each image that has any, sorted by path, and the paths that are no image's."""
-    known = _Known(images)
+    exact = set(images)
+    others = {nfc(path): path for path in exact}
     given: dict[str, list[str]] = {}
     missing: dict[str, None] = {}
     for path, label in table.rows:
-        found = known.find(path)
+        found = path if path in exact else others.get(plain(path))
         if found is None:
             missing[path] = None
         elif label not in given.setdefault(found, []):
@@ -190,20 +178,13 @@ def _labeled(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
 
 
 def some(names: Iterable[str], shown: int = SHOWN) -> str:
-    """Return the first names of a list, and how many more there are."""
     listed = list(names)
     more = len(listed) - shown
     return ", ".join(listed[:shown]) + (f" and {more:,} more" if more > 0 else "")
 
 
-class _Files(NamedTuple):
-    images: list[str]
-    others: list[str]
-    closed: list[str]  # folders that the system does not let us read
-
-
-def _walk(folder: Path) -> _Files:
-    """Return the files below a folder, each list sorted; hidden ones and the site's own two are left out."""
+def _walk(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return the images, other files and closed folders below a folder, sorted, without hidden ones and its tables."""
     images: list[str] = []
     others: list[str] = []
     closed: list[str] = []
@@ -226,7 +207,7 @@ def _walk(folder: Path) -> _Files:
                 images.append(path)
             else:  # a name that is not UTF-8 could not stand in a table
                 others.append(_shown(path))
-    return _Files(sorted(images), sorted(others), sorted(closed))
+    return sorted(images), sorted(others), sorted(closed)
 
 
 def _is_image(place: str, name: str) -> bool:
@@ -251,20 +232,7 @@ def _classes(folder: Path, table: Table) -> tuple[tuple[str, ...], list[str]]:
     text, faults, _ = decoded(folder / CLASSES)
     if text is None:
         return tuple(sorted({label for _, label in table.rows})), faults
-    lines = [unicodedata.normalize("NFC", line.strip()) for line in re.split(r"\r\n|\r|\n", text)]
+    lines = [nfc(line) for line in re.split(r"\r\n|\r|\n", text)]
     names = [line for line in lines if line]
     faults = [f"class {name} stands there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     return tuple(dict.fromkeys(names)), faults if names else ["it names no class"]
-
-
-class _Known:
-    """The images of a folder, found by a path as people write it: other slashes, ./, or accents in two characters."""
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._exact: Mapping[str, str] = {path: path for path in paths}
-        self._plain = {unicodedata.normalize("NFC", path): path for path in self._exact}
-
-    def find(self, path: str) -> str | None:
-        if path in self._exact:
-            return path
-        return self._plain.get(unicodedata.normalize("NFC", posixpath.normpath(path.strip().replace("\\", "/"))))

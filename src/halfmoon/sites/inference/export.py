@@ -48,7 +48,6 @@ class Classifier(nn.Module):
     """From uint8 images (N, H, W, C) to probabilities float32 (N, classes), as one module without parameters."""
 
     def __init__(self, model: Model) -> None:
-        """Hold copies of the model's tensors, on the CPU, as buffers."""
         super().__init__()
         self.network, self.shrink = model.network, model.card.shrink
         self.height, self.width = model.card.image[1:]
@@ -85,11 +84,7 @@ class Classifier(nn.Module):
 
 
 def real_images(model: Model, folder: Path | None = None) -> np.ndarray | None:
-    """Return some real images to compare on, uint8 (N, *shape): the first that can be read in `folder`.
-
-    Without one, the embedded test images for a model of the digits, None for others. Raise `UserError` where the
-    folder has no image that can be read.
-    """
+    """Return images to compare on: readable ones in `folder`, or test digits; raise `UserError`."""
     if folder is None:
         digits = model.card.options.get("data") == "digits"
         return load("digits").test.images[:MOST] if digits else None
@@ -100,11 +95,9 @@ def real_images(model: Model, folder: Path | None = None) -> np.ndarray | None:
 
 
 def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> ExportResult:
-    """Write an ONNX file with the input "images" and the output "probabilities", and the card as metadata.
+    """Write an ONNX file, from "images" to "probabilities", with the card as metadata.
 
-    It is read back and compared with the model on random images and on `real` ones, uint8 (N, *shape). Raise
-    `UserError` where the extra "onnx" is not installed, a probability differs by more than `TOLERANCE` (nothing is
-    written then), or the file cannot be written.
+    It is read back and compared on noise and on `real` images; raise `UserError` for a difference over `TOLERANCE`.
     """
     try:
         import onnx  # noqa: F401 (torch needs both, and says so late)
@@ -132,10 +125,7 @@ def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> Exp
 
 
 def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> ExportResult:
-    """Write a program of torch.export (.pt2), with the card as the extra file "halfmoon.json".
-
-    It is read back, compared and refused as `export_onnx` does.
-    """
+    """Write and compare a program of torch.export (.pt2) with the card as "halfmoon.json"; see `export_onnx`."""
     data, extra = io.BytesIO(), {CARD: json.dumps(model.card.render())}
     with _quiet():
         batch = {"images": {0: torch.export.Dim("batch")}}

@@ -1,10 +1,13 @@
 """List and label the images of a folder, of any size and mode, and read them a batch at a time."""
 
+import csv
+import io
 import os
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +16,8 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers.class_folders import SUFFIXES
 from halfmoon.data.readers.decode import fitted
+from halfmoon.data.readers.whole_files import replacing
+from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.sites.folders.site_folder import LABELS, read
 from halfmoon.sites.inference.load import Model
 from halfmoon.storage import atomic_io
@@ -37,10 +42,7 @@ class ImageBatch(NamedTuple):
 
 
 def image_paths(folder: Path) -> list[str]:
-    """Return the paths of all images in a folder and below it, relative to it with forward slashes, sorted.
-
-    What is hidden (a leading dot) is left out. Raise `UserError` where there is no such folder or no image in it.
-    """
+    """Return the sorted paths of all images in and below a folder, without hidden ones; raise `UserError` for none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give a folder of images.")
     paths = []
@@ -56,11 +58,9 @@ def image_paths(folder: Path) -> list[str]:
 
 
 def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Return the paths of the labeled images of a folder, relative to it and sorted, and their labels, int64 (N,).
+    """Return the sorted paths of labeled images and their labels, int64 (N,), by labels.csv or by class folders.
 
-    Where there is a labels.csv it says the labels (`halfmoon.sites.folders.read`), and images that it does not
-    name are left out; else each folder in it is a class with images in or below it. Raise `UserError` where there is
-    neither, and for a class that is not in `classes`.
+    Raise `UserError` where there is neither, and for a class that is not in `classes`.
     """
     if (folder / LABELS).is_file():
         site = read(folder)
@@ -88,10 +88,7 @@ def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.n
 
 
 def batches(model: Model, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
-    """Yield the images at `paths`, of any size and mode, as the model takes them; no more than a batch is in memory.
-
-    Those that cannot be read are named with the reason, and do not stop the others.
-    """
+    """Yield the images at `paths` as the model takes them, a batch at a time, with the reasons of unreadable ones."""
 
     def pixels(path: str) -> np.ndarray | UnreadableImage:
         try:
@@ -124,3 +121,60 @@ def _refuse(error: OSError) -> None:
 def _listed(names: Sequence[str], most: int = 20) -> str:
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+COLUMNS = ("path", "label", "probability", "sure", "runner_up", "runner_up_probability")
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """The table of a folder, and its counts."""
+
+    out: Path
+    images: int  # in the table
+    unsure: int  # of these
+    labels: dict[str, int]  # images of each class of the model
+    unreadable: list[UnreadableImage]
+
+
+def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> PredictionResult:
+    """Write a CSV file with the `COLUMNS` of each readable image, whole or not at all, and return its counts.
+
+    "sure" is yes for a probability of at least `sure`. Raise `UserError` where there is no image, or it cannot be
+    written.
+    """
+    check_share(sure)
+    paths = image_paths(folder)
+    counts: Counter[str] = Counter()
+    unsure, unreadable = 0, []
+    try:
+        with replacing(out) as file:
+            # Names may hold bytes that are no UTF-8: they are written as they are.
+            text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
+            table = csv.writer(text, lineterminator="\n")
+            table.writerow(COLUMNS)
+            for batch in batches(model, folder, paths):
+                for row, values in zip(batch.rows, model.probabilities(batch.images), strict=True):
+                    label, others = _best(model, values)
+                    confident = values.max() >= sure
+                    cells = [paths[row], label, f"{values.max():.6f}", "yes" if confident else "no", *others]
+                    table.writerow(harmless_row(cells))
+                    counts[label] += 1
+                    unsure += not confident
+                unreadable += batch.unreadable
+            text.detach()
+    except OSError as error:
+        raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+    labels = {name: counts[name] for name in model.classes}
+    return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable)
+
+
+def check_share(sure: float) -> None:
+    if not 0 <= sure <= 1:
+        raise UserError(f"--sure is {sure:g}: it must be a probability, from 0 to 1.")
+
+
+def _best(model: Model, values: np.ndarray) -> tuple[str, list[str]]:
+    order = np.argsort(-values, kind="stable")
+    second = [word for k in order[1:2] for word in (model.classes[k], f"{values[k]:.6f}")]
+    return model.classes[order[0]], second or ["", ""]

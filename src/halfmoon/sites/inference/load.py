@@ -46,25 +46,17 @@ class Model:
 
     @property
     def batch(self) -> int:
-        """The images of a batch."""
         return max(1, min(MOST, PIXELS // (self.shape[0] * self.shape[1])))
 
     def prepare(self, images: np.ndarray) -> np.ndarray:
-        """Return uint8 (N, *shape) as the training images were: shrunk, then padded, uint8 (N, H, W, C).
-
-        Raise `UserError` for images of another type or shape.
-        """
+        """Return uint8 (N, *shape) as the training images were: shrunk, then padded; raise `UserError`."""
         _check_images(images, self.shape)
         small = pool(images, self.card.shrink) if self.card.shrink > 1 else images
         height, width = self.card.image[1:]
         return small if small.shape[1:3] == (height, width) else pad_to(small, height)
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
-        """Return float64 (N, classes), rows of sum 1, of uint8 images (N, *shape), under the card's temperature.
-
-        The softmax is taken in float64, so that the most probable class is that of the largest logit. Raise
-        `UserError` for images of another type or shape.
-        """
+        """Return float64 (N, classes) of uint8 images, by a softmax under the card's temperature."""
         return self.scaled(self.logits(images))
 
     def scaled(self, logits: np.ndarray) -> np.ndarray:
@@ -73,10 +65,7 @@ class Model:
 
     @torch.no_grad()
     def logits(self, images: np.ndarray) -> np.ndarray:
-        """Return logits, float64 (N, classes), of uint8 images (N, *shape), a few at a time.
-
-        Raise `UserError` for images of another type or shape.
-        """
+        """Return logits, float64 (N, classes), of uint8 images (N, *shape), a few at a time; raise `UserError`."""
         _check_images(images, self.shape)
         logits = np.empty((len(images), len(self.classes)))
         normalize = Normalize(self.card.mean, self.card.std)
@@ -89,11 +78,10 @@ class Model:
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
-    """Return the model of a finished run's folder, or of a `model.safetensors`, on `device`.
+    """Return the model of a finished run's folder, or of a file, on `device`.
 
-    `network` is the name (my_module:make) of a network from outside: a file alone makes no module be imported.
-    Raise `UserError` where there is none, where the run is not finished, and for a file that is damaged, of another
-    version, or no model.
+    `network` (my_module:make) names a network from outside, which no file loads alone. Raise `UserError` for no model,
+    or a damaged one.
     """
     place = model_file(Path(path))
     _check_seal(place)
@@ -139,7 +127,6 @@ def model_file(path: Path) -> Path:
 
 
 def _check_seal(place: Path) -> None:
-    """Raise `UserError` for a file that was changed since it was written."""
     try:
         intact = check_seal(place.read_bytes())
     except (OSError, ValueError):  # no safetensors file, or none at all: whoever reads it says so

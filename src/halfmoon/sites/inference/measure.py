@@ -4,17 +4,21 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from halfmoon.core.errors import UserError
+from halfmoon.engine.calibration import temperature
 from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.inference.image_folder import UnreadableImage, batches, labeled_paths
-from halfmoon.sites.inference.load import Model
-from halfmoon.sites.inference.predict import check_share
-from halfmoon.storage import atomic_io
+from halfmoon.sites.inference.image_folder import UnreadableImage, batches, check_share, labeled_paths
+from halfmoon.sites.inference.load import Model, load_model, model_file
+from halfmoon.storage import atomic_io, integrity
+from halfmoon.storage.serialization import with_seal
 
 BINS = 15
 """Bins of the reliability table, as in Guo et al. (ICML 2017)."""
@@ -23,10 +27,7 @@ Scores = dict[str, Any]
 
 
 def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
-    """Return `scores` and "auc" of a model on a folder of labeled images, and the images that could not be read.
-
-    Raise `UserError` as `halfmoon.sites.inference.image_folder.labeled_paths` does, and where no image can be read.
-    """
+    """Return `scores` and "auc" on a folder of labeled images, and the unreadable ones; raise `UserError` for none."""
     check_share(sure)
     truth, logits, unreadable = labeled_logits(model, folder)
     values = model.scaled(logits)
@@ -35,10 +36,7 @@ def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, lis
 
 
 def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
-    """Return labels int64 (N,) and logits (N, classes) of a folder of labeled images, and those that are unreadable.
-
-    Raise `UserError` as `halfmoon.sites.inference.image_folder.labeled_paths` does, and where no image can be read.
-    """
+    """Return labels and logits of a folder of labeled images, and the unreadable ones; raise `UserError` for none."""
     paths, labels = labeled_paths(folder, model.classes)
     truth, logits = [], []
     unreadable: list[UnreadableImage] = []
@@ -55,12 +53,10 @@ def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, 
 def scores(
     truth: np.ndarray, predicted: np.ndarray, confidence: np.ndarray, classes: Sequence[str], sure: float = 0.9
 ) -> Scores:
-    """Return the scores of a model from true and predicted classes, int64 (N,), and their probabilities, (N,).
+    """Return the scores of true and predicted classes, int64 (N,), and their probabilities, (N,).
 
-    "accuracy"; "balanced_accuracy", the mean recall of the classes that occur; "per_class" with precision, recall, F1
-    and support (images), where a score without a denominator is 0; "confusion" (rows: true class, columns: predicted
-    class); "calibration_error" and "reliability" of `calibration`; and "sure": the share of images with a probability
-    of at least `sure`, and the accuracy among them (None where there are none). Shares are in 0..1; N is 1 or more.
+    Balanced accuracy is the mean recall of the classes that occur; a score without a denominator is 0; rows of
+    "confusion" are true classes; "sure" is about images with a probability of at least `sure`. Shares are in 0..1.
     """
     correct = truth == predicted
     confusion = confusion_matrix(truth, predicted, len(classes))
@@ -93,11 +89,7 @@ def scores(
 
 
 def auc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
-    """Return the area under the ROC curve of labels int64 (N,) and probabilities float (N, classes), in 0..1.
-
-    The mean over classes of one class against the rest, where both occur; None where none does. Unlike accuracy it does
-    not depend on how common a class is among the images, nor on the probability from which it is called.
-    """
+    """Return the area under the ROC curve: the mean of one class against the rest, where both occur; None without."""
     from sklearn.metrics import roc_auc_score
 
     counts = np.bincount(truth, minlength=probabilities.shape[1])
@@ -115,12 +107,10 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = BINS) -> tuple[float, list[dict[str, Any]]]:
-    """Return the expected calibration error and its reliability table, of predictions (N,) that are `correct` or not.
+    """Return the expected calibration error (Guo et al., ICML 2017, Equation 3) and its reliability table.
 
-    ECE = sum over bins m of |B_m| / N * |acc(B_m) - conf(B_m)| (Guo et al., On Calibration of Modern Neural Networks,
-    ICML 2017, Equation 3), where B_m are the images whose probability of the predicted class is in ((m-1)/M, m/M], for
-    M = `bins`, acc their accuracy and conf their mean probability. A row of the table has above, to, images,
-    confidence and accuracy; the last two are None for an empty bin.
+    Bin m has the images whose probability of the predicted class is in ((m-1)/M, m/M]; an empty one has None for
+    scores.
     """
     edges = np.arange(bins + 1) / bins
     place = np.searchsorted(edges[1:-1], confidence, side="left")
@@ -142,11 +132,7 @@ def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = BINS) -
 
 
 def write(metrics: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
-    """Write evaluation.json, classes.csv, confusion.csv and reliability.csv into a folder, which is made if missing.
-
-    The confusion matrix has a row for each true class, named in its first column. Raise `UserError` where the folder
-    cannot be written.
-    """
+    """Write evaluation.json and three tables into a folder; raise `UserError` where it cannot be written."""
     confusion = [
         ["true \\ predicted", *metrics["classes"]],
         *([n, *row] for n, row in zip(metrics["classes"], metrics["confusion"], strict=True)),
@@ -175,3 +161,51 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(harmless_row(list(row)) for row in rows)
     return text.getvalue()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a model is calibrated at one temperature."""
+
+    temperature: float
+    calibration_error: float
+    loss: float  # mean cross-entropy
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A calibration; both fits are measured on the images that it was fitted on."""
+
+    model: Path
+    images: int
+    before: Fit
+    after: Fit
+    unreadable: list[UnreadableImage]
+
+
+def fit(logits: np.ndarray, labels: np.ndarray, at: float) -> Fit:
+    """Return how well logits (N, classes), divided by the temperature `at`, fit labels (N,)."""
+    z, y = torch.from_numpy(logits / at), torch.from_numpy(labels)
+    confidence, predicted = z.softmax(1).max(1)
+    error, _ = calibration((predicted == y).numpy(), confidence.numpy())
+    return Fit(at, error, float(F.cross_entropy(z, y)))
+
+
+def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
+    """Fit the temperature of a model on labeled images, and write it into its file; raise `UserError`."""
+    place, model = model_file(path), load_model(path, device, network)
+    labels, logits, unreadable = labeled_logits(model, folder)
+    value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
+    write_temperature(place, model, value)
+    before, after = (fit(logits, labels, at) for at in (model.card.temperature, value))
+    return CalibrationResult(place, len(labels), before, after, unreadable)
+
+
+def write_temperature(place: Path, model: Model, value: float) -> None:
+    """Put a temperature into the card of the model file that `model` was read from."""
+    try:
+        atomic_io.replace(place, with_seal(place.read_bytes(), replace(model.card, temperature=value).render()))
+        if place.name in integrity.sums(place.parent):  # a run's folder knows the checksum of its model
+            integrity.note(place.parent, {place.name: integrity.digest_of(place) or ""})
+    except OSError as error:
+        raise UserError(f"{place}: it cannot be written ({atomic_io.reason(error)}); make it writable.") from error

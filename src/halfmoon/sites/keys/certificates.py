@@ -54,10 +54,7 @@ def authority(days: int, now: datetime) -> Pair:
 
 
 def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair:
-    """Return a new key and certificate of a server that is called by these names and addresses.
-
-    It ends after so many days, or with its authority. Raise UserError where that has run out.
-    """
+    """Return a server's key and certificate for these names; raise UserError where the authority has run out."""
     above = x509.load_pem_x509_certificate(issuer.certificate)
     if above.not_valid_after_utc <= now:
         raise UserError(
@@ -85,10 +82,7 @@ def site(name: str) -> tuple[bytes, bytes]:
 
 
 def public(data: bytes, source: str, name: str) -> bytes:
-    """Return the line of a public key that was made elsewhere, with the site's name as its comment.
-
-    Raise UserError where it is none that Flower takes, and first of all where it is a private key.
-    """
+    """Return the line of a public key with the site's name; raise UserError for any other key."""
     if _PRIVATE in data:
         raise UserError(f"{source} is a private key, which no one but its site may have: give the file NAME.pub.")
     words = "it must be the line that ssh-keygen -t ecdsa -b 384 writes into NAME.pub"
@@ -116,7 +110,6 @@ def seal(certificate: bytes) -> str:
 
 
 def span(certificate: bytes) -> tuple[datetime, datetime]:
-    """Return from when and until when a certificate is valid."""
     read = x509.load_pem_x509_certificate(certificate)
     return read.not_valid_before_utc, read.not_valid_after_utc
 

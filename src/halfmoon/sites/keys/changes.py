@@ -32,10 +32,7 @@ class File:
 
 
 def make(folder: Path, files: Mapping[str, File]) -> None:
-    """Make a folder with these files (path within it -> File), whole or not at all.
-
-    Raise UserError where there is something already, or it cannot be written.
-    """
+    """Make a folder with these files, whole or not at all; raise UserError where something is there already."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} is there already: name a new folder, or delete that one if nobody needs it.")
     try:
@@ -123,6 +120,5 @@ def _write(root: Path, files: Mapping[str, File]) -> None:
 
 
 def _folders(root: Path, path: Path) -> None:
-    """Make folders that only their owner can enter."""
     for part in [*reversed(path.parents), path]:
         (root / part).mkdir(mode=0o700, exist_ok=True)

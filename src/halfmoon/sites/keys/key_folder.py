@@ -67,7 +67,6 @@ class Record:
 
     @property
     def address(self) -> str:
-        """Return where a site finds the proxy, as HOST:PORT."""
         host = self.hosts[0] if self.hosts else "localhost"
         return f"[{host}]:{self.listen}" if ":" in host else f"{host}:{self.listen}"
 
@@ -85,11 +84,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may come in, as a folder of `halfmoon federation` says it.
+    """Who may come in: the server's TLS files and port, the public key and fingerprint of each site by name.
 
-    `ca`, `certificate` and `key` are the server's for TLS, `port` its own on this machine. `sites` has the public key
-    of each site that may come in, by name, `fingerprints` the fingerprints of these keys, `removed` that of sites that
-    may not any more, and `refused` all keys that must never come in, such as those that were replaced.
+    `removed` has sites that may not any more, `refused` every key that must never come in.
     """
 
     folder: Path
@@ -98,9 +95,6 @@ class Access:
     key: Path
     port: int
     sites: Mapping[str, Path]
-    fingerprints: Mapping[str, str]
-    removed: Mapping[str, str]
-    refused: frozenset[str]
 
     @classmethod
     def open(cls, folder: Path) -> "Access":
@@ -115,9 +109,6 @@ class Access:
             key=folder / paths.KEY,
             port=record.port,
             sites={name: folder / paths.public(name) for name in record.sites},
-            fingerprints={name: site.fingerprint for name, site in record.sites.items()},
-            removed={each.name: each.fingerprint for each in record.refused if each.name not in record.sites},
-            refused=frozenset(each.fingerprint for each in record.refused),
         )
 
     def stamp(self) -> tuple[int, ...]:
@@ -245,6 +236,5 @@ def guarded(path: Path) -> None:
 
 
 def _fixed(path: Path) -> None:
-    """Raise UserError where other users can change what says who may come in."""
     if os.name == "posix" and path.exists() and path.stat().st_mode & 0o022:
         raise UserError(f"{path} can be changed by other users of this machine: run chmod go-w {path}, and look at it.")

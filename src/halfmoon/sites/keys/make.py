@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,10 +21,12 @@ from halfmoon.sites.keys.key_folder import (
     REMOVED,
     REPLACED,
     THERE,
+    Access,
     Record,
     Refused,
     SiteKeys,
     guarded,
+    left,
     reading,
 )
 from halfmoon.storage import atomic_io, toml
@@ -56,10 +58,7 @@ def init(
 ) -> Done:
     """Make a folder with an authority, a server's certificate, and a key for each site.
 
-    `images` says NAME=COUNT of every site or of none: how many images it has, as the server's people know it. That is
-    advice for the federation's file, which the folder knows nothing of.
-
-    Raise UserError where a name, a host or a number cannot be used, or something is there already.
+    `images` says NAME=COUNT of every site or of none. Raise UserError for a bad name, host or number.
     """
     folder = folder.absolute()
     _free(sites, ())
@@ -96,10 +95,7 @@ def init(
 
 
 def add(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
-    """Let one more site come in, with a public key that was made there, or with a new key.
-
-    Raise UserError where the name is taken, or the key is none, another site's, or one that was taken away.
-    """
+    """Let one more site come in, with its own public key or a new one; raise UserError where name or key is taken."""
     folder = folder.absolute()
     line = None if key is None else _read_public(key, name)
     with reading(folder) as record:
@@ -126,11 +122,7 @@ def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
 def renew(
     folder: Path, hosts: Sequence[str] = (), days: int | None = None, ca: bool = False, now: datetime | None = None
 ) -> Done:
-    """Make a new certificate of the server with a new key, and with `ca` a new authority above it.
-
-    `hosts` and `days` take the place of those before. Raise UserError where the authority's key is needed and is not
-    there, or does not fit its certificate.
-    """
+    """Make a new certificate of the server, and with `ca` a new authority; raise UserError where its key is missing."""
     folder, now = folder.absolute(), now or datetime.now(UTC)
     with reading(folder) as record:
         called = tuple(dict.fromkeys(map(host, hosts))) or record.hosts
@@ -153,10 +145,7 @@ def renew(
 
 
 def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
-    """Give a site another key, made here or there; the one before never comes back.
-
-    Raise UserError where there is no such site, or its key was made there and no new public key is given.
-    """
+    """Give a site another key; raise UserError where its key was made there and no new public key is given."""
     folder, now = folder.absolute(), now or datetime.now(UTC)
     line = None if key is None else _read_public(key, name)
     with reading(folder) as record:
@@ -294,7 +283,6 @@ def _read_public(path: Path, name: str) -> bytes:
 
 
 def _authority(folder: Path, record: Record) -> bytes:
-    """Return the authority's certificate; raise UserError where it is not the one of the record."""
     path = folder / paths.CA
     data = atomic_io.read(path) or b""
     try:
@@ -363,3 +351,25 @@ def _safe(folder: Path) -> str:
 
 def _stamp(now: datetime) -> str:
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+SERVER, AUTHORITY = "server", "authority"
+
+
+def listing(folder: Path, now: datetime | None = None) -> dict[str, Any]:
+    """Return a folder's certificates, sites, refused keys and warnings; raise UserError where it is damaged."""
+    now = now or datetime.now(UTC)
+    access = Access.open(folder)
+    with reading(access.folder) as record:
+        sites = [
+            {"name": name, **asdict(site), "private_key": (access.folder / paths.private(name)).exists()}
+            for name, site in record.sites.items()
+        ]
+    terms = {
+        name: {"fingerprint": term.fingerprint, "until": f"{term.end:%Y-%m-%d}", "left": left(term.end, now)}
+        for name, term in zip((AUTHORITY, SERVER), access.terms(), strict=True)
+    }
+    about = {"hosts": list(record.hosts), "port": record.port, "listen": record.listen}
+    refused = [asdict(each) for each in record.refused]
+    warnings = access.warnings(now)
+    return {"folder": str(access.folder), **about, **terms, "sites": sites, "refused": refused, "warnings": warnings}

@@ -24,10 +24,7 @@ _UNSAFE = re.compile(r'["\\$\x00-\x1f\x7f]')
 
 
 def proxy(folder: Path, record: Record) -> str:
-    """Return a configuration of nginx that lets sites through to the SuperLink, and nobody to anything else.
-
-    Raise UserError if the folder's path cannot stand in it.
-    """
+    """Return nginx's configuration, which lets sites through to the SuperLink alone; raise UserError."""
     if _UNSAFE.search(str(folder)):
         raise UserError(
             f"{str(folder)!r} cannot stand in nginx's configuration: choose a path without quotes, \\ and $."
@@ -42,14 +39,12 @@ def nginx(folder: Path) -> str:
 
 
 def superlink(folder: Path, record: Record) -> str:
-    """Return the commands for the server's people, with halfmoon or with Flower alone."""
     paths = {"folder": folder, "ca": folder / CA, "certificate": folder / CERTIFICATE, "key": folder / KEY}
     quoted = {name: shlex.quote(str(path)) for name, path in paths.items()}
     return _render(SUPERLINK, **quoted, record=record, nginx=nginx(folder), half_open=HALF_OPEN)
 
 
 def join(name: str, record: Record, here: bool) -> str:
-    """Return the commands for a site's people; with `here` its private key lies beside this text."""
     return _render("join.txt", name=name, key=f"{name}.key", record=record, site_keys=SITE_KEYS, here=here)
 
 
