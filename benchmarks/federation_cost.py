@@ -8,14 +8,14 @@ own FedAvg, plain PyTorch) over real processes on loopback. The same networks, i
 optimizer; nothing is evaluated. Of the rounds all count but the first and the last (which alone is evaluated in the
 simulator). Bytes are those of the arrays in requests and replies, and what `flwr ls` says of a run's network traffic.
 
-halfmoon's own share is timed inside the processes of (iii), in seconds of the clock and of the processor (a busy
-machine stretches the former): at the server a visit of the cohort without Flower's calls and without sleep; at a site
-the answer to a message without the method's own visit.
+halfmoon's own share is what a round over real processes takes beyond the computing of its slowest site, as the sites'
+logs say it, to a tenth of a second.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -30,7 +30,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from federation_clock import LOG
 from federation_parity import (
     Place,
     about,
@@ -52,12 +51,11 @@ from federation_stock import NETWORKS
 from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
 from halfmoon.federation.flower import client_app as clients
-from halfmoon.federation.flower import launch, local, site_process
+from halfmoon.federation.flower import local
 from halfmoon.federation.flower.contact import Address
 from halfmoon.federation.flower.link import unwrapped
-from halfmoon.federation.flower.processes import free_port, interruptible
+from halfmoon.federation.flower.processes import free_port
 from halfmoon.federation.server.plan import load
-from halfmoon.federation.server.server import FederationServer
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
 from halfmoon.sites.folders import prepare
@@ -66,34 +64,7 @@ from halfmoon.storage.run_folder import TIMINGS
 
 MODELS = {"small, width 16": ("small", 16), "ResNet-9, width 16": ("resnet9", 16)}
 BATCH, LR, SIDE = 10, 0.05, 16
-CLOCKED = ("federation_clock:server_app", "federation_clock:client_app")
 STOCK = ("federation_stock:server", "federation_stock:client")
-
-
-def serve_clocked(words: Sequence[str]) -> None:
-    """Do what `halfmoon serve CONFIG --run-dir RUN --port PORT` does, with the clocked apps; keep `flwr ls`'s words."""
-    config, run, port = words
-    FederationServer(load(Path(config)), Path(run)).make()
-    server = launch.Server(Path(config), Path(run), port=int(port), apps=CLOCKED)
-    original = launch.stop
-
-    def stop(process: Any) -> None:
-        with suppress(Exception):
-            said = server.home.flwr(["ls", "halfmoon", "--format", "json"])
-            Path(os.environ[LOG], "ls.json").write_bytes(said.stdout)
-        original(process)
-
-    with mock.patch.object(launch, "stop", stop):
-        launch.serve(server, lambda _: None)
-
-
-def join_clocked(words: Sequence[str]) -> None:
-    """Do what `halfmoon site join` does, with the clocked apps."""
-    _, address, _, folder, _, name, _, terms = words
-    path = Path(folder)
-    site = site_process.Joining(Address.parse(address), name, path, 0, 0, path / ".halfmoon", apps=CLOCKED, terms=terms)
-    with suppress(KeyboardInterrupt), interruptible():
-        site_process.join(site, lambda _: None)
 
 
 @dataclass(frozen=True)
@@ -146,12 +117,12 @@ def check(file: Path, name: str, width: int) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each round, bytes of messages a round, the run's traffic as `flwr ls` says, and the clocks' rows."""
+    """Seconds of each round, bytes a round, the run's traffic as `flwr ls` says, and seconds beyond the computing."""
 
     seconds: list[float]
     bytes: int
     traffic: int | None = None
-    clocks: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    beyond: list[float] = field(default_factory=list)
 
 
 def traffic(said: Any) -> int | None:
@@ -190,18 +161,26 @@ def in_process(here: Place, plan: Plan, file: Path) -> Measured:
     return Measured(seconds(run), total[0] // plan.rounds)
 
 
+SIZE = re.compile(r"([\d.]+) (B|kB|MB)")
+TRAINED = re.compile(r"round (\d+), \S+ received ([\d.]+) kB; trained .* in ([\d.]+) s.*; sends (.*)")
+
+
 def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
-    """Play (iii) with clocked apps."""
-    run, port, log = plan.folder / "served", free_port(), plan.folder / "clock"
-    log.mkdir()
-    here = replace(here, more={"PYTHONPATH": str(Path(__file__).parent), LOG: str(log)})
-    this = [sys.executable, Path(__file__)]
-    with joined(here, file.parent, port, [*this, "join"]):
-        here.run(*this, "serve", file, run, str(port))
+    """Play (iii), and read the sites' logs."""
+    run, port = plan.folder / "served", free_port()
+    with joined(here, file.parent, port):
+        here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
     here.clear()
-    rows = {name: atomic_io.read_rows(log / f"{name}.jsonl") for name in ("server", "site")}
-    total = sum(row["bytes"] for row in rows["server"]) // plan.rounds
-    return Measured(seconds(run), total, traffic(atomic_io.read_json(log / "ls.json")), rows)
+    slowest, total = [0.0] * plan.rounds, 0.0
+    for log in file.parent.glob("*/.halfmoon/join.log"):
+        for match in TRAINED.finditer(log.read_text()):
+            number = int(match[1]) - 1
+            slowest[number] = max(slowest[number], float(match[3]))
+            sent = [float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in SIZE.findall(match[4])]
+            total += float(match[2]) * 1e3 + sum(sent)
+    took = seconds(run)
+    beyond = [round - computing for round, computing in zip(took, slowest, strict=True)]
+    return Measured(took, int(total) // plan.rounds, beyond=beyond)
 
 
 def stock(here: Place, plan: Plan, file: Path) -> Measured:
@@ -249,29 +228,6 @@ class Spread:
         return f"{middle} ({low} to {high})"
 
 
-def shares(rows: Sequence[Mapping[str, Any]], whole: str, others: Sequence[str]) -> dict[str, dict[str, Spread]]:
-    """Return the seconds of `whole` without `others`, and of each other part that was timed, by kind of clock."""
-    kept = [row for row in rows if others[0] in row["wall"]]
-    found: dict[str, dict[str, Spread]] = {}
-    for kind in ("wall", "cpu"):
-        own = [row[kind][whole] - sum(row[kind].get(name, 0.0) for name in others) for row in kept]
-        parts = {name for row in kept for name in row[kind]} - {whole, *others}
-        found.setdefault("all of it", {})[kind] = Spread(own)
-        for name in sorted(parts):
-            found.setdefault(name, {})[kind] = Spread([row[kind].get(name, 0.0) for row in kept])
-    return found
-
-
-def own(found: Measured) -> dict[str, dict[str, dict[str, Spread]]]:
-    """Return halfmoon's own share at the server and at a site, without the first and the last round."""
-    visits = [row for row in found.clocks["site"] if "method" in row["wall"]]
-    each = len(visits) // len(found.seconds)
-    return {
-        "server": shares(found.clocks["server"][1:-1], "visit", ("Flower", "asleep")),
-        "site": shares(visits[each:-each], "answer", ("method",)),
-    }
-
-
 def play(here: Place, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
     """Play every model in every way."""
     found: dict[str, dict[str, Measured]] = {}
@@ -310,11 +266,11 @@ def page(found: Mapping[str, Mapping[str, Measured]], facts: Mapping[str, Any], 
             spread = Spread(each.seconds[1:-1])
             seen = "" if each.traffic is None else f"{each.traffic // options.rounds:,}"
             lines.append(f"| {way} | {spread.said(2)} | {spread.median / first:.1f} | {each.bytes:,} | {seen} |")
-        lines += ["", "halfmoon's own share of a round over real processes, in ms:", ""]
-        lines += ["| where | what | by the clock | of the processor |", "|---|---|---|---|"]
-        for where, parts in own(ways["halfmoon, real processes"]).items():
-            for what, kinds in parts.items():
-                lines.append(f"| {where} | {what} | {kinds['wall'].said(1, 1e-3)} | {kinds['cpu'].said(1, 1e-3)} |")
+        beyond = Spread(ways["halfmoon, real processes"].beyond[1:-1])
+        lines += [
+            "",
+            f"Beyond its slowest site's computing, a round over real processes takes {beyond.said(1)} s.",
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -337,10 +293,5 @@ def main() -> None:
     sys.stdout.write(words)
 
 
-PARTS = {"serve": serve_clocked, "join": join_clocked}
-
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in PARTS:
-        PARTS[sys.argv[1]](sys.argv[2:])
-    else:
-        main()
+    main()
