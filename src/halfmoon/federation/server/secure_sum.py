@@ -15,22 +15,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
-from halfmoon.aggregation.secure import signing
+from halfmoon.aggregation.secure import masking, signing
 from halfmoon.aggregation.secure.fixed_point import mean, sound, spread
-from halfmoon.aggregation.secure.masking import (
-    LEAST,
-    PUBLIC,
-    SEALED,
-    WIDE,
-    Cohort,
-    Masking,
-    Scene,
-    UnreadableShare,
-    announcement,
-    threshold,
-    unmasked,
-    usable,
-)
 from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
@@ -66,7 +52,7 @@ class MaskedSum:
     keys: Mapping[str, bytes]
     ask: Ask
     what: str
-    _masking: Masking | None = None
+    _masking: masking.Masking | None = None
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
 
     def begin(self) -> dict[str, Request]:
@@ -77,62 +63,62 @@ class MaskedSum:
         masks = {"sites": torch.tensor(cohort.numbers), "keys": to_rows(cohort.keys)}
         masks |= {"signatures": to_rows(signatures), "lasting": to_rows(keys)}
         deal = {DEAL: {"asked": torch.tensor(cohort.asked), **masks}}
-        spec: TreeSpec = {"shares": ((len(names), SEALED), torch.uint8)}
+        spec: TreeSpec = {"shares": ((len(names), masking.SEALED), torch.uint8)}
         replies = self.ask({site: self._sum_only(site, deal) for site in names}, spec, f"{self.what}, shares")
         self._enough(len(replies), "that have dealt shares", cohort.threshold)
         dealers = [site for site in names if site in replies]
         self._shares = {site: from_rows(replies[site].up["shares"]) for site in dealers}
-        self._masking = Masking(cohort, self._numbers(dealers))
+        self._masking = masking.Masking(cohort, self._numbers(dealers))
         mask = {MASK: {"sites": torch.tensor(self._masking.numbers)}}
         return {site: replace(self.requests[site], masks=mask) for site in dealers}
 
-    def _announce(self, sites: Sequence[str]) -> tuple[Cohort, list[str], list[bytes]]:
+    def _announce(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
         """Return the cohort of the sites with keys of this sum, their names, and their signatures."""
         able = [site for site in sites if site in self.keys]
-        self._enough(len(able), "that could be asked", max(LEAST, threshold(len(sites))))
+        self._enough(len(able), "that could be asked", max(masking.LEAST, masking.threshold(len(sites))))
         session = secrets.token_bytes(SESSION)
         scene = scene_of(next(iter(self.requests.values())), session.hex())
         question = {KEYS: {"session": to_rows([session])[0]}}
-        spec: TreeSpec = {"keys": ((PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
+        spec: TreeSpec = {"keys": ((masking.PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
         replies = self.ask({site: self._sum_only(site, question) for site in able}, spec, f"{self.what}, keys")
         answers = {site: [from_rows(reply.up[leaf][None])[0] for leaf in spec] for site, reply in replies.items()}
         names = [site for site in able if site in answers and self._sound(scene, site, *answers[site])]
         keys, signatures = ([answers[site][at] for site in names] for at in (0, 1))
-        cohort = Cohort(scene, self._numbers(sites), self._numbers(names), tuple(keys))
-        self._enough(len(names), "whose keys are signed keys", max(LEAST, cohort.threshold))
+        cohort = masking.Cohort(scene, self._numbers(sites), self._numbers(names), tuple(keys))
+        self._enough(len(names), "whose keys are signed keys", max(masking.LEAST, cohort.threshold))
         return cohort, names, signatures
 
-    def _sound(self, scene: Scene, site: str, keys: bytes, signature: bytes) -> bool:
+    def _sound(self, scene: masking.Scene, site: str, keys: bytes, signature: bytes) -> bool:
         """Say whether a site's keys are keys, and signed by it: the others would all refuse them."""
-        signed = signing.signed(self.keys[site], announcement(scene, self.numbers[site], keys), signature)
-        return signed and usable(keys)
+        signed = signing.signed(self.keys[site], masking.announcement(scene, self.numbers[site], keys), signature)
+        return signed and masking.usable(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
         """Return the sum of the replies' updates and weights, (n + 1,) int64; raise `TooFew` where it stays hidden."""
-        masking = self._masking
-        assert masking is not None, "it was begun"
-        self._enough(len(replies), "whose masked updates came", masking.cohort.threshold)
+        parties = self._masking
+        assert parties is not None, "it was begun"
+        self._enough(len(replies), "whose masked updates came", parties.cohort.threshold)
         there = [site for site in self._shares if site in replies]
         survived = torch.tensor(self._numbers(there))
         requests: dict[str, Request] = {}
         for site in there:
-            place = masking.cohort.numbers.index(self.numbers[site])
+            place = parties.cohort.numbers.index(self.numbers[site])
             shares = to_rows([own[place] for own in self._shares.values()])
             requests[site] = self._sum_only(site, {REVEAL: {"survived": survived, "shares": shares}})
-        spec: TreeSpec = {"shares": ((len(masking.numbers), WIDE), torch.uint8)}
+        spec: TreeSpec = {"shares": ((len(parties.numbers), masking.WIDE), torch.uint8)}
         answers = self.ask(requests, spec, f"{self.what}, unmasking")
-        self._enough(len(answers), "that have helped to take the masks off", masking.cohort.threshold)
+        self._enough(len(answers), "that have helped to take the masks off", parties.cohort.threshold)
         plain = {
             self.numbers[site]: {
                 number: int.from_bytes(share, "big")
-                for number, share in zip(masking.numbers, from_rows(reply.up["shares"]), strict=True)
+                for number, share in zip(parties.numbers, from_rows(reply.up["shares"]), strict=True)
             }
             for site, reply in answers.items()
         }
         vectors = {self.numbers[site]: replies[site].up["sum"].numpy().view(np.uint64) for site in there}
         try:
-            total = torch.from_numpy(unmasked(masking, vectors, plain))
-        except UnreadableShare as error:
+            total = torch.from_numpy(masking.unmasked(parties, vectors, plain))
+        except masking.UnreadableShare as error:
             raise TooFew(f"{self.what} has a sum that cannot be read: {error}") from error
         if not sound(total):
             raise TooFew(f"{self.what} has a sum from which the masks do not come off: a site did not keep to it.")

@@ -33,11 +33,6 @@ class End:
 
 
 @dataclass(frozen=True)
-class _Agreements:
-    terms: list[str]
-
-
-@dataclass(frozen=True)
 class Consent:
     """The federations in which a site takes part.
 
@@ -79,8 +74,7 @@ def withdraw(home: Path) -> None:
 
 
 def agreements(home: Path) -> list[str]:
-    record = _read(home / AGREED, TypeAdapter(_Agreements))
-    return record.terms if record else []
+    return (_read(home / AGREED, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
 
 
 def agree(home: Path, hash: str) -> None:

@@ -23,20 +23,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, update
-from halfmoon.aggregation.secure import signing
+from halfmoon.aggregation.secure import masking, signing
 from halfmoon.aggregation.secure.fixed_point import check_upload, contribution
-from halfmoon.aggregation.secure.masking import (
-    KEY,
-    LEAST,
-    WIDE,
-    Cohort,
-    Masking,
-    Party,
-    Scene,
-    announced,
-    announcement,
-    threshold,
-)
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -108,7 +96,7 @@ class Part:
     number: int
     sites: KnownSites
     even: bool
-    least: int = LEAST
+    least: int = masking.LEAST
 
     @cached_property
     def lasting(self) -> bytes:
@@ -135,9 +123,9 @@ class Part:
         secret = self._secret(scene)
         if notes.has(DEAL) and notes.get("session") == session and secret.read() is None:
             raise RefusalError("the server asks for keys of a sum that is over for this site.")
-        keys = announced(secret.begin())
+        keys = masking.announced(secret.begin())
         notes.begin(session)
-        signature = signing.sign(self.key, announcement(scene, self.number, keys))
+        signature = signing.sign(self.key, masking.announcement(scene, self.number, keys))
         return {"keys": to_rows([keys])[0], "signature": to_rows([signature])[0]}
 
     def _deal(self, request: Request, notes: Notes, masks: Tree) -> Tree:
@@ -145,20 +133,20 @@ class Part:
         secret, scene = self._current(request, notes)
         cohort, numbers = self._numbers(masks["asked"]), self._numbers(masks["sites"])
         subject = f"the server asks for a sum of {len(cohort)} sites"
-        if len(cohort) < LEAST:
-            raise RefusalError(f"{subject}: of fewer than {LEAST} it hides nothing.")
+        if len(cohort) < masking.LEAST:
+            raise RefusalError(f"{subject}: of fewer than {masking.LEAST} it hides nothing.")
         if len(cohort) < self.least:
             raise RefusalError(f"{subject}, but all agreed on cohorts of {self.least}: of fewer it hides less.")
         if not set(numbers) <= set(cohort):
             raise RefusalError("the server has keys of sites that are not in the sum.")
-        if len(numbers) < (needed := threshold(len(cohort))):
+        if len(numbers) < (needed := masking.threshold(len(cohort))):
             raise RefusalError(f"{len(numbers)} sites of {len(cohort)} have keys, and {needed} are needed.")
         keys, lasting = from_rows(masks["keys"]), [row.lstrip(b"\0") for row in from_rows(masks["lasting"])]
         here = numbers.index(self.number)
-        if keys[here] != announced(secret) or lasting[here] != self.lasting:
+        if keys[here] != masking.announced(secret) or lasting[here] != self.lasting:
             raise RefusalError("the server has other keys of this site than its own.")
         for number, own, key, signature in zip(numbers, lasting, keys, from_rows(masks["signatures"]), strict=True):
-            if not signing.signed(own, announcement(scene, number, key), signature):
+            if not signing.signed(own, masking.announcement(scene, number, key), signature):
                 name = self.sites.names[number]
                 raise RefusalError(f"the server has keys of {name} for this sum that {name} has not signed.")
         self.sites.check(dict(zip(numbers, lasting, strict=True)))
@@ -178,7 +166,7 @@ class Part:
         vector = self._vector(request, reply.up, len(party.cohort.asked))
         # Other values under the same masks would show by how much they differ.
         notes.once("vector", atomic_io.digest(vector.tobytes()))
-        hidden = torch.from_numpy(party.mask(vector, Masking(party.cohort, numbers)).view(np.int64))
+        hidden = torch.from_numpy(party.mask(vector, masking.Masking(party.cohort, numbers)).view(np.int64))
         return replace(reply, up={"sum": hidden})
 
     def _vector(self, request: Request, up: Tree, clients: int) -> np.ndarray:
@@ -197,7 +185,7 @@ class Part:
             raise RefusalError("the server asks what takes masks off before this site has sent anything under one.")
         numbers, survived = notes.get(MASK), sorted(masks["survived"].tolist())
         count = len(notes.get(DEAL)["asked"])
-        needed = threshold(count)
+        needed = masking.threshold(count)
         if self.number not in survived or not set(survived) <= set(numbers) or len(set(survived)) < len(survived):
             raise RefusalError("the server names sites whose updates it cannot have, or leaves out this one's.")
         if len(survived) < needed:
@@ -213,7 +201,7 @@ class Part:
                 notes.once("told", survived)
             plain = self._party(request, notes).reveal(shares, frozenset(survived))
             notes.once("told", survived)
-            answer = [plain[number].to_bytes(WIDE, "big").hex() for number in numbers]
+            answer = [plain[number].to_bytes(masking.WIDE, "big").hex() for number in numbers]
             notes.once(REVEAL, {"asked": question, "answer": answer})
         note = notes.get(REVEAL)
         notes.once(REVEAL, {**note, "asked": question})
@@ -221,11 +209,11 @@ class Part:
         erase(self.folder / SUMS / SECRET)
         return {"shares": to_rows([bytes.fromhex(share) for share in note["answer"]])}
 
-    def _secret(self, scene: Scene) -> SumSecret:
+    def _secret(self, scene: masking.Scene) -> SumSecret:
         name = f"{scene.round}/{scene.attempt}/{scene.query}/{scene.session}"
         return SumSecret(self.folder / SUMS / SECRET, name)
 
-    def _current(self, request: Request, notes: Notes) -> tuple[bytes, Scene]:
+    def _current(self, request: Request, notes: Notes) -> tuple[bytes, masking.Scene]:
         """Return the secret of the sum that is under way, and which one it is."""
         if not notes.has("session"):
             raise RefusalError("the server goes on with a sum that this site has not begun.")
@@ -235,13 +223,15 @@ class Part:
             raise RefusalError("the server goes on with a sum that is over for this site: its keys are erased.")
         return secret, scene
 
-    def _party(self, request: Request, notes: Notes) -> Party:
+    def _party(self, request: Request, notes: Notes) -> masking.Party:
         secret, scene = self._current(request, notes)
         if not notes.has(DEAL):
             raise RefusalError("the server goes on with a sum for which this site has dealt no shares.")
         note = notes.get(DEAL)
         keys = tuple(bytes.fromhex(key) for key in note["keys"])
-        return Party(secret, self.number, Cohort(scene, tuple(note["asked"]), tuple(note["numbers"]), keys))
+        return masking.Party(
+            secret, self.number, masking.Cohort(scene, tuple(note["asked"]), tuple(note["numbers"]), keys)
+        )
 
     def _numbers(self, leaf: Tensor) -> tuple[int, ...]:
         """Return the numbers of sites in a message; raise `RefusalError` where they are none of this federation's."""
@@ -273,7 +263,7 @@ class SumSecret:
         secret = self.read()
         if secret is None:
             erase(self.path)
-            secret = secrets.token_bytes(KEY)
+            secret = secrets.token_bytes(masking.KEY)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.replace(self.path, secret + self.sum.encode(), private=True)
         return secret
@@ -281,7 +271,7 @@ class SumSecret:
     def read(self) -> bytes | None:
         """Return the secret; None where it was erased, or the file has that of another sum."""
         data = atomic_io.read(self.path) or b""
-        return data[:KEY] if data[KEY:] == self.sum.encode() else None
+        return data[: masking.KEY] if data[masking.KEY :] == self.sum.encode() else None
 
 
 def erase(path: Path) -> None:

@@ -46,10 +46,9 @@ def authority(days: int, now: datetime) -> Pair:
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _named(f"federation authority {serial:x}"[:40])
-    uses = {"digital_signature": False, "key_cert_sign": True}
     made = _builder(name, name, key, serial, now, now + timedelta(days=days))
     made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    made = made.add_extension(_usage(**uses), critical=True)
+    made = made.add_extension(_usage(digital_signature=False, key_cert_sign=True), critical=True)
     return Pair(_pem(key), made.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
@@ -129,17 +128,7 @@ def _builder(
 
 
 def _usage(digital_signature: bool, key_cert_sign: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    return x509.KeyUsage(digital_signature, False, False, False, False, key_cert_sign, False, False, False)
 
 
 def _named(words: str) -> x509.Name:

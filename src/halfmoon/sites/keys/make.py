@@ -101,7 +101,7 @@ def add(folder: Path, name: str, key: Path | None = None, now: datetime | None =
     with reading(folder) as record:
         _free([name], list(record.sites))
         record, files = _with_site(record, name, line, _authority(folder, record), now or datetime.now(UTC))
-        change(folder, files | _lists(folder, record, files) | {paths.RECORD: record.file()})
+        _save(folder, record, files)
     serving = f"A running halfmoon serve lets {name} in within seconds."
     return Done(_facts(folder, record, name), (_handing(folder, name, line is None), serving, _telling(folder)))
 
@@ -114,7 +114,7 @@ def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
         rest = {other: each for other, each in record.sites.items() if other != name}
         record = replace(_refusing(record, name, REMOVED, now or datetime.now(UTC)), sites=rest)
         gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name), paths.known(name)]
-        change(folder, _lists(folder, record, {}) | {paths.RECORD: record.file()}, gone)
+        _save(folder, record, {}, gone)
     facts = {**_facts(folder, record), "removed": {name: site.fingerprint}}
     return Done(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
 
@@ -154,8 +154,7 @@ def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None
             raise UserError(f"the key of {name} was made at the site: have a new one made, and give --public-key FILE.")
         record = _refusing(record, name, REPLACED, now)
         record, files = _with_site(record, name, line, _authority(folder, record), now)
-        files |= _lists(folder, record, files) | {paths.RECORD: record.file()}
-        change(folder, files, [paths.private(name)] if here and line else [])
+        _save(folder, record, files, [paths.private(name)] if here and line else [])
     advice = _handing(folder, name, line is None)
     serving = f"A running halfmoon serve takes the new key of {name} within seconds, and the old one no more."
     return Done(_facts(folder, record, name), (advice, serving, _telling(folder)))
@@ -247,6 +246,10 @@ def _with_site(
         paths.join(name): File(texts.join(name, record, here).encode()),
     }
     return record, files
+
+
+def _save(folder: Path, record: Record, files: Mapping[str, File], gone: Sequence[str] = ()) -> None:
+    change(folder, {**files, **_lists(folder, record, files), paths.RECORD: record.file()}, gone)
 
 
 def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str, File]:
