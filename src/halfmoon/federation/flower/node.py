@@ -31,7 +31,7 @@ FILE, LOG = "node.json", "join.log"
 RAISED, FOREIGN, DIED = 2, 7, 8
 """Codes of Flower's `ErrorCode`: the app failed, the bundle is another one, the worker died."""
 
-SHORTEST, LONGEST, SHARE = 0.05, 3.0, 0.25
+SHORTEST, LONGEST, SHARE = 0.1, 3.0, 0.5
 """Seconds between two polls, at least and at most, and the share of the time since the last answer that lies between.
 
 A round is several messages to the same sites, so one that has just answered is likely to be asked again at once; an
