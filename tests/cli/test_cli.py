@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from sklearn.datasets import load_digits
 
 import halfmoon
 from halfmoon.cli import console
@@ -377,10 +376,12 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    from sklearn import datasets
+
     words = "data --clients 6 --labels-per-class 2 --setting iid-iid --json --save s.parquet --png b.png"
     assert cli.main(words.split()) == 0
     (facts,) = json.loads(capsys.readouterr().out)["data"]
-    target = np.asarray(load_digits(return_X_y=True)[1])
+    target = np.asarray(datasets.load_digits(return_X_y=True)[1])
     both = np.array(facts["train_classes"]) + facts["test_classes"]
     assert both.tolist() == np.bincount(target).tolist()
     assert (facts["train"], facts["test"], facts["shape"]) == (1437, 360, [8, 8, 1])

@@ -15,7 +15,6 @@ from callbacks import Stop
 from safetensors.torch import load_file
 from scenes import Played, begin, dataset, furthest, play, same, simulate, task
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from halfmoon.api.types import Method
@@ -240,13 +239,15 @@ def test_on_a_gpu(executor: str, tmp_path: Path):
 
 def test_programs_are_cached_where_nobody_else_can_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In the user's own cache directory; a folder that others may write into is refused, as its programs would run."""
+    from torch._inductor.runtime import cache_dir_utils
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     folder = compiled.private_cache()
     assert folder == tmp_path / "halfmoon" / "inductor"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert Path(cache_dir()) == folder
+    assert Path(cache_dir_utils.cache_dir()) == folder
     for mode in (0o777, 0o770, 0o750):
         folder.chmod(mode)
         with pytest.raises(UserError, match="others can read or write it: remove it, or make it private"):

@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from sklearn import metrics
 
 import halfmoon
 from halfmoon.cli import main as cli
@@ -242,6 +241,8 @@ def test_a_name_that_is_no_text_is_written_as_it_is(home: Path, tmp_path: Path) 
 
 def test_scores_are_those_of_scikit_learn() -> None:
     """Also where class 3 is never true and class 2 never predicted."""
+    from sklearn import metrics
+
     rng = np.random.default_rng(3)
     truth, guess, confidence = rng.integers(0, 3, 50), rng.choice([0, 1, 3], 50), rng.uniform(0.3, 1, 50)
     found = measure.scores(truth, guess, confidence, ["a", "b", "c", "d"], sure=0.8)
