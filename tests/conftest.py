@@ -29,9 +29,7 @@ hypothesis.settings.load_profile("shared")
 @pytest.fixture(autouse=True, scope="session")
 def _flush_nothing() -> Iterator[None]:
     """Leave out what guards against a loss of power: no test can cause one, and each flush waits for a busy disk.
-
-    That files are flushed, and when, is seen by tests that put something else in its place.
-    """
+    That files are flushed, and when, is seen by tests that put something else in its place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -40,9 +38,7 @@ def _flush_nothing() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return what `-n auto` of pyproject.toml means: `WORKERS`, but none for single files, which start faster alone.
-
-    `-n N` on the command line overrides it; `-n 0` is one process.
-    """
+    `-n N` on the command line overrides it; `-n 0` is one process."""
     whole = any(Path(name).is_dir() for name in config.args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return WORKERS if whole and cores >= WORKERS else 0

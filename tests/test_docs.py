@@ -64,9 +64,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-# What the code knows
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_generated_tables_are_those_of_the_code(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -107,9 +104,7 @@ def test_models_are_counted_with_two_digits() -> None:
 
 def test_a_round_of_fedavg_is_one_model_each_way() -> None:
     """Both ways the model travels, up with a weight of 8 bytes; clients keep nothing, the server keeps the model.
-
-    FedLoKe's clients keep a second model; FedProx's objective alone differs, so it sends what FedAvg sends.
-    """
+    FedLoKe's clients keep a second model; FedProx's objective alone differs, so it sends what FedAvg sends."""
     plain = generate.measured("fedavg")
     assert (plain.down, plain.client, plain.server) == (1.0, 0.0, 1.0)
     assert 0 < plain.up - 1 < 1e-3
@@ -170,7 +165,6 @@ def test_the_main_job_is_described() -> None:
 
 
 def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
-    """Every file, and every key of a row, of a real run stands on a page."""
     outcome = halfmoon.run(halfmoon.Config(rounds=1, baselines=("fedavg",), threads=1, run_dir=tmp_path / "run"))
     page = read("docs/runs.md")
     rows = read("docs/metrics.md")
@@ -185,9 +179,6 @@ def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
         assert f"| `{part}` |" in rows
         for key in row[part] if isinstance(row[part], dict) and part != "test" else []:
             assert f"`{key.removesuffix('_spread')}`" in text, key
-
-
-# Python on the pages
 
 
 def form(printed: str) -> list[str]:
@@ -222,9 +213,6 @@ def test_python_on_a_page_runs_and_prints_what_stands_below_it(page: Path) -> No
         elif language == "text":
             assert form(printed.getvalue()) == form(content)
     assert ran >= (8 if page.stem == "quickstart" else 1)
-
-
-# Commands on the pages
 
 
 class Command(NamedTuple):
@@ -314,9 +302,6 @@ def test_dots_on_a_page_stand_for_whole_lines() -> None:
     assert not matches("a\nb\n", "a\n")
 
 
-# The house
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -349,7 +334,6 @@ def test_pictures_are_small() -> None:
 
 
 def test_readme_has_two_commands_and_the_check_takes_the_second() -> None:
-    """.ci/run holds README's test command to the letter, and plays no test a second time."""
     both = [content.strip() for language, content in blocks(ROOT / "README.md") if language == "bash"]
     assert both == [
         "pip install -c constraints.txt . && halfmoon run",
@@ -376,8 +360,6 @@ def test_the_newest_change_is_this_version() -> None:
     versions = re.findall(r"^## (\d\S+)", read("CHANGELOG.md"), re.MULTILINE)
     assert versions[0] == tomllib.loads(read("pyproject.toml"))["project"]["version"]
 
-
-# Length and language
 
 README_CHARACTERS, WRITTEN_BYTES, DOCS_BYTES = 5_000, 190_000, 250_000
 """The most of the README, of what people write in docs/, and of docs/ with tables by programs."""

@@ -45,7 +45,6 @@ def test_valid_inputs_work(target: Target) -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_drawn_inputs_work_or_are_refused(target: Target) -> None:
-    """Generated from the structure, or spoiled from what is valid; the same in every run."""
 
     @settings(
         max_examples=CASES,
@@ -71,9 +70,6 @@ def test_the_corpus_is_of_known_targets() -> None:
     assert KEPT
     assert {path.parent.name for path in KEPT} <= set(BY_NAME)
     assert max(path.stat().st_size for path in KEPT) < 20_000
-
-
-# Bombs, which are too large to keep, and what they claim
 
 
 def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() -> None:
@@ -117,9 +113,6 @@ def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
     assert header(path) is None
     with pytest.raises(UserError, match="no known format"):
         fitted(eps, "it", 8, 8, 1)
-
-
-# The judge can judge
 
 
 def made(play: Callable[[Scene], object]) -> tuple[Target, Scene]:

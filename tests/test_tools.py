@@ -30,9 +30,6 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# The lock
-
-
 def locked() -> list[Requirement]:
     """Return the requirements of requirements/ci.txt."""
     lines = re.sub(r" \\\n +--hash=\S+", "", (ROOT / "requirements" / "ci.txt").read_text()).splitlines()
@@ -61,9 +58,6 @@ def test_the_lock_fits_what_the_package_asks_for() -> None:
         assert all(each.specifier.contains(version) for version in found), each
 
 
-# Release notes
-
-
 def test_the_notes_of_a_tag_are_its_section() -> None:
     notes = script(".ci/notes.py").notes
     changes = "# Changes\n\n## 0.2.0\n\n- new\n\n### More\n\n## 0.1.0\n\n- first\n"
@@ -74,9 +68,6 @@ def test_the_notes_of_a_tag_are_its_section() -> None:
     for empty in ("## 0.2.0\n\n## 0.1.0\n- first\n", "# Changes\n"):
         with pytest.raises(ValueError, match=r"no changes below '## 0\.2\.0'"):
             notes("v0.2.0", "0.2.0", empty)
-
-
-# A release
 
 
 def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
@@ -127,9 +118,6 @@ def test_an_audit_counts_what_was_compared(tmp_path: Path, found: list[dict], co
     assert re.search(words, done.stdout)
 
 
-# The site
-
-
 def test_links_of_the_repository_hold_on_the_site() -> None:
     """README.md is index.md there, docs/ is its root; a file that is no page leaves its words; code stays as it is."""
     moved = script("tools/docs_site.py").moved
@@ -174,14 +162,10 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_the_index_of_results_names_every_page() -> None:
-    """The site's navigation has the pages of results/ in the order of their index."""
     named = re.findall(r"\]\((\w+\.md)\)", (ROOT / "results" / "README.md").read_text())
     assert sorted(set(named)) == sorted(
         path.name for path in (ROOT / "results").glob("*.md") if path.name != "README.md"
     )
-
-
-# The checks
 
 
 def test_the_checks_name_what_is_there() -> None:
@@ -197,16 +181,12 @@ def test_the_checks_name_what_is_there() -> None:
 
 
 def test_git_ignores_nothing_of_the_package() -> None:
-    """What git ignores the build of a wheel leaves out, too."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no clone")
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")]
     words = ["git", "check-ignore", "--no-index", *modules]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (found.stdout, found.returncode) == ("", 1)
-
-
-# Architecture, glossary, CONTRIBUTING
 
 
 def resolved(name: str) -> object:
@@ -242,7 +222,6 @@ def test_the_terms_are_in_order() -> None:
 
 
 def test_the_picture_of_the_packages_is_true() -> None:
-    """It has every package, and each imports from its own row and those below it."""
     rows = script("docs/draw_architecture.py").ROWS
     height = {name: len(rows) - number for number, row in enumerate(rows) for name in row}
     source = ROOT / "src" / "halfmoon"

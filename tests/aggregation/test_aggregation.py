@@ -56,7 +56,6 @@ def mean_for_all(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], 
 
 
 def test_an_update_is_what_a_client_changed_and_nothing_else():
-    """Weights and counts are no update; what came for one client alone is its own start."""
     down = {"params": {"w": torch.tensor([1.0, 2.0])}, "round": torch.tensor(3)}
     each = {"own": torch.tensor([[10.0], [20.0]])}
     parts = {

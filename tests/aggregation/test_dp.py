@@ -72,9 +72,6 @@ def vector(*rows: list[float]) -> Upload:
 ORIGIN = {"params": {"w": torch.zeros(2)}}
 
 
-# The stream
-
-
 def test_the_stream_is_aes_in_counter_mode_from_zero() -> None:
     """E(K, 0), E(K, 1), E(K, 2) for K = 0 of 256 bits, as the GCM specification's test cases 13 and 14 print them."""
     blocks = (
@@ -103,9 +100,6 @@ def test_noise_is_standard_normal_and_independent_of_other_keys() -> None:
     assert stats.kstest(two, "norm").pvalue > 0.01
     assert abs(np.corrcoef(one, two)[0, 1]) < 4 / math.sqrt(len(one))
     assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 4 / math.sqrt(len(one))
-
-
-# Clipping
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
@@ -156,7 +150,6 @@ def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["feddure", "fedavg-fixmatch", "fedloke", "fml"])
 def test_loop_equals_vmap_behind_clipping(name: str) -> None:
-    """Equal to rounding, with a bound that every update meets; and not what it is without one."""
     got = {}
     for executor, norm in (("loop", 0.05), ("vmap", 0.05), ("loop", 1e9)):
         made = Clipped(registry.make(name), norm)
@@ -169,7 +162,6 @@ def test_loop_equals_vmap_behind_clipping(name: str) -> None:
 
 
 def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
-    """Its needs and methods are passed on; a new task reaches the client update inside."""
     for name in SUMS:
         shared = task(GROUPED)
         for key, client_update in registry.make(name).client_updates(shared).items():
@@ -180,9 +172,6 @@ def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
             later = replace(around, task=shared.at(7))
             assert later.client_update.task.round == 7
             assert replace(later, task=shared) == around
-
-
-# The sum
 
 
 def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None:
@@ -261,9 +250,6 @@ def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: P
     assert set(noised.report.aggregator) == {"epsilon", "delta"}
 
 
-# What it costs
-
-
 def gaussian(noise: float, rounds: int, delta: float) -> float:
     """Return the exact epsilon of rounds without sampling (Balle and Wang 2018, Theorem 8): mu = 2 sqrt(T) / z."""
     mu = 2 * math.sqrt(rounds) / noise
@@ -278,7 +264,6 @@ def gaussian(noise: float, rounds: int, delta: float) -> float:
 
 def test_the_library_says_what_was_published() -> None:
     """DP-SGD on MNIST (tensorflow_privacy's tutorial): 60 epochs in batches of 256 of 60,000, z = 1.1: epsilon 3.01.
-
     And the library's own test of its conversion: 4.530877117 sensitivities of noise, ours of twice that, are (1, 1e-6).
     """
     from dp_accounting import dp_event
@@ -292,16 +277,13 @@ def test_the_library_says_what_was_published() -> None:
 
 @pytest.mark.parametrize(("noise", "rounds"), [(2.0, 1), (8.0, 10), (20.0, 50), (60.0, 30)])
 def test_everybody_in_every_round_costs_what_the_gaussian_mechanism_does(noise: float, rounds: int) -> None:
-    """The exact value, found in another way."""
     assert accounting.planned(20, 20, rounds, noise, 1e-5) == pytest.approx(gaussian(noise, rounds, 1e-5), rel=1e-9)
 
 
 @pytest.mark.parametrize(("cohort", "noise"), [(10, 1.5), (10, 4.0), (50, 4.0), (90, 3.0), (1, 1.0)])
 def test_a_drawn_cohort_costs_no_less_than_two_neighbors_differ(cohort: int, noise: float) -> None:
     """Renyi divergence, by numbers, where a client that sent +C sends -C: of a mixture, as it is drawn or not.
-
-    With half the sensitivity (C in place of 2 C) the count would be below it.
-    """
+    With half the sensitivity (C in place of 2 C) the count would be below it."""
     q, worse = cohort / 100, 0
     curve = accounting.curve(noise, Sampled(cohort, 100))
     halved = accounting.curve(2 * noise, Sampled(cohort, 100))
@@ -346,7 +328,6 @@ def test_a_drawn_cohort_costs_no_more_than_the_general_theorem_says() -> None:
 
 
 def test_curves_add_up_to_what_the_library_composes() -> None:
-    """Three kinds of release, by its public interface alone."""
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
 
@@ -397,9 +378,6 @@ def test_two_sums_of_one_round_are_counted_as_of_a_known_cohort() -> None:
     twice = [*once, release(1, "ff", query=1)]
     assert spent(twice, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40)), (4.0, None), (4.0, None)], 1e-5)
     assert spent(twice, 1e-5) > 2 * spent(once, 1e-5)
-
-
-# How cohorts are drawn
 
 
 def uniform(drawn: np.ndarray, clients: int, cohort: int) -> float:
@@ -489,9 +467,6 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     assert [each.sampled for each in aggregator.ledger.releases] == [Sampled(3, 40), None, None]
 
 
-# The ledger
-
-
 def written(path: Path, releases: int = 4) -> bytes:
     """Write a ledger and return its bytes."""
     path.unlink(missing_ok=True)
@@ -574,9 +549,6 @@ def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) ->
     assert sha256(plain.tobytes()).hexdigest() not in marks
 
 
-# The budget
-
-
 def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) -> None:
     plenty = PROMISE._replace(noise=8.0, clients=40)
     costs = [accounting.planned(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
@@ -586,7 +558,6 @@ def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) ->
         aggregator.uploads(question(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
         assert aggregator.ended(number) is None  # played already: paid
     said = aggregator.ended(2)
-    assert said is not None
     assert said.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
     assert f"{costs[2]:.4g}" in said
     with pytest.raises(UserError, match="the privacy budget is spent: round 3 would make epsilon"):
@@ -614,9 +585,6 @@ def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.Cap
     assert summary["ended"] in said
     assert cli.main([*words.split(), "--dp-epsilon", f"{costs[0] / 2}", "--run-dir", str(tmp_path / "none")]) == 2
     assert f"the first round alone costs {costs[0]:.4g}" in capsys.readouterr().err
-
-
-# Whole runs
 
 
 class Killed(BaseException):

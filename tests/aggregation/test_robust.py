@@ -63,9 +63,6 @@ def ruled(
     return (new.update["params"]["w"] - 1).tolist(), aggregator.row()
 
 
-# Each rule, by hand
-
-
 def test_clip_scales_down_to_the_median_norm():
     """Norms 5, 1, 10, 2: the median is the mean of 2 and 5, 3.5. So (3, 4) becomes 0.7 of itself, (6, -8) 0.35."""
     new, row = ruled("clip", [[3, 4], [0, 1], [6, -8], [2, 0]])
@@ -100,7 +97,6 @@ def test_trimmed_leaves_out_a_share_at_both_ends():
 
 def test_krum_chooses_the_update_nearest_to_its_neighbors():
     """Five on a line at 0, 1, 3, 4 and 100, one hostile: each has 5 - 1 - 2 = 2 neighbors.
-
     Squared distances to the nearest two: 1 + 9, 1 + 4, 1 + 4, 1 + 9, 96^2 + 97^2. Of the equal ones the first is taken.
     """
     new, row = ruled("krum", [[0], [1], [3], [4], [100]])
@@ -129,9 +125,6 @@ def test_whoever_weighs_nothing_has_no_say():
     up = up._replace(weight=torch.zeros(5))
     _, still = Robust("median", 0.2).uploads(ask(5, down), up)
     assert same(still.tree, up.tree)
-
-
-# Against numpy, scipy and the paper
 
 
 @given(batches, st.floats(0, 0.49))
@@ -181,12 +174,8 @@ def test_krum_bears_as_many_as_there_are_neighbors_for():
     assert tolerated(100, 0.29) == 29  # nor 0.29 * 100, 28.999999999999996
 
 
-# What holds of every rule
-
-
 @EVERY
 def test_one_client_is_the_aggregate(rule: Rule):
-    """With one upload, and with equal ones, every rule gives what came."""
     for count in (1, 2, 3, 4, 7):
         new, _ = ruled(rule, [[1.5, -2.0, 0.25]] * count)
         assert new == [pytest.approx([1.5, -2.0, 0.25])] * count
@@ -283,9 +272,6 @@ def test_a_question_without_an_update_passes():
     assert aggregator.row() == {}
 
 
-# Before methods
-
-
 def refused(rule: Rule, norm: Literal["batch", "group"] = "batch") -> set[str]:
     """Return the methods that a configuration with this rule and norm is refused for, each with a reason."""
     found: set[str] = set()
@@ -329,8 +315,6 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
         played.append(play(made, simulation, begin(made, shared), ROUNDS))
     for one, many in zip(*played, strict=True):
         assert furthest(many.server, one.server) < 1e-9
-        assert one.report.aggregator is not None
-        assert many.report.aggregator is not None
         assert one.report.aggregator.keys() == many.report.aggregator.keys()
         assert one.report.aggregator.get("chosen") == many.report.aggregator.get("chosen")
     _, _, plain = scene(name, "both")

@@ -350,9 +350,7 @@ DROPS = [
 )
 def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path: Path) -> None:
     """Ten sites, of which none, one or three (30 %) drop out before each stage: the sum is that of those who trained.
-
-    As whole numbers it is exact; as a mean it is off by the rounding of k numbers to units of 2^-24.
-    """
+    As whole numbers it is exact; as a mean it is off by the rounding of k numbers to units of 2^-24."""
     village = Village(tmp_path, 10, drops)
     total = village.play()
     there = [k for k in range(10) if k not in set().union(*(drops.get(at, set()) for at in STAGES[:3]))]
@@ -503,7 +501,6 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     sum.total(replies)
     first = sent(village)
     said = read(village.answer(0, write(first[REVEAL])), Reply).up["shares"]
-    assert sum._masking is not None
     cohort = sum._masking.cohort
     for k in range(7):
         party = Party(secrets[k], k, cohort)
@@ -679,7 +676,6 @@ def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(
 
 
 def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
-    """It does not answer a second time as if it had never answered."""
     village = Village(tmp_path, 4)
     first = stages(village)
     (path,) = (tmp_path / "home-0" / RUN / SUMS).glob("*.json")
@@ -755,9 +751,7 @@ def forging(village: Village, lasting: bool) -> Forging:
 @pytest.mark.parametrize("known", ["handed out", "remembered", "neither"])
 def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> None:
     """Keys that a site has not signed are refused; so is another lasting key, once a site knows the right one.
-
-    `neither` is what is left: who never knew a key believes the first one, which its log shows.
-    """
+    `neither` is what is left: who never knew a key believes the first one, which its log shows."""
     village = Village(tmp_path, 3)
     village.requests()
     if known == "handed out":
@@ -819,10 +813,8 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
 
 def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) -> None:
     """All that travels is recorded, and after the sum every file of every site is stolen.
-
     During the sum the secret opens a site's update (so the test sees what it looks for); afterwards nothing kept does:
-    each run of 32 bytes in any file, plain or in hexadecimal, is tried as the secret of each site.
-    """
+    each run of 32 bytes in any file, plain or in hexadecimal, is tried as the secret of each site."""
     village = Village(tmp_path, 4)
     sum = village.sum()
     like = layout(spec_of(village.upload(0).tree))

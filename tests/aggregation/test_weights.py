@@ -94,7 +94,6 @@ def test_declared_counts_are_the_cap_where_they_are_known():
 
 
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
-    """The update stays or turns round; other clients keep their bits."""
     up = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
         _, new = Hostile(name, [1], 0).uploads(question(2), up)  # type: ignore[arg-type]
@@ -113,7 +112,6 @@ def test_test_counts_are_capped_alike():
     )
     assert evaluation.add({"confusion": right, "loss": torch.tensor(0.0, dtype=torch.float64)}, 2, 10**6)
     tally = evaluation.tally()
-    assert tally is not None
     assert tally.row()["accuracy"] == pytest.approx(20 / 50)
     assert tally.loss == pytest.approx(30 / 50)
     assert len(evaluation.results) == 4

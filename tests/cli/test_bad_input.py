@@ -158,7 +158,6 @@ def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str
 
 
 def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:
-    """Same number of images, other labels; then another number of images."""
     labels = load("digits").train.labels
     client = np.arange(len(labels), dtype=np.int64) % 4
     labeled = np.arange(len(labels)) < 40
@@ -199,9 +198,6 @@ def test_a_folder_of_another_configuration(capsys: pytest.CaptureFixture[str]) -
     assert said.endswith(f"or `halfmoon resume {Path('r').absolute()}` to go on with that one.\n")
     assert said.count("\n") == 1
     assert listing() == before
-
-
-# What is odd but legal
 
 
 @pytest.mark.parametrize("words", ["--clients 2", "--clients 1 --protocol few-labels", "--split s.parquet"])

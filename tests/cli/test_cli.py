@@ -54,7 +54,6 @@ class Fake:
 
     def _note(self, chosen: Config, rest: tuple[Any, ...], watch: Any) -> SimpleNamespace:
         self.config, self.rest = chosen, rest
-        assert chosen.run_dir is not None
         chosen.run_dir.mkdir(parents=True, exist_ok=True)
         self.act(watch)
         curves = chosen.run_dir / "curves.png"
@@ -129,7 +128,6 @@ def test_other_data_take_the_recipe_for_few_labels(fake: Fake) -> None:
 
 
 def test_a_flag_that_is_true_or_false_takes_no_value(fake: Fake) -> None:
-    """Alone it says yes, with no- before it no, and without it the default stands."""
     words = "run --nesterov --momentum 0.9 --optimizer sgd --no-reuse-labeled --labeled-batch all"
     assert cli.main(words.split()) == 0
     chosen = fake.config
@@ -309,9 +307,6 @@ def test_data_takes_the_image_options_of_a_run(capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["data"][0]["shape"] == [9, 9, 3]
 
 
-# Real runs
-
-
 def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     words = "run --method fedavg --baselines fedavg-sl --rounds 2 --clients 4 --cohort 2 --run-dir r --threads 1 --json"
     assert cli.main(words.split()) == 0
@@ -370,9 +365,6 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     assert "Traceback" not in said
     assert cli.main(["resume", "r"]) == 0
     assert len(Path("r/metrics.jsonl").read_text().splitlines()) == 40
-
-
-# Data and methods
 
 
 def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,9 +477,6 @@ def test_centralized_methods_stand_apart(capsys: pytest.CaptureFixture[str]) -> 
         lines = (centralized if registry.entry(name).pooled else federated).splitlines()
         assert sum(line.startswith(f"{name} ") for line in lines) == 1
         assert f"{name}: {registry.entry(name).about}" in centralized  # what each one is comes after both tables
-
-
-# Progress
 
 
 def row(number: int, accuracy: float | None = None, pseudo: float | None = None) -> dict[str, Any]:

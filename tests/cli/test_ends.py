@@ -88,7 +88,6 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
     tmp_path: Path, straight: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     where: str, error: Exception,
 ):  # fmt: skip
-    """In a client's training, and where the server closes a round, each in the second round."""
     closed = 0
     close, ask = ServerRuntime.close, ServerRuntime._ask
 

@@ -201,10 +201,7 @@ def test_a_known_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"setting": "dirdir"}, "setting in run.toml is 'dirdir': did you mean 'dir-dir'?"),
         ({"setting": 3}, "setting in run.toml is 3: it must be text."),
         ({"options": 3}, "options in run.toml is 3: it must be a table of the method's options."),
-        (
-            {"options": {"hidden": [1]}},
-            "options in run.toml: hidden is [1]: it must be a number, text, true or false.",
-        ),
+        ({"options": {"hidden": [1]}}, "options in run.toml: hidden is [1]: it must be a number, text, true or false."),
         ({"method": "fedure"}, "unknown method 'fedure': did you mean 'feddure'?"),
         ({"baselines": ["fedavgg"]}, "unknown method 'fedavgg': did you mean 'fedavg'?"),
         ({"options": {"hiden": 1}}, "method feddure has no option 'hiden': did you mean 'hidden'?"),
@@ -354,7 +351,6 @@ def test_settings_are_those_of_the_scenario() -> None:
 
 @pytest.mark.parametrize(("place", "name"), [("clients", "fedavg-soft-labels"), ("some", "cbafed"), ("server", "fl2")])
 def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: str) -> None:
-    """The configuration holds the method itself; options given to it are checked as ever."""
     given = {"labels_at": place, **({"labeled_clients": 2} if place == "some" else {})}
     resolved = config.resolve({"method": "recommended", **given}, {"options": {"keep_optimizer": True}})
     assert resolved.method == name

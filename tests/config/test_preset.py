@@ -38,7 +38,6 @@ def test_preset_of_a_method_without_one_is_refused():
 
 
 def test_preset_marks_a_run_as_its_options_do():
-    """A run is the same run whether the preset or the words set its options."""
     preset = resolve({}, {"preset": "paper"})
     said = {name: value for name, value in method_options(preset, "feddure").items() if value is not None}
     plain = replace(preset, preset="none", options={**said, "regulator_lr": preset.lr})

@@ -55,7 +55,6 @@ def test_a_gradient_is_that_of_torch_func(quiet: bool):
 
 
 def test_a_loss_of_nothing_has_the_gradient_zero():
-    """Where no parameter comes in, there is a gradient all the same."""
     params, x = scene()
     gradient, _, _ = grad_and_value(lambda p: (x.sum(), ()), params)
     assert same(gradient, tree.zeros_like(params))
@@ -101,7 +100,6 @@ def test_both_work_inside_other_transforms():
 
 
 def test_a_lifted_program_is_that_of_vmap():
-    """Nested dicts and named tuples go in and come out as they are, empty ones too."""
     base = torch.arange(6.0).view(3, 2)
     sample = WeightedMetric(base[:, 0], base[:, 1], torch.ones(3))
 

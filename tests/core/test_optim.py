@@ -61,7 +61,6 @@ def test_steps_equal_torch_optim(ours, theirs, options):
 
 @EVERY
 def test_lifted_steps_equal_single_ones(ours, theirs, options):
-    """Three clients with a step count each under vmap take the steps they take alone."""
     alone = []
     for seed in range(3):
         params, gradients = scene(seed)
@@ -100,7 +99,6 @@ def test_a_rate_that_is_a_tensor_is_the_same_rate(ours, theirs, options, lift):
 
 @EVERY
 def test_a_step_writes_into_nothing(ours, theirs, options):
-    """Parameters, gradient and state are what they were."""
     params, (gradient, *_) = scene()
     params, state = ours.step(params, gradient, ours.init(params))
     trees = (params, gradient, state)
@@ -127,7 +125,6 @@ def test_adams_first_step_is_the_learning_rate():
 
 
 def test_another_learning_rate_is_a_replacement():
-    """A method takes the shared optimizer with a rate of its own."""
     assert replace(Adam(1e-3, weight_decay=0.1), lr=0.5) == Adam(0.5, weight_decay=0.1)
 
 
@@ -165,7 +162,6 @@ def test_clipping_equals_torchs(norm, value):
 
 
 def test_a_clipped_optimizer_changes_its_rate_like_the_one_inside():
-    """The learning rate is that of the optimizer inside; changing it keeps the bounds."""
     ours = Clipped(Adam(0.1), 1.0, 2.0)
     assert ours.with_lr(0.3) == Clipped(Adam(0.3), 1.0, 2.0)
     assert ours.with_lr(0.3).lr == 0.3

@@ -26,7 +26,6 @@ def two() -> tree.Tree:
 
 @given(TREES)
 def test_unflatten_undoes_flatten(one):
-    """Any tree comes back with its structure, its order and its very leaves."""
     flat = tree.flatten(one)
     again = tree.unflatten(flat)
     assert [id(leaf) for leaf in tree.leaves(again)] == [id(leaf) for leaf in tree.leaves(one)]
@@ -36,7 +35,6 @@ def test_unflatten_undoes_flatten(one):
 
 @given(TREES, st.integers(1, 3))
 def test_index_undoes_stack(one, count):
-    """The k-th of K stacked trees is the k-th tree."""
     trees = [tree.map(lambda leaf, k=k: leaf + k, one) for k in range(count)]
     stacked = tree.stack(trees)
     for k, each in enumerate(trees):
@@ -54,7 +52,6 @@ def test_flatten_names_paths():
 
 
 def test_map_goes_by_names_and_refuses_trees_that_lack_one():
-    """Leaves are matched by name, not by order."""
     one, other = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"b": torch.tensor(20.0), "a": torch.tensor(10.0)}
     made = tree.map(torch.add, one, other)
     assert (float(made["a"]), float(made["b"])) == (11.0, 22.0)
@@ -112,7 +109,6 @@ def test_select_takes_one_tree_whole():
 
 
 def test_to_casts_floats_only():
-    """Counters keep their type."""
     made = tree.to({"a": torch.ones(2), "n": torch.tensor(3), "m": torch.tensor(True)}, dtype=torch.float64)
     assert [leaf.dtype for leaf in tree.leaves(made)] == [torch.float64, torch.int64, torch.bool]
 
@@ -128,7 +124,6 @@ def test_channels_last_and_back():
 
 
 def test_zeros_like():
-    """Zeros of the same shapes and types."""
     made = tree.zeros_like({"a": torch.ones(2, 3, dtype=torch.float64), "b": {"n": torch.tensor(3)}})
     assert made["a"].dtype == torch.float64
     assert made["a"].shape == (2, 3)

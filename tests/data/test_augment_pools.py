@@ -69,10 +69,8 @@ def test_fedloke_operations_equal_pillow(name: str, magnitude: int, size: tuple[
 
 def test_the_pools_have_the_magnitudes_of_the_released_codes() -> None:
     """SemiFL's maxima, and torchvision's bin 9 of 31 by hand.
-
     Bin 9 of linspace(0, top, 31) is 0.3 top: shear 0.09, 150 / 331 * 0.3 = 0.13595 sides (4.35 of 32 pixels, cut to
-    4), 9 degrees, blends 1 +- 0.27; Posterize 8 - round(9 / 7.5) = 7 bits; Solarize 255 - 76.5 = 178.5.
-    """
+    4), 9 degrees, blends 1 +- 0.27; Posterize 8 - round(9 / 7.5) = 7 bits; Solarize 255 - 76.5 = 178.5."""
     pool = fedloke(9)
     assert pool.shear == pytest.approx((0.09,))
     assert pool.shift == pytest.approx((0.1359516,))
@@ -100,12 +98,10 @@ def test_blends_beyond_the_image_are_clipped_as_in_pillow(factor: float) -> None
 
 def test_bilinear_shear_by_hand() -> None:
     """Two rows 0, 102, 204 under ShearX 0.3 and -0.3; results are cut off, not rounded.
-
     In the upper row the source of the centre x + 0.5 is x + 0.5 + 0.3 * 0.5 = x + 0.65, 0.15 beyond the centre of
     pixel x: 0.85 of x and 0.15 of its right neighbor give 15.3 and 117.3, and at the border the pixel itself, 204. The
     other way it is 0.15 before it: the border's 0, then 102 - 15.3 = 86.7 and 188.7. The lower row moves by 0.45 and
-    stays inside too: 45.9, 147.9, 204, and 0, 56.1, 158.1.
-    """
+    stays inside too: 45.9, 147.9, 204, and 0, 56.1, 158.1."""
     images = torch.tensor([0, 102, 204], dtype=torch.uint8).expand(2, 1, 2, 3).contiguous()
     kind = torch.full((2, 1), NAMES.index("ShearX"))
     corner = torch.zeros((2, 1, 2), dtype=torch.long)
@@ -117,7 +113,6 @@ def test_bilinear_shear_by_hand() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31 - 1), side=st.sampled_from([8, 16, 28, 32]), channels=st.sampled_from([1, 3]))
 def test_the_views_equal_the_same_pipelines_in_pillow(seed: int, side: int, channels: int) -> None:
-    """Three operations a row, so that any two follow one another somewhere."""
     images = noise(8, channels, side, seed)
     images[:4] = images[:4] // 5 + 40
     semifl, loke = StrongSemiFL(operations=3), StrongFedLoKe(operations=3)
@@ -144,7 +139,6 @@ def near(values: torch.Tensor, probability: float) -> bool:
 
 def test_semifl_draws_have_the_distributions_of_the_recipe() -> None:
     """A slot is one of 15 with probability 1/30 each, 2/30 for Solarize with Invert, and skipped otherwise.
-
     A box's corner is max(0, u - 20) for a centre u in [0, 32), cut to whole pixels: 0 for u < 21, then 1 to 11 alike.
     """
     drawn = StrongSemiFL().draw(30_000, (3, 32, 32), seeded(1))
@@ -173,14 +167,12 @@ def test_fedloke_draws_have_the_distributions_of_the_recipe() -> None:
 
 def test_the_share_of_semifl_views_that_carry_no_image() -> None:
     """15.5 % of the views of two different images are the same image: nothing of either is left.
-
     A slot translates everything away with probability t = 2/30 and covers everything with g = 1/30 (21/32)^2 = 0.01436
     (both corners at 0). Nothing is left with 1 - (1 - t - g)^2 = 15.55 %, after a translation with 1 - (1 - t)^2 =
     12.89 %, the rest under gray. The view ends black where the last slot translates, or the first does and the last
     neither inverts (2/30) nor cuts (1/30) nor translates: t + t (1 - t - 3/30) = 12.22 %. It ends as gray 127 where
     the last slot covers everything, or the first does and the last leaves it so (1/2 skipped, AutoContrast, Color,
-    Contrast, Equalize, Sharpness 5/30, Cutout 1/30, less what is counted already): g + g (0.7 - g) = 2.42 %.
-    """
+    Contrast, Equalize, Sharpness 5/30, Cutout 1/30, less what is counted already): g + g (0.7 - g) = 2.42 %."""
     n, strong = 20_000, StrongSemiFL()
     one, other = noise(1, 3, 32, 3), noise(1, 3, 32, 4)
     drawn = strong.draw(n, (3, 32, 32), seeded(5))

@@ -157,9 +157,7 @@ def test_weak_view_of_a_constant_image_is_the_image() -> None:
 
 def test_strong_box_by_hand() -> None:
     """White 32x32 images, no operation: corner c covers pixels c to min(31, c + 16), both included.
-
-    (0, 0): 17 x 17 = 289 gray pixels; (23, 5): rows 23 to 31 and columns 5 to 21, 9 x 17 = 153.
-    """
+    (0, 0): 17 x 17 = 289 gray pixels; (23, 5): rows 23 to 31 and columns 5 to 21, 9 x 17 = 153."""
     images, strong = torch.full((2, 1, 32, 32), 255, dtype=torch.uint8), Strong(operations=0, pad=0)
     drawn = strong.draw(2, (1, 32, 32), seeded())
     drawn["corner"] = torch.tensor([[0, 0], [23, 5]])

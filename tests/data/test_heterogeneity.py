@@ -38,8 +38,7 @@ def test_distances_by_hand() -> None:
     """p = (1/2, 1/2, 0), q = (0, 1/2, 1/2): TV = (1/2 + 0 + 1/2) / 2 = 1/2. The middle is (1/4, 1/2, 1/4) with
     2/4 + 1/2 + 2/4 = 3/2 bits, p and q have 1 bit each: JS = 3/2 - 1 = 1/2 bit.
     p = (1, 0), q = (1/2, 1/2): TV = 1/2; the middle (3/4, 1/4) has 2 - (3/4) log2(3) = 0.811278 bits, p none,
-    q one: JS = 0.811278 - 0.5 = 0.311278.
-    """
+    q one: JS = 0.811278 - 0.5 = 0.311278."""
     p, q = np.array([0.5, 0.5, 0]), np.array([0, 0.5, 0.5])
     assert total_variation(p, q) == pytest.approx(0.5)
     assert jensen_shannon(p, q) == pytest.approx(0.5)
@@ -71,8 +70,7 @@ def test_summary_by_hand() -> None:
     Client 2 has no unlabeled row: no distance, left out of the mean (2/3 + 1/4) / 2 = 11/24.
     All labeled rows: (3, 1, 1) / 5. Against it: client 0 |2/3-3/5| + |1/3-1/5| + 1/5 = 2/5, TV 1/5;
     client 1: 3/5 + 1/5 + 4/5, TV 4/5; client 2: 2/5 + 1/5 + 1/5, TV 2/5; mean 7/15.
-    All unlabeled rows: (1, 2, 3) / 6. Client 0: 1/6 + 4/6 + 3/6, TV 2/3; client 1: 1/12 + 4/12 + 3/12, TV 1/3.
-    """
+    All unlabeled rows: (1, 2, 3) / 6. Client 0: 1/6 + 4/6 + 3/6, TV 2/3; client 1: 1/12 + 4/12 + 3/12, TV 1/3."""
     facts = summary(SPLIT, LABELS, ("a", "b", "c"))
     assert facts["counts"] == {
         "images": 12, "labeled": 5, "unlabeled": 6, "nobody": 1, "clients": 3, "classes": ["a", "b", "c"],
@@ -102,8 +100,7 @@ def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
 
 def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     """Server: a a b. Client 0: unlabeled b b, one a stage; client 1: unlabeled a and c, in stage 1. Nobody: one c.
-    (2/3, 1/3, 0) against (1/4, 2/4, 1/4): 5/12 + 2/12 + 3/12, half of it is TV 5/12. Clients have no labels.
-    """
+    (2/3, 1/3, 0) against (1/4, 2/4, 1/4): 5/12 + 2/12 + 3/12, half of it is TV 5/12. Clients have no labels."""
     client = np.array([SERVER, SERVER, SERVER, 0, 0, 1, 1, -1])
     labels = np.array([0, 0, 1, 1, 1, 0, 2, 2])
     split = Split(client, client == SERVER, 2, stage=np.array([0, 0, 0, 0, 1, 1, 1, 2]))

@@ -85,13 +85,9 @@ def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
     return folder
 
 
-# What is known before a file is read
-
-
 def test_sizes_of_known_sets() -> None:
     """The counts of the sets' own pages: CIFAR 50,000 + 10,000, SVHN 73,257 + 26,032, CINIC-10 a third of 270,000
-    each, Fashion-MNIST 60,000 + 10,000, Tiny ImageNet 200 classes of 500 and 50.
-    """
+    each, Fashion-MNIST 60,000 + 10,000, Tiny ImageNet 200 classes of 500 and 50."""
     assert {name: (known.train, known.test, known.shape, len(known.classes)) for name, known in KNOWN.items()} == {
         "cifar10": (50_000, 10_000, (32, 32, 3), 10),
         "cifar100": (50_000, 10_000, (32, 32, 3), 100),
@@ -107,9 +103,6 @@ def test_sizes_of_known_sets() -> None:
     assert KNOWN["cifar100"].classes[26] == "crab"  # the hub's own list says "cra"
     for name in ("cifar100", "tiny_imagenet"):  # so class folders have the official order
         assert list(KNOWN[name].classes) == sorted(KNOWN[name].classes)
-
-
-# CIFAR's binary version
 
 
 @pytest.mark.parametrize("place", ["", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
@@ -221,13 +214,9 @@ def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
         load("cinic10", tmp_path)
 
 
-# CINIC-10
-
-
 def test_cinic10_folders(tmp_path: Path) -> None:
     """The names of its files begin with cifar10- or with a WordNet id, so sorted CIFAR's images come first; a gray
-    one is made RGB, and the part `valid` is not read (here it could not be).
-    """
+    one is made RGB, and the part `valid` is not read (here it could not be)."""
     names = ("n02691156_10.png", "cifar10-train-7.png", "cifar10-train-10.png")
     pixels = {(label, name): noise(1, seed=10 * label + i)[0] for label in range(10) for i, name in enumerate(names)}
     pixels[3, names[0]] = pixels[3, names[0]][..., :1]
@@ -244,9 +233,6 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     assert source.classes == KNOWN["cinic10"].classes
     with pytest.raises(UserError, match=r"class folder automobile is in train but not in valid"):
         load("cinic10", tmp_path, test="valid")
-
-
-# Tiny ImageNet
 
 
 @pytest.mark.parametrize("place", ["", "tiny_imagenet", "tiny-imagenet-200"])
@@ -354,7 +340,6 @@ def test_tiny_imagenet_without_its_test_is_said(tmp_path: Path) -> None:
 
 
 def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
-    """The cache keeps pixels; labels that are corrected afterwards hold at once."""
     folder = tiny(tmp_path / "tiny_imagenet")
     load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
     annotate(folder, lambda lines: [lines[0].replace(CROC, FISH), *lines[1:]])
@@ -362,9 +347,6 @@ def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("images-????????????????.npy"))) == 2
     assert again.test.labels.tolist() == [0, 0, 2, 1]
     np.testing.assert_array_equal(again.test.images[1], pillow_rgb(folder / "val" / "images" / "val_1.JPEG"))
-
-
-# Parquet and the hub
 
 
 def encoded(pixels: np.ndarray) -> bytes:
@@ -417,7 +399,6 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
 
 
 def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
-    """The same gray files are one channel as a folder of their own and three as Tiny ImageNet."""
     for part in ("train", "valid"):
         write_parquet(tmp_path / f"{part}.parquet", list(noise(2, 64, 1)), "image", label=[0, 1])
     cache = tmp_path / "cache"

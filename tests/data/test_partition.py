@@ -26,15 +26,7 @@ def test_streams_depend_on_every_word_and_nothing_else() -> None:
     def first(*words: str, seed: int = 0) -> int:
         return int(stream(seed, *words).integers(2**62))
 
-    numbers = [
-        first(),
-        first("a"),
-        first("b"),
-        first("a", "b"),
-        first("ab"),
-        first("b", "a"),
-        first("a", seed=1),
-    ]
+    numbers = [first(), first("a"), first("b"), first("a", "b"), first("ab"), first("b", "a"), first("a", seed=1)]
     assert len(set(numbers)) == len(numbers)
     assert first("a", "b") == numbers[3]
 
@@ -113,13 +105,7 @@ def test_spread_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, c
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(2, 30),
-    st.floats(1e-3, 100),
-    st.integers(1, 8),
-    st.booleans(),
-    st.integers(0, 10**6),
-)
+@given(st.integers(2, 30), st.floats(1e-3, 100), st.integers(1, 8), st.booleans(), st.integers(0, 10**6))
 def test_spread_gives_every_row_to_one_client(
     clients: int, dirichlet_alpha: float, classes: int, cap: bool, seed: int
 ) -> None:
@@ -150,8 +136,7 @@ def test_a_tiny_gamma_gives_each_class_to_few_and_a_huge_one_to_all() -> None:
 def test_a_class_whose_holder_is_full_goes_whole_to_another() -> None:
     """With gamma 1e-6 the shares are one 1 and zeros. Five classes of 40 rows, five clients, cap 40: whoever has a
     class is full, so each class must go to another client even where its own draw named a full one, and all
-    sizes are 40, but for what rounding moves to the last client, at most one row a class.
-    """
+    sizes are 40, but for what rounding moves to the last client, at most one row a class."""
     labels = np.repeat(np.arange(5), 40)
     for seed in range(20):
         sizes = np.bincount(spread(labels, 5, 1e-6, stream(seed, "x"), min_size=0), minlength=5)
@@ -191,9 +176,6 @@ def test_what_each_client_holds_is_found_at_once() -> None:
     found = holdings(client, 8)
     assert len(found) == 8
     assert all(np.array_equal(rows, np.flatnonzero(client == k)) for k, rows in enumerate(found))
-
-
-# The split and its file
 
 
 def tiny(labels: np.ndarray) -> Source:

@@ -31,9 +31,6 @@ def letters(classes: int) -> list[str]:
     return [chr(97 + label) for label in range(classes)]
 
 
-# SemiFL
-
-
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 99))
 def test_equal_sizes_leave_the_remainder_to_nobody(rows: int, clients: int, seed: int) -> None:
     holder = rules.cut_evenly(clients, rows, stream(seed, "x"))
@@ -60,8 +57,7 @@ def test_shards_are_contiguous_and_their_leftovers_come_first() -> None:
 
 def test_a_client_draws_a_class_twice_as_often_as_the_multiset_says() -> None:
     """CIFAR-10 with 4,000 labels: 20 shards of 230 rows a class, so every client has 460 rows. A client's second
-    shard is one of 199, 19 of them of the class of its first: 9.55 %. Of 6,000 clients 573 +- 23.
-    """
+    shard is one of 199, 19 of them of the class of its first: 9.55 %. Of 6,000 clients 573 +- 23."""
     labels = mixed(46_000, 10)
     doubles = 0
     for seed in range(60):
@@ -80,9 +76,6 @@ def test_shards_that_do_not_come_out_even_are_refused() -> None:
     rules.cut_shards(mixed(500, 10), letters(10), 15, 2, stream(0, "x"))
     with pytest.raises(UserError, match="class b has 3 rows to share, fewer than its 4 shards"):
         rules.cut_shards(np.array([0] * 9 + [1] * 3), "ab", 4, 2, stream(0, "x"))
-
-
-# FedLoKe
 
 
 def in_words(
@@ -126,8 +119,7 @@ def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha:
 @pytest.mark.parametrize(("dirichlet_alpha", "first", "share"), [(0.01, 25, 0.20), (0.1, 31, 0.15), (0.5, 38, 0.07)])
 def test_top_ups_begin_where_the_notes_found_them(dirichlet_alpha: float, first: int, share: float) -> None:
     """The notes simulated CIFAR-10 and 50 clients: top-ups begin near client 25, 31, 38 and are 20, 15, 7 % of the
-    rows. A tenth of the rows has the same shares.
-    """
+    rows. A tenth of the rows has the same shares."""
     began, part = [], []
     for seed in range(20):
         _, _, extra = in_words(mixed(5000, 10), 10, 50, dirichlet_alpha, stream(seed, "x"))
@@ -140,8 +132,7 @@ def test_top_ups_begin_where_the_notes_found_them(dirichlet_alpha: float, first:
 
 def test_a_rounding_error_larger_than_the_largest_count() -> None:
     """10 rows over 16 near-even classes are 0.625 each: all round up to 1, and the largest cannot give 6 back. A client
-    then takes the 10 largest remainders, at most one row of a class.
-    """
+    then takes the 10 largest remainders, at most one row of a class."""
     labels = mixed(160, 16)
     for seed in range(5):
         counts = table(rules.fill_in_turn(labels, 16, 16, 1e5, stream(seed, "x")), labels, 16, 16)
@@ -181,8 +172,7 @@ def concentration(fill: Fill, dirichlet_alpha: float) -> tuple[float, float]:
 def test_late_clients_are_dirichlet_draws_only_where_all_are_fitted_together() -> None:
     """E sum q^2 = (gamma + 1) / (10 gamma + 1) = 0.25 for ten classes at gamma 0.5, with a spread of 0.09 a client,
     0.0045 in a mean of 400. In turn, what is left makes the last clients far more concentrated; together, early and
-    late ones agree, and both are near the Dirichlet's own value.
-    """
+    late ones agree, and both are near the Dirichlet's own value."""
     first, last = concentration(rules.fill_in_turn, 0.5)
     assert abs(first - 0.25) < 0.02
     assert last - first > 0.05
@@ -194,8 +184,7 @@ def test_late_clients_are_dirichlet_draws_only_where_all_are_fitted_together() -
 def test_a_fit_by_hand() -> None:
     """Mixes (1/2, 1/2) and (1/5, 4/5), 300 rows each, two pools of 300. Fitting keeps the cross ratio
     (1/2 * 4/5) / (1/2 * 1/5) = 4, and rows and columns of 300 leave ((x, 300 - x), (300 - x, x)):
-    (x / (300 - x))^2 = 4, x = 200. The scale of a row does not count.
-    """
+    (x / (300 - x))^2 = 4, x = 200. The scale of a row does not count."""
     logs = np.log([[0.5, 0.5], [0.2, 0.8]]) + np.array([[0.0], [-700.0]])
     counts = rules.fit_counts(logs, 300, np.array([300, 300]), stream(0, "x"))
     assert counts.tolist() == [[200, 100], [100, 200]]
@@ -217,8 +206,7 @@ def test_a_fit_in_proportion_to_uneven_pools() -> None:
 def test_a_fit_favors_no_client_in_rounding() -> None:
     """One row each for four clients of mix (2, 1, 1) / 4 and pools of as many rows. Whoever is first takes class 0
     (urgency 1/2), the next two classes 1 and 2 (urgency 1/2 and 3/4 after what is owed), the last class 0: half of the
-    clients, and client 0 in half of the draws, 100 +- 7 of 200.
-    """
+    clients, and client 0 in half of the draws, 100 +- 7 of 200."""
     pools = np.array([2, 1, 1])
     taken = [rules.fit_counts(np.log([[0.5, 0.25, 0.25]] * 4), 1, pools, stream(s, "x")) for s in range(200)]
     assert all(counts.sum(0).tolist() == [2, 1, 1] for counts in taken)
@@ -243,9 +231,6 @@ def test_filled_clients_have_one_size_and_share_all_but_a_remainder(
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [211 % clients] + [211 // clients] * clients
 
 
-# FedMatch
-
-
 def test_the_paper_s_ten_class_probabilities() -> None:
     assert rules.peaked(10).tolist() == [0.5, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15]
 
@@ -267,8 +252,7 @@ def test_other_numbers_of_classes(classes: int, wanted: list[float]) -> None:
 
 def test_peaked_clients_of_cifar() -> None:
     """450 rows each: 225 of the own class, 67.5 of both neighbors, 9 of the opposite class, 13.5 of the others;
-    ten types use each pool of 4,500 up.
-    """
+    ten types use each pool of 4,500 up."""
     labels = mixed(45_000, 10)
     counts = table(rules.give_peaked(labels, 10, 100, stream(0, "x")), labels, 100, 10)
     assert (counts.sum(1) == 450).all()

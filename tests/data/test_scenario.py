@@ -42,8 +42,7 @@ def test_iid_iid_is_exact_on_cifar() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_iid_dir_has_the_published_shape(seed: int) -> None:
     """The notes measured, for the same routine on CIFAR, unlabeled sizes 108 / 458 / 826, 8.1 classes a client and
-    a total variation of 0.53 against labels that were not stratified; stratified ones lie a little lower.
-    """
+    a total variation of 0.53 against labels that were not stratified; stratified ones lie a little lower."""
     split = Scenario(setting="iid-dir", seed=seed).split(CIFAR, 10)
     labeled, unlabeled = counts(split, CIFAR, 10)
     assert (labeled == 5).all()
@@ -242,31 +241,11 @@ def test_more_labels_than_images_names_the_class_and_the_largest_value() -> None
         ({"clients": 101}, 2, "101 clients cannot share 100 images"),
         ({"clients": 4}, ("a", "b", "c"), "class c has no image"),
         ({"clients": 4}, 1, "labels run from 0 to 1, but 1 classes"),
-        (
-            {"clients": 4, "label_ratio": 0.001},
-            ("a", "b"),
-            "label_ratio 0.001 leaves class a without a label",
-        ),
-        (
-            {"clients": 4, "labels_per_class": 0.1},
-            2,
-            "labels_per_class 0.1 for 4 clients leaves class 0 without",
-        ),
-        (
-            {"clients": 50, "labels_per_class": 0.2},
-            2,
-            "50 clients with at least 1 labeled images each need 50, but",
-        ),
-        (
-            {"clients": 10, "labels_per_class": 1, "min_size": 3},
-            2,
-            "at least 3 labeled images each need 30, but",
-        ),
-        (
-            {"clients": 10, "label_ratio": 0.95, "setting": "iid-iid"},
-            2,
-            "at least 1 unlabeled images each need 10",
-        ),
+        ({"clients": 4, "label_ratio": 0.001}, ("a", "b"), "label_ratio 0.001 leaves class a without a label"),
+        ({"clients": 4, "labels_per_class": 0.1}, 2, "labels_per_class 0.1 for 4 clients leaves class 0 without"),
+        ({"clients": 50, "labels_per_class": 0.2}, 2, "50 clients with at least 1 labeled images each need 50, but"),
+        ({"clients": 10, "labels_per_class": 1, "min_size": 3}, 2, "at least 3 labeled images each need 30, but"),
+        ({"clients": 10, "label_ratio": 0.95, "setting": "iid-iid"}, 2, "at least 1 unlabeled images each need 10"),
         (
             {"clients": 10, "dirichlet_alpha": 0.05, "labels_per_class": 2, "min_size": 4, "tries": 3},
             2,

@@ -31,9 +31,6 @@ def three_numbers(of: np.ndarray) -> list[float]:
     return [of.min(), float(np.median(of)), of.max()]
 
 
-# SemiFL and FedDB
-
-
 @pytest.mark.parametrize(
     ("labels", "classes", "asked", "size", "dropped"),
     [
@@ -57,8 +54,7 @@ def test_semifl_iid_sizes(labels: np.ndarray, classes: int, asked: int, size: in
 
 def test_semifl_shards_of_cifar_and_svhn() -> None:
     """CIFAR-10 with 4,000 labels: 20 shards of 230 a class. SVHN's shards follow the class: class 1 has 13,861 - 100
-    rows left, 13,761 / 20 = 688 and one more in the first shard; class 9 has 4,559, 227 and one more in 19.
-    """
+    rows left, 13,761 / 20 = 688 and one more in the first shard; class 9 has 4,559, 227 and one more in 19."""
     scenario = Scenario("semifl-shards", labels=4000, labels_at="server")
     _, held = counts(scenario.split(CIFAR, 10), CIFAR, 10)
     assert set(np.unique(held)) <= {0, 230, 460}
@@ -81,8 +77,7 @@ def test_more_shards_are_more_classes() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
     """Measured in the notes, min / median / max and classes: CIFAR-10 with 4,000 labels 18 / 406 / 1876 and 4.2 at
-    gamma 0.1, 101 / 470 / 1070 and 7.1 at 0.3; CIFAR-100 with 10,000 189 / 408 / 594 and 31 at 0.1.
-    """
+    gamma 0.1, 101 / 470 / 1070 and 7.1 at 0.3; CIFAR-100 with 10,000 189 / 408 / 594 and 31 at 0.1."""
     scenario = Scenario("semifl-dir", dirichlet_alpha=0.1, labels=4000, labels_at="server", seed=seed)
     for dirichlet_alpha, middle, most, present in (
         (0.1, (340, 440), (1500, 2400), (3.8, 4.6)),
@@ -144,17 +139,13 @@ def test_feddb_iid_sizes() -> None:
     assert (set(sizes(split, True)), set(sizes(split, False))) == ({10}, {722})
 
 
-# FedLoKe
-
-
 @pytest.mark.parametrize("setting", ["fedloke", "fedloke-balanced"])
 @pytest.mark.parametrize(
     ("labels", "size", "dropped", "marked"), [(CIFAR, 1000, 0, (10, 50, 100)), (SVHN, 1465, 7, (14, 73, 146))]
 )
 def test_fedloke_sizes(setting: str, labels: np.ndarray, size: int, dropped: int, marked: tuple[int, ...]) -> None:
     """The notes' 1.3: equal sizes and int(r * n) labels for r = 1, 5, 10 %; the same clients for every ratio, and the
-    labels of a smaller ratio among those of a larger.
-    """
+    labels of a smaller ratio among those of a larger."""
     splits = [Scenario(setting, 50, 0.1, label_ratio=r).split(labels, 10) for r in (0.01, 0.05, 0.1)]
     for split, wanted in zip(splits, marked, strict=True):
         assert set(sizes(split, True)) == {wanted}
@@ -167,8 +158,7 @@ def test_fedloke_sizes(setting: str, labels: np.ndarray, size: int, dropped: int
 @pytest.mark.parametrize("setting", ["fedloke", "fedloke-balanced"])
 def test_fedloke_labels_have_the_mix_of_the_client(setting: str) -> None:
     """100 random labels of a client's 1,000 rows: class shares are off by sqrt(q (1 - q) / 100), a total variation of
-    at most 0.4 * sqrt(9 / 100) = 0.12 by Cauchy and Schwarz; two independent Dirichlets at gamma 0.5 are 0.6 apart.
-    """
+    at most 0.4 * sqrt(9 / 100) = 0.12 by Cauchy and Schwarz; two independent Dirichlets at gamma 0.5 are 0.6 apart."""
     labeled, unlabeled = counts(Scenario(setting, 50, 0.5, label_ratio=0.1).split(CIFAR, 10), CIFAR, 10)
     assert total_variation(mix(labeled), mix(unlabeled)).mean() < 0.12
     assert (labeled == 0).any()
@@ -180,15 +170,10 @@ def test_fedloke_counts_labels_by_client() -> None:
     assert set(sizes(Scenario("fedloke", 50, label_ratio=0.29).split(CIFAR[:5000], 10), True)) == {29}
 
 
-# FedMatch
-
-
 def test_pair_blocks_are_milder_than_their_alpha() -> None:
     """20 clients on CIFAR-10 with 25 labels a class and client: equal sizes, every block even in its classes.
-
     The exponential of a client's class entropy is near 5.9, 7.2 and 7.9 at alpha 0.1, 0.5 and 1; an ordinary Dirichlet
-    has 2.6 at 0.1. Labeled and unlabeled rows are drawn apart, so a client's two mixes differ by about 0.4.
-    """
+    has 2.6 at 0.1. Labeled and unlabeled rows are drawn apart, so a client's two mixes differ by about 0.4."""
     found = {}
     for alpha in (0.1, 0.5, 1.0):
         split = Scenario("pair-dir", 20, dirichlet_alpha=alpha, labels_per_class=25).split(CIFAR, 10)
@@ -223,8 +208,7 @@ def test_fedmatch_iid_of_cifar() -> None:
 
 def test_fedmatch_noniid_peaks_unlabeled_rows_alone() -> None:
     """Half of 450 unlabeled rows are of the client's class, and labels are balanced: the total variation of
-    (.50, .15, .15, .03 x 6, .02) to a tenth each is .4 + .05 + .05 = 0.5.
-    """
+    (.50, .15, .15, .03 x 6, .02) to a tenth each is .4 + .05 + .05 = 0.5."""
     split = Scenario("fedmatch-noniid").split(CIFAR, 10)
     labeled, unlabeled = counts(split, CIFAR, 10)
     assert (labeled == 5).all()
@@ -234,8 +218,7 @@ def test_fedmatch_noniid_peaks_unlabeled_rows_alone() -> None:
 
 def test_a_stream_shows_its_parts_in_turn() -> None:
     """450 unlabeled rows in 4 stages are 113, 112, 113, 112; labeled rows stay; a stage has the client's mix, in
-    whatever order the file has its rows.
-    """
+    whatever order the file has its rows."""
     labels = np.sort(CIFAR)
     scenario = Scenario("fedmatch-stream", stages=4)
     split = scenario.split(labels, 10)
@@ -250,9 +233,6 @@ def test_a_stream_shows_its_parts_in_turn() -> None:
         # Half of a stage's 112 rows, with a standard deviation of 5 at most.
         assert all(30 < (labels[part] == k % 10).sum() < 82 for part in parts)
         np.testing.assert_array_equal(still.rows(k, False, 2), still.rows(k, False))
-
-
-# All settings
 
 
 def scenario_of(setting: str, place: Place, seed: int = 0, clients: int = 6, **fields: Any) -> Scenario:
@@ -325,9 +305,6 @@ def test_labels_in_all_are_floor_labels_by_classes_of_each() -> None:
     assert split.labeled.sum() == 100
 
 
-# Requests that cannot be met
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -382,9 +359,6 @@ def test_a_request_that_cannot_be_met_is_said(fields: dict[str, Any], message: s
     labels = np.repeat([0, 1], [200, 30])
     with pytest.raises(UserError, match=message):
         Scenario(**fields).split(labels, ("ant", "bee"))
-
-
-# The file
 
 
 def test_rows_of_the_server_and_stages_are_kept(tmp_path: Path) -> None:

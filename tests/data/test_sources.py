@@ -102,9 +102,6 @@ def class_folders(folder: Path, form: str = "png") -> np.ndarray:
     return pixels
 
 
-# Images and sources
-
-
 def test_images_refuse_other_types_and_shapes() -> None:
     labels = np.zeros(2, np.int64)
     Images(noise(2), labels)
@@ -191,14 +188,10 @@ def test_fit_pads_two_on_each_side_of_28_and_keeps_the_statistics(tmp_path: Path
     assert (wide.mean, wide.std) == (source.mean, source.std) == ((0.2860,), (0.3530,))
 
 
-# The digits
-
-
 def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
     """Largest remainders: the classes have 178, 182, 177, 183, 181, 182, 181, 179, 174, 180 rows; times 360 / 1797
     that is 35.66, 36.46, 35.46, 36.66, 36.26, 36.46, 36.26, 35.86, 34.86, 36.06. The whole parts add up to 355;
-    the five that are missing go to 7 and 8 (.86), 0 and 3 (.66), and to 1, the first of the two with .46.
-    """
+    the five that are missing go to 7 and 8 (.86), 0 and 3 (.66), and to 1, the first of the two with .46."""
     from sklearn.datasets import load_digits
 
     source = load("digits")
@@ -223,7 +216,6 @@ def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
 
 
 def test_the_embedded_digits_are_what_the_script_writes() -> None:
-    """Pixels, labels and order; scikit-learn itself is not needed to load them."""
     spec = importlib.util.spec_from_file_location("embed_digits", ROOT / "tools" / "embed_digits.py")
     assert spec is not None
     assert spec.loader is not None
@@ -301,17 +293,10 @@ def test_idx_counts_must_agree_and_files_be_there(tmp_path: Path) -> None:
         load("fashion_mnist", tmp_path, test="validation")
 
 
-# Parquet
-
-
 @pytest.mark.parametrize("form", ["PNG", "WEBP"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"image": "img", "label": "labels"},
-        {"binary": True, "label": "fine_label", "label_type": pa.int32()},
-    ],
+    [{}, {"image": "img", "label": "labels"}, {"binary": True, "label": "fine_label", "label_type": pa.int32()}],
 )
 def test_parquet_gives_the_pixels_that_were_encoded(tmp_path: Path, form: str, options: dict[str, Any]) -> None:
     pixels = noise(5)
@@ -374,24 +359,9 @@ def good() -> bytes:
         ),
         ([good(), encode_mode("L")], [0, 1], {}, r"row 1: the image is 6x6 gray, but .*row 0 is 6x6 RGB"),
         ([good(), good()], [0, -1], {}, r"train.parquet, row 1: label -1 is negative"),
-        (
-            [good()],
-            ["cat"],
-            {"label_type": pa.string()},
-            r"column label holds string, but labels must be whole",
-        ),
-        (
-            [good()],
-            [0.5],
-            {"label_type": pa.float32()},
-            r"column label holds float, but labels must be whole",
-        ),
-        (
-            [good()],
-            [0],
-            {"label": "target"},
-            r"no column label or labels or fine_label; it has image, target",
-        ),
+        ([good()], ["cat"], {"label_type": pa.string()}, r"column label holds string, but labels must be whole"),
+        ([good()], [0.5], {"label_type": pa.float32()}, r"column label holds float, but labels must be whole"),
+        ([good()], [0], {"label": "target"}, r"no column label or labels or fine_label; it has image, target"),
         ([good()], [0], {"image": "photo"}, r"no column image or img; it has photo, label"),
         ([good(), good()], [0, 2], {}, r"labels run from 0 to 2, but no training image has label 1"),
         ([], [], {}, r"train.parquet: there are no rows"),
@@ -438,9 +408,6 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(UserError, match=r"train.parquet, row 0: the image is too large"):
             load(str(tmp_path))
-
-
-# Class folders
 
 
 def test_class_folders_are_read_in_sorted_order(tmp_path: Path) -> None:
@@ -550,9 +517,6 @@ def test_every_name_has_a_line() -> None:
     assert all(line and "\n" not in line for line in names().values())
 
 
-# The cache
-
-
 @pytest.mark.parametrize("layout", ["parquet", "folders"])
 def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     folder, cache = tmp_path / "set", tmp_path / "cache"
@@ -615,9 +579,6 @@ def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeyp
     np.testing.assert_array_equal(load(str(folder)).train.images, first.train.images)
 
 
-# The hub
-
-
 class Rows:
     """As much of `datasets.Dataset` as the reader uses."""
 
@@ -672,11 +633,7 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert source.train.labels.tolist() == [2, 0, 1]
     assert source.classes == ("x", "y", "z")
     load("cifar10")
-    assert asked[:3] == [
-        ("someone/things", "train"),
-        ("someone/things", "test"),
-        ("uoft-cs/cifar10", "train"),
-    ]
+    assert asked[:3] == [("someone/things", "train"), ("someone/things", "test"), ("uoft-cs/cifar10", "train")]
     load("someone/things", test="validation")
     assert asked[-1] == ("someone/things", "validation")
 
@@ -716,16 +673,12 @@ def test_the_real_library_gives_what_the_fake_does(monkeypatch: pytest.MonkeyPat
     pixels = noise(4)
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
     rows = datasets.Dataset.from_dict(
-        {"image": [{"bytes": encode(x), "path": None} for x in pixels], "label": [0, 1, 1, 0]},
-        features=features,
+        {"image": [{"bytes": encode(x), "path": None} for x in pixels], "label": [0, 1, 1, 0]}, features=features
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda repository, config, split: rows)
     source = load("someone/things")
     np.testing.assert_array_equal(source.train.images, pixels)
     assert (source.train.labels.tolist(), source.classes) == ([0, 1, 1, 0], ("no", "yes"))
-
-
-# Real files, where they are
 
 
 def shared(name: str) -> Path:

@@ -72,7 +72,6 @@ def test_equal_labeled_steps_by_hand():
 
 
 def test_no_budget_is_the_batch_rule():
-    """With "none", or without a reference, every method goes by the rule."""
     for budget in (Budget(), Budget("none", client_update("feddure")), Budget("forwards"), Budget("labeled-steps")):
         assert budget.amount(TEN, client_update("fedavg"), CLIENT, CLIENT) == Amount(5, 10, 0)
         assert budget.amount(TEN, client_update("fedavg-uda"), CLIENT, CLIENT) == Amount(45, 10, 10, epochs=1)
@@ -85,7 +84,6 @@ NAMES = st.sampled_from(registry.names())
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_labeled_steps_are_those_of_the_reference(batching, client, name, reference):
-    """Every method takes the reference's steps at every client, in its own batches."""
     wanted = natural(batching, client_update(reference), holding(reference, client))
     budget = Budget("labeled-steps", client_update(reference))
     made = budget.amount(batching, client_update(name), holding(name, client), holding(reference, client))
@@ -109,7 +107,6 @@ def test_forwards_are_equal_within_half_a_step(batching, client, name, reference
 
 @given(BATCHINGS, HOLDINGS, NAMES)
 def test_the_reference_keeps_its_own_rule(batching, client, name):
-    """A method measured by itself is not changed."""
     own = natural(batching, client_update(name), client)
     for rule in ("labeled-steps", "forwards"):
         assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == own
@@ -169,7 +166,6 @@ def test_an_all_labels_reference_counts_all_its_rows():
 
 def test_largest_is_the_method_that_takes_most_by_its_own_rule():
     """Batches of 10 + 10 on 20 labeled and 95 unlabeled rows: labels alone 2 steps, FixMatch 10, all labels 12.
-
     In images, FixMatch sends B + 2b through the classifier forward and backward: 10 * 90 = 900 against 12 * 30 = 360.
     """
     names = ("fedavg", "fedavg-sl", "fedavg-fixmatch")

@@ -67,7 +67,6 @@ def test_a_mean_reduces_what_goes_beside_as_it_is_declared() -> None:
 
 
 def test_what_a_client_update_does_not_declare_is_refused() -> None:
-    """By name, and where nothing of that shape came down."""
     down = {"params": {"w": torch.zeros(2)}}
     one = torch.ones(())
     Uplink().check(Upload({"params": {"w": torch.ones(2)}, "stats": {}}, one), down, "Mine")

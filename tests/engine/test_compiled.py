@@ -150,7 +150,6 @@ def test_what_cannot_be_traced_trains_as_it_is_written(at: str, graphs: list[Gra
 
 
 def test_what_a_step_raises_is_raised(graphs: list[GraphModule]):
-    """A mistake in a method is no reason to go on without compile."""
 
     @dataclass(frozen=True, kw_only=True)
     class Wrong(Supervised):
@@ -174,14 +173,12 @@ def test_beyond_so_many_shapes_the_rest_trains_as_it_is_written(
 
 
 def test_options_that_cannot_be_hashed(graphs: list[GraphModule]):
-    """A method of a user's whose options are a list trains, and says why it is not compiled."""
     found, said = gap(FedAvg(Peeking(at=["loss"])), "loop")  # type: ignore[arg-type]
     assert found == 0
     assert said == ["The steps of LocalTraining train without compile: its options cannot be compared."]
 
 
 def test_without_a_compiler_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One sentence before the first round, and no run folder."""
 
     def none(*_: Any) -> None:
         raise RuntimeError("No working C++ compiler found")
@@ -201,10 +198,8 @@ TINY: dict[str, Any] = {
 @COMPILER
 def test_a_run_by_inductor(tmp_path: Path):
     """Killed after a round and resumed, with its program built anew, it ends with the bytes of a straight run.
-
     Two processes, each with a program of its own, have the same tensors. These are not those of a run without, but
-    near; the option stays out of the run's identity, as the executor does.
-    """
+    near; the option stays out of the run's identity, as the executor does."""
     config = Config(**TINY, compile=True)
     straight = runner.start(replace(config, run_dir=tmp_path / "straight")).folder
     with pytest.raises(KeyboardInterrupt):
@@ -267,7 +262,6 @@ def test_programs_are_cached_where_nobody_else_can_put_one(tmp_path: Path, monke
 
 @COMPILER
 def test_what_lies_in_the_common_cache_is_not_run(tmp_path: Path):
-    """A process that compiles writes its programs into the private folder alone."""
     (tmp_path / "tmp").mkdir()
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)

@@ -94,11 +94,9 @@ def test_jensen_shannon_equals_scipys(pair):
 
 def test_leanings_by_hand():
     """Accuracy (0.9, 0.3, 0) is (3/4, 1/4, 0) of its sum; the labels are (2, 2, 0), the unlabeled rows (1, 1, 2).
-
     APP-U (1/4, 3/4, 0): the middle is (1/2, 1/2, 0) with 1 bit, either side has h = 2 - (3/4) log2(3) = 0.811278, so
     the divergence is 0.188722. Labels (1/2, 1/2, 0): the middle (5/8, 3/8) has 0.954434 bits, the sides h and 1, so it
-    is 0.954434 - 0.905639 = 0.048795.
-    """
+    is 0.954434 - 0.905639 = 0.048795."""
     row = leaning(np.array([0.25, 0.75, 0]), np.array([2, 2, 0]), np.array([1, 1, 2]), [0.9, 0.3, 0.0])
     assert row == {
         "app_u": [0.25, 0.75, 0.0],
@@ -122,7 +120,6 @@ def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
 
 
 def test_a_class_without_test_images_scores_zero():
-    """It has no accuracy of its own, and the others are not disturbed."""
     test = examples(30, seed=8)
     without = Examples(test.images, test.labels.clamp_max(CLASSES - 2))
     made = scores(task().network, model(), task().normalize, without)
@@ -145,7 +142,6 @@ def test_quality_equals_a_count():
     label, hidden, confidence, weight = (np.concatenate(each) for each in (label, hidden, confidence, weight))
     right, above, used = label == hidden, confidence >= 0.7, weight > 0
     row = quality.row()
-    assert row is not None
     assert row["accuracy"] == pytest.approx(right.mean(), rel=1e-12)
     assert row["share_above"] == pytest.approx(above.mean(), rel=1e-12)
     assert row["accuracy_above"] == pytest.approx(right[above].mean(), rel=1e-12)
@@ -161,7 +157,6 @@ def test_quality_of_nothing_is_none():
     assert quality.row() is None
     quality.add(Pseudo(torch.tensor([1, 2]), torch.tensor([0.5, 0.6]), torch.tensor([0.0, 0.0])), torch.tensor([1, 1]))
     row = quality.row()
-    assert row is not None
     assert row["accuracy"] == 0.5
     assert row["accuracy_above"] is None
     assert row["accuracy_used"] is None
@@ -169,18 +164,15 @@ def test_quality_of_nothing_is_none():
 
 
 def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
-    """Three of four are used; of the two whose truth is known one is right, and it is used."""
     ones, unused = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, 0.0])
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     quality.add(Pseudo(torch.tensor([0, 1, 2, 0]), ones, unused), torch.tensor([0, -1, -1, 1]))
     row = quality.row()
-    assert row is not None
     assert (row["accuracy"], row["share_used"], row["accuracy_used"], row["accuracy_above"]) == (0.5, 0.75, 1.0, 0.5)
     assert row["per_class"][:3] == [1.0, 0.0, None]
     unjudged = Quality(CLASSES, 0.95, torch.device("cpu"))
     unjudged.add(Pseudo(torch.tensor([0, 1, 2, 0]), ones, unused), torch.full((4,), -1))
     row = unjudged.row()
-    assert row is not None
     assert (row["accuracy"], row["share_used"], row["accuracy_used"]) == (None, 0.75, None)
     assert measured([{"round": 1, "pseudo": row}]) == {"used": {"last": 0.75, "best": 0.75, "best_round": 1}}
 
@@ -193,7 +185,6 @@ def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     quality.add(whole, hidden, {"local": local, "global": whole})
     row = quality.row()
-    assert row is not None
     assert (row["accuracy"], row["share_used"]) == (0.25, 0.0)
     assert {name: each["accuracy"] for name, each in row["models"].items()} == {"local": 0.75, "global": 0.25}
 

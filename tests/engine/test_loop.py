@@ -181,7 +181,6 @@ def test_without_an_average_the_last_model_is_evaluated(tmp_path: Path) -> None:
 
 
 def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_path: Path) -> None:
-    """The best on them, of equals the one with the smallest loss; the test images have no say."""
     held = examples(30, seed=4)
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, validation=held)
     assert [set(row) >= {"test", "validation"} for row in rows] == [True] * 5
@@ -197,7 +196,6 @@ def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_pa
 
 
 def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
-    """Stopped after the third round and gone on with, a run ends with the same bytes."""
     options: dict[str, Any] = {"validation": examples(30, seed=4), "ema": 0.5}
     whole, _ = run(tmp_path / "whole", FedAvg(FixMatch()), 5, **options)
 

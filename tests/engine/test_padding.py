@@ -105,10 +105,8 @@ def of(name: str) -> Method:
 
 def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
     """Return `UNEQUAL`, but for methods of which rounding shows at a client with one unlabeled image.
-
     Divided by their mean, its own prediction, its classes are equally likely; and an L1 norm has a kink at the weights
-    that it alone does not move.
-    """
+    that it alone does not move."""
     debiased = registry.options(name).get("debias")
     alone = name.startswith("fedmatch") or name == "feddb" or (debiased is not None and debiased.default)
     return tuple((labeled, unlabeled + (alone and unlabeled == 1)) for labeled, unlabeled in UNEQUAL)
@@ -117,9 +115,7 @@ def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
 @pytest.mark.parametrize("name", FEDERATED)
 def test_unequal_clients_are_one_program_that_equals_the_loop(name, programs):
     """Images a step, steps and sizes differ; one client has one image of each kind. All take two rounds together.
-
-    With joint statistics; the contract's "rest" has separate ones.
-    """
+    With joint statistics; the contract's "rest" has separate ones."""
     loop = rounds(of(name), "loop", sizes_of(name))
     agree(loop, rounds(of(name), "vmap", sizes_of(name)))
     assert set(programs) == {4}
@@ -168,7 +164,6 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
 def test_every_option_of_pseudo_labels_leaves_padding_out(options, shared, programs):
-    """Labels of the round, debiasing, teachers, and thresholds that run or look at all rows."""
     method = FedAvg(FixMatch(**{"threshold": THRESHOLD, **options}))
     agree(rounds(method, "loop", BARE, **shared), rounds(method, "vmap", BARE, **shared))
     assert programs == [4, 4]
@@ -287,7 +282,6 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
 
 
 def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(monkeypatch):
-    """Sweeps under batch statistics cut each client's rows into the passes that it has alone."""
     monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK", 4)
     monkeypatch.setattr(chunks, "__defaults__", (4,))
     monkeypatch.setattr(masked_chunks, "__defaults__", (4,))

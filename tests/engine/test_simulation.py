@@ -70,7 +70,6 @@ def test_a_cohort_is_a_sorted_choice_of_different_clients():
 
 
 def test_methods_of_a_seed_see_the_same_labeled_batches():
-    """At equal steps, FixMatch and FedDure see the labeled images of FedAvg, bit by bit."""
     seen = []
     for method in (FedAvg(), FedAvg(FixMatch()), FedDure()):
         spy = Spy(method)
@@ -144,7 +143,6 @@ def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
 @pytest.mark.parametrize("views", [(), ("weak",), ("plain", "strong")])
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching(2, "rest"), Batching(3, 5, steps=2)], ids=str)
 def test_both_executors_draw_the_same(views, batching):
-    """Rows, pixels and steps of every client are equal, whatever the views and the batch rule."""
     method, shared = Counting(views), task()
     one, many = (
         play(method, simulate(method, shared, executor=e, batching=batching), begin(method, shared), range(2))[-1]
@@ -182,7 +180,6 @@ def test_a_client_that_may_draw_nothing_takes_no_step(executor):
 @BOTH
 def test_costs_equal_a_hand_count(executor):
     """One round of all four clients, FixMatch in batches of 4 + 4, joint statistics.
-
     Steps: ceil(11/4) + ceil(6/4) + ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images.
     A step passes 4 + 2 * 4 = 12 images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36,
     that is 996 parameters, and 2 * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8.
@@ -217,8 +214,7 @@ class Passing(TorchDispatchMode):
     Below torch.func every pass is a call of `aten.convolution` in the first layer: one for a plain pass, and one, of
     the images with the tangent of the weights, for a tangent. (`jvp` adds one of the images' own tangent, which is all
     zero, as images have none: it is not counted.) A backward pass is one `aten.convolution_backward` in the last layer,
-    whichever of its derivatives are wanted. Layers are known by the shapes of their weights.
-    """
+    whichever of its derivatives are wanted. Layers are known by the shapes of their weights."""
 
     def __init__(self, first: torch.Size, last: torch.Size) -> None:
         super().__init__()
@@ -343,7 +339,6 @@ def test_pseudo_label_quality_equals_a_count(name):
         elif kind == "step":
             rows = what[2].u_rows
         elif kind == "notes":
-            assert client is not None
             hidden += [known[client.u[row].contiguous().numpy().tobytes()] for row in rows]
             for values, leaf in zip((label, confidence, weight), what.pseudo[0], strict=True):
                 values += leaf.tolist()
@@ -364,7 +359,6 @@ def test_pseudo_label_quality_equals_a_count(name):
 
 @BOTH
 def test_samples_add_over_steps_and_clients(executor):
-    """The loss of a round is the sum of all steps' losses with its count of steps."""
     method, shared = Counting(queries=1), task()
     (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
     loss = played.report.samples["loss"]
@@ -380,9 +374,7 @@ def test_samples_add_over_steps_and_clients(executor):
 @pytest.mark.parametrize(("client", "step"), [(2, 4), (3, 1)])
 def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
     """The run stops with round, client and step (counted from 1 in words); the client's memory stays what it was.
-
-    Those before it may have put theirs down: no checkpoint of that round will name it.
-    """
+    Those before it may have put theirs down: no checkpoint of that round will name it."""
     method, shared = Counting(queries=1, doomed=client, when=1, fuse=step), task()
     simulation = simulate(method, shared, executor=executor, cohort=4)
     (played,) = play(method, simulation, begin(method, shared), range(1))
@@ -456,7 +448,6 @@ def test_clients_lifted_together_are_wrapped_around():
 
 
 def test_rounds_do_not_depend_on_the_size_of_a_group():
-    """Under vmap a client's upload is the same alone and in company, to rounding."""
     shared, method = task(), FedAvg(FixMatch(threshold=0.3))
     held = FederatedDataset(examples(sum(a + b for a, b in SIZES)), dataset().split)
     server = begin(method, shared)
@@ -502,7 +493,6 @@ def test_a_spoiled_upload_is_named(executor):
 
 
 def test_a_remembered_client_does_not_hold_its_group():
-    """Under vmap, memories are slices of stacked tensors; each client keeps a copy of its own."""
     method, shared = FedDure(), task()
     simulation = simulate(method, shared, executor="vmap", cohort=4)
     play(method, simulation, begin(method, shared), range(1))
@@ -514,9 +504,7 @@ def test_a_remembered_client_does_not_hold_its_group():
 
 def test_who_is_silent_leaves_the_cohort():
     """With probability 0.4 a client of three does not answer, the same in all trips of a round; one always does.
-
-    Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06.
-    """
+    Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06."""
     simulation = simulate(Counting(), task(rounds=200), client_dropout=0.4)
     server, heard = begin(Counting(), task()), []
     for played in play(Counting(), simulation, server, range(60)):
@@ -673,7 +661,6 @@ def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
     mine = np.isin(held.split.client, simulation.cohort.numpy())
     labels = held.train.labels.numpy()
     assert 0 < mine.sum() < len(mine)
-    assert row is not None
     assert row["labeled"] == shares(labels[mine & held.split.labeled])
     assert row["unlabeled"] == shares(labels[mine & ~held.split.labeled])
     assert row["app_u"] == pytest.approx(predicted(model, held, mine & ~held.split.labeled), abs=1e-6)
@@ -686,7 +673,6 @@ def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
 
 
 def test_both_executors_lean_alike():
-    """After two rounds of FixMatch, loop and vmap say the same of their models, to rounding."""
     method, shared, rows = FedAvg(FixMatch(threshold=0.3)), task(), []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, executor=executor)
@@ -705,7 +691,6 @@ def test_a_leaning_heeds_stages_and_silence():
     for number in (0, 5):
         simulation, model, row = leanings(held, number=number)
         here = np.isin(split.client, simulation.cohort.numpy()) & ~split.labeled & (stage == number // 2)
-        assert row is not None
         assert row["unlabeled"] == shares(labels[here])
         assert row["app_u"] == pytest.approx(predicted(model, held, here), abs=1e-6)
     held = dataset()
@@ -715,7 +700,6 @@ def test_a_leaning_heeds_stages_and_silence():
     assert 0 < len(there) < 4
     here = np.isin(held.split.client, there) & ~held.split.labeled
     row = simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
-    assert row is not None
     assert row["unlabeled"] == shares(labels[here])
 
 
@@ -724,7 +708,6 @@ def test_a_leaning_knows_who_holds_the_labels():
     labels = dataset().train.labels.numpy()
     held = dataset(place="server")
     _, _, row = leanings(held)
-    assert row is not None
     assert row["labeled"] == shares(labels[held.split.client == SERVER])
     held = dataset(place="some")
     for number in range(6):
@@ -737,7 +720,6 @@ def test_a_leaning_knows_who_holds_the_labels():
     assert leanings(dataset(all_labels=True))[2] is None
     assert leanings(dataset(tuple((labeled, 0) for labeled, _ in SIZES)))[2] is None
     _, _, row = leanings(replace(dataset(), reuse_labeled=True), cohort=4)
-    assert row is not None
     assert row["unlabeled"] == shares(labels)
 
 
@@ -753,7 +735,6 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     monkeypatch.setattr(simulation_module, "LOOKED_AT", 12)
     for number in (0, 1, 0):
         _, _, row = leanings(held, cohort=1, number=number)
-        assert row is not None
         assert row["unlabeled"] == shares(labels[~held.split.labeled])
         assert row["labeled"] == shares(labels[held.split.labeled])
     unlabeled = {image.numpy().tobytes() for image in held.train.images[torch.from_numpy(~held.split.labeled)]}

@@ -91,7 +91,6 @@ def test_a_name_is_bound_to_its_key(street: Street):
 def test_the_owner_of_a_name_keeps_it(street: Street, manager: ClientManager):
     """Without keys who comes last under a name has it; with keys the one with the key has."""
     street.nodes_[8] = node("south", said=b"stolen")
-    assert street.keys is not None
     street.keys[8] = NodeIdentity("east")
     street.sleep(10.0)
     assert ask(manager)["south"].data == b"south:do"
@@ -115,7 +114,6 @@ def test_what_a_removed_site_answers_does_not_count(street: Street, manager: Cli
     street.nodes_[31] = node("west", 8.0)
 
     def remove() -> None:
-        assert street.keys is not None
         del street.keys[7]
 
     street.at(street.time + 4.95, remove)
@@ -135,15 +133,11 @@ def test_what_a_removed_site_answers_does_not_count(street: Street, manager: Cli
 
 def test_a_site_with_a_new_key_has_its_name(street: Street, manager: ClientManager):
     """North's key is replaced: its old node is forgotten, and the one with the new key is north."""
-    assert street.keys is not None
     street.keys = {**{number: who for number, who in street.keys.items() if number != 7}, 8: NodeIdentity("north", "1")}
     street.nodes_[8] = node("north", said=b"new")
     street.nodes_[7] = node("north", said=b"old")
     assert ask(manager)["north"].data == b"new"
     assert list(manager.present) == list(SITES)
-
-
-# The keys that are registered
 
 
 class Book:
@@ -295,7 +289,6 @@ def test_what_fails_is_said_once_and_tried_again(door: Door):
 
 
 def test_a_folder_that_vanishes_does_not_end_the_server(door: Door):
-    """Who was in stays in, and the log says why nothing changes."""
     made = door.open()
     door.folder.rename(door.folder.with_name("moved"))
     door.look(made, 4000.0)
@@ -335,13 +328,9 @@ def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
 
 
 def test_a_damaged_file_lets_nobody_in(tmp_path: Path):
-    """Without the file nobody is known, rather than everybody."""
     assert holders(tmp_path / "keys.json") == {}
     (tmp_path / "keys.json").write_text('{"nodes": {"1": ')
     assert holders(tmp_path / "keys.json") == {}
-
-
-# The commands
 
 
 def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path: Path):
@@ -380,9 +369,6 @@ def test_contradictions_are_refused_in_a_sentence(
     assert said in heard
     assert len(heard.splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-# A server that is busy
 
 
 @contextmanager

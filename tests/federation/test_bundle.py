@@ -57,7 +57,6 @@ def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
     ],
 )
 def test_a_foreign_bundle_is_refused_without_being_unpacked(content: bytes, why: str):
-    """Code beside the file, another app, a bomb, and what is no bundle at all."""
     with pytest.raises(Foreign, match=why.replace(".", r"\.")):
         bundle.check(content)
 
@@ -102,9 +101,6 @@ def test_the_terms_name_the_program_and_another_one_is_refused():
         Terms.parse(json.dumps({name: value for name, value in facts.items() if name != "program"}))
 
 
-# The runs of a server
-
-
 class Fleet:
     """A connection that knows the bundles of runs; None is an agent of Flower's."""
 
@@ -135,7 +131,6 @@ def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
 
 
 def test_what_the_bundle_names_is_what_is_installed():
-    """Both apps are there under the names that the bundle has."""
     pytest.importorskip("flwr")
     import importlib
 

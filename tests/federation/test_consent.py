@@ -103,7 +103,6 @@ def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, t
 
 
 def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_path: Path):
-    """Whatever the terms; nothing is asked."""
     site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
     said = told(site.answer(offer()))
     assert (said.kind, said.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
@@ -123,9 +122,6 @@ def test_people_see_every_option_that_counts():
     lines = TERMS.summary().lines()
     assert lines[0] == TERMS.sentence()
     assert lines[-1].endswith(TERMS.hash)
-
-
-# Whoever sits at the terminal
 
 
 class Somebody:
@@ -190,7 +186,6 @@ def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
 
 @pytest.mark.parametrize("given", [{"terms": "ab" * 4}, {}])
 def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given: dict[str, str]):
-    """The terms are shown all the same."""
     person = Somebody(True) if given else None
     there, shown = waiting(tmp_path, person, **given)
     there._consider()
@@ -211,9 +206,6 @@ def test_what_is_typed(typed: str, yes: bool):
         typing.write(typed)
         typing.close()
         assert person.answer() is yes
-
-
-# From the command line to the process that answers
 
 
 def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -302,9 +294,6 @@ def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert load(path).terms.hash != terms.hash
 
 
-# The server
-
-
 def test_a_server_asks_again_until_a_site_has_agreed():
     """North says yes after a while: it is named once as not there yet, and joins at the next question."""
     answers = [refusal(UNFIT, NOT_AGREED)] * 2 + [joined("north")]
@@ -318,7 +307,6 @@ def test_a_server_asks_again_until_a_site_has_agreed():
 
 
 def test_an_offer_survives_its_file(tmp_path: Path):
-    """A damaged file is no offer; a whole one comes back as it was."""
     offered = TermsSummary("ab" * 32, "words", (("a", "b", "c"),))
     consent.ask(tmp_path, offered)
     assert consent.offer(tmp_path) == offered

@@ -63,7 +63,6 @@ def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_
     model = load_model(path)
     assert model.classes == TERMS.form.classes
     over = consent.ending(tmp_path / "home")
-    assert over is not None
     assert over.code == 0
     assert over.reason.startswith(f"finished: the model lies in {path}, it is right on ")
     assert over.reason.endswith("% of your test images")
@@ -177,10 +176,8 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A federation in one process, from given weights with a frozen backbone and a method of somebody's own.
-
     No frozen tensor is in any message, yet both sites' files hold the whole network: they have the same weights. A site
-    without that file, or that does not trust the method, is told so. South comes when all is over, and gets it.
-    """
+    without that file, or that does not trust the method, is told so. South comes when all is over, and gets it."""
     given = SmallCNN(1, 2, 2).init(rng.generator(5, "given"))
     save_file(tree.flatten(given), tmp_path / "start.safetensors")
     (tmp_path / "wards.toml").write_text(

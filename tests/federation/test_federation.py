@@ -101,10 +101,8 @@ def play(towns: Callable[[str], Town]) -> Callable[..., Played]:
 
 def compare(there: Played) -> None:
     """Fail where a federation and the simulation of the same file differ in anything that both can know.
-
     `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
-    knows them.
-    """
+    knows them."""
     assert bits(there.run) == bits(there.simulated)
     ours, theirs = rows(there.run), rows(there.simulated)
     assert len(ours) == len(theirs) > 0
@@ -146,7 +144,6 @@ def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], p
 
 
 def test_a_changed_bit_is_found(play: Callable[..., Played], tmp_path: Path) -> None:
-    """What compares runs sees one flipped bit of a model, and one other loss."""
     there = play("fedavg", "clients")
     copy = tmp_path / "run"
     shutil.copytree(there.run, copy)
@@ -219,9 +216,7 @@ def shapes(town: Town) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(("method", "place"), CASES)
 def test_replies_hold_what_the_table_says(method: str, place: str, play: Callable[..., Played]) -> None:
     """Every tensor of every reply is named in the method's file; a part of the model has the model's names and shapes.
-
-    Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`).
-    """
+    Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`)."""
     there = play(method, place)
     known, table = shapes(there.town), SENT.get(method, AVERAGED)
     replies = [letter.said for letter in there.letters if isinstance(letter.asked, Request)]
@@ -468,9 +463,7 @@ def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.Cap
 
 def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> None:
     """Where sites have test images of their own, a confusion matrix and a loss go up beside; no image, no path.
-
-    One site has the server's test folder here: what it counts of the model after round 1 is what the server counts.
-    """
+    One site has the server's test folder here: what it counts of the model after round 1 is what the server counts."""
     known = play("fedavg", "clients")
     town = known.town
     with recorded() as letters:

@@ -142,7 +142,6 @@ def test_a_server_that_is_stopped_goes_on(
     method: str, after: bool, straight: Callable[[str], Straight], stopped: Callable[[str, str], str]
 ) -> None:
     """Stopped in rounds 1, 2, 4 and 5, in their first or last trips, where every second round has a checkpoint.
-
     So it goes on from the beginning twice, from round 2 and from round 4; sites have done some of these rounds already.
     """
     there, name = straight(method), f"{method}-{after}"
@@ -201,7 +200,6 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(
     method: str, straight: Callable[[str], Straight]
 ) -> None:
-    """All that a site needs lies in its folder, nothing in its process."""
     there = straight(method)
     there.town.forget()
     with before_each_message(client_app._client.cache_clear):

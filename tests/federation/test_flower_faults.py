@@ -62,8 +62,7 @@ class Brief(Street):
 
 def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
     """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
-    it only needs more time.
-    """
+    it only needs more time."""
     street = Brief({7: node("north", 130.0), 31: node("west"), 99: node("south")})
     manager = street.manager(timeout=100.0)
     manager.gather(3, 60.0)
@@ -90,8 +89,7 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
 
 def test_errors_of_flower_are_said_in_words():
     """Every code that this Flower knows has words, but "unknown" and that of Flower's own mods, which there are none
-    of; whoever reads the log has the number to look for.
-    """
+    of; whoever reads the log has the number to look for."""
     codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
     assert set(PROBLEMS) == codes - {ErrorCode.UNKNOWN, ErrorCode.MOD_FAILED_PRECONDITION}
     assert problem(ErrorCode.CLIENT_APP_CRASHED) == "its process was ended (error 8 of Flower)"
@@ -99,7 +97,6 @@ def test_errors_of_flower_are_said_in_words():
 
 
 def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What its disk does not take is shown all the same, and the site still calls its server."""
 
     def full(self: EventLog, words: str) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -128,8 +125,7 @@ class Patient(Street):
 
 def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
     """North dies over sending its answer and is there again after 10 s. `absence` is 20 s; the post tells of the loss
-    after 180, and from then on north is waited for, and asked again.
-    """
+    after 180, and from then on north is waited for, and asked again."""
     street = Patient({7: Node(lambda: [(0.3, joined("north"))], lambda data: [(5.0, None)]), 31: node("west")})
     street.nodes_[99] = node("south")
     manager = street.manager(timeout=1000.0)

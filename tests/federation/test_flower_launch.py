@@ -38,9 +38,6 @@ pytest.importorskip("flwr")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 
 
-# Certificates
-
-
 def authority(folder: Path, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> dict[str, Path]:
     """Write the files of an authority and of a server whose certificate names `hosts`."""
     from cryptography import x509
@@ -69,9 +66,6 @@ def authority(folder: Path, hosts: tuple[str, ...] = ("localhost", "127.0.0.1"))
     secret = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     files["key"].write_bytes(keys[1].private_bytes(*secret))
     return files
-
-
-# What is started
 
 
 def test_the_superlink_is_started_with_its_database_and_without_installing(tmp_path: Path):
@@ -134,9 +128,6 @@ def test_names_of_sites_are_those_of_the_terms():
     from halfmoon.federation.protocol import terms
 
     assert site_process.NAME.pattern == terms.NAME.pattern
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -231,7 +222,6 @@ def test_the_command_line_refuses_in_one_sentence(
 def test_without_flower_one_sentence_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The command line itself works without."""
     there = metadata.version
 
     def version(name: str) -> str:
@@ -245,14 +235,10 @@ def test_without_flower_one_sentence_says_what_to_install(
 
 
 def test_halfmoon_does_not_need_flower():
-    """Neither the command line nor what it needs to start processes imports flwr or torch."""
     code = "import halfmoon.cli.main, halfmoon.federation.flower.site_process, halfmoon.federation.flower.launch, sys; "
     code += "sys.exit(' '.join({'flwr', 'torch'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
-
-
-# Whether a server is there
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -288,7 +274,6 @@ def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
 
 
 def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path):
-    """Nobody is waited for (Absent); who answers, but not like this, is named with what to do."""
     files, strange = authority(tmp_path / "a"), authority(tmp_path / "b")
     elsewhere = authority(tmp_path / "c", ("192.0.2.7",))
     with pytest.raises(Absent, match="does not answer"):
@@ -310,9 +295,6 @@ def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path):
             reach(safe, strange["ca"])
     with listening(**elsewhere) as named, pytest.raises(UserError, match="must name this host"):
         reach(named, elsewhere["ca"])
-
-
-# Processes and locks
 
 
 def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
@@ -351,7 +333,6 @@ def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
 
 
 def test_one_at_a_time(tmp_path: Path):
-    """A lock that is held is refused with the sentence given, and is free again afterwards."""
     path = tmp_path / "deep" / "lock"
     with alone(path, "first"), pytest.raises(UserError, match="not twice"), alone(path, "not twice"):
         pass
@@ -411,9 +392,6 @@ def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: 
         worker.stop()
 
 
-# Logs
-
-
 def test_the_end_of_a_log_is_followed_by_whole_lines(tmp_path: Path):
     """What was there before is old; half a line is not yet there; a file that begins anew is read from its start."""
     path = tmp_path / "log"
@@ -432,12 +410,9 @@ def test_the_end_of_a_log_is_followed_by_whole_lines(tmp_path: Path):
 
 
 def test_the_last_word_of_a_log():
-    """Without colors and empty frames; nothing where nothing was said."""
     assert _last(["a", "\x1b[92mINFO \x1b[0m: b", "", "----"]) == "INFO : b"
     assert _last(["", "--"]) == ""
 
-
-# The whole of it
 
 APPS = """
 import json, time
@@ -641,10 +616,8 @@ def _answers(port: int, ca: Path) -> bool:
 @LINUX
 def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., Stage]):
     """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.
-
     A killed `serve` takes its processes along at once, and so does a site that is told to end. Whoever has the server's
-    place in the midst of the run has nothing executed at the site, and is told so (error 7 of Flower).
-    """
+    place in the midst of the run has nothing executed at the site, and is told so (error 7 of Flower)."""
     scene = stage(rounds=3)
     (scene.folder / "ward").mkdir()
     site = scene.start(JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])

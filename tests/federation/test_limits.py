@@ -74,9 +74,6 @@ def single(name: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
     return method, shared, remote, wire
 
 
-# The header
-
-
 def leaf(begin: int = 0, end: int = 4, shape: Any = (1,), dtype: str = "F32") -> dict[str, Any]:
     """Return how a header describes a tensor."""
     return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
@@ -199,7 +196,6 @@ def test_a_message_up_to_the_bounds_is_read(name: str):
 
 @pytest.mark.parametrize("name", ABOVE)
 def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
-    """In a sentence, in no time, and nothing of what is announced is made."""
     data, why = ABOVE[name]
     tracemalloc.start()
     began = time.process_time()
@@ -226,12 +222,8 @@ def test_reading_takes_as_much_memory_again():
 
 
 def test_what_is_permuted_in_memory_is_laid_out_once():
-    """An honest message of channels-last leaves passes."""
     down = {"x": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)}
     assert torch.equal(read(write(replace(REQUEST, down=down)), Request).down["x"], down["x"])
-
-
-# What a head says
 
 
 @pytest.mark.parametrize("kind", [Request, Reply])
@@ -286,7 +278,6 @@ def weighing(size: int, message: Any) -> bytes:
 
 
 def test_a_reader_bounds_the_whole_message():
-    """By its limit, and kinds without tensors by their own."""
     data = write(replace(REQUEST, down={"x": torch.ones(1000)}))
     assert read(data, Request, limit=len(data)).down["x"].sum() == 1000
     with pytest.raises(Malformed, match=r"a message has 4\.\d kB, of 4\.\d kB at most"):
@@ -306,9 +297,6 @@ def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
     assert unparsed.pattern("down") == spec_of(down)
     assert unparsed.pattern("evaluation") == {}
     assert spec_of(unparsed.open().down) == spec_of(down)
-
-
-# Pickles
 
 
 class Evil:
@@ -352,7 +340,6 @@ def harmless(tmp_path: Path) -> None:
 
 
 def test_a_pickle_is_never_loaded_by_a_reader(tmp_path: Path, pickles: dict[str, bytes]):
-    """Malformed, or a tensor of bytes that are nothing but numbers."""
     fine = {"request's tensor", "reply's tensor", "terms"}
     for name, data in pickles.items():
         if name in fine:
@@ -399,9 +386,6 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
         assert remote.close().cohort == drawn[1:]
         assert any("refused in round 1" in words for words in heard), name
     harmless(tmp_path)
-
-
-# What a reply may weigh
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
@@ -475,9 +459,6 @@ def test_a_count_of_other_sites_may_be_any():
         }
 
     assert [downlinks.fault("train", with_peers(count)) is None for count in (0, 1, 7, 8)] == [False, True, True, False]
-
-
-# What terms may say
 
 
 @pytest.mark.parametrize("name", limits.MOST)
@@ -591,9 +572,6 @@ def test_terms_are_no_longer_than_a_megabyte():
         Terms.parse(TERMS.text.replace('"name"', '"name": "x", "name"', 1))
 
 
-# What a site's machine has
-
-
 Disk = namedtuple("Disk", "total used free")
 
 
@@ -611,7 +589,6 @@ def test_a_site_leaves_some_of_its_disk_free(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_full_disk_takes_no_more_memories_and_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The same sentence as where the system finds the disk full; with room again all goes on."""
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
     home = tmp_path / "home"
     with monkeypatch.context() as patch:
@@ -633,9 +610,6 @@ def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkey
     limits.check_images(tmp_path, 100, (1, 8, 8))
     with pytest.raises(UserError, match=r"101 images of 8x8 pixels with 1 channel\(s\) take 6\.5 kB, but this machine"):
         limits.check_images(tmp_path, 101, (1, 8, 8))
-
-
-# Flower
 
 
 def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():

@@ -42,7 +42,6 @@ def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
 
 
 def test_nothing_but_numbers_travels() -> None:
-    """No row of pixels of any client, nor its labels, is in the bytes that went over the wire."""
     method, shared, remote, wire = federation("fedloke", "both")
     server = begin(method, shared)
     for number in range(ROUNDS):
@@ -153,7 +152,6 @@ def test_a_message_of_another_kind_is_refused(message: Message) -> None:
 
 
 def test_a_shape_that_no_tensor_has_is_refused() -> None:
-    """The order of dimensions in memory comes from outside too."""
     data = write(replace(REQUEST, down={"x": torch.ones(3)})).replace(b'{\\"x\\": null}', b'{\\"x\\": [0, 0]}')
     with pytest.raises(Malformed, match="cannot be read"):
         read(data, Request)
@@ -191,7 +189,6 @@ def other(data: bytes, **changes: Any) -> Answer:
     ],
 )
 def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:
-    """The round goes on with the others; the reason is said."""
     method, shared, remote, wire = federation("fedavg", "both")
     heard: list[str] = []
     remote.calls.link, remote.calls.say = Bad(wire, change), heard.append

@@ -278,7 +278,6 @@ def test_options_of_this_machine_are_kept_for_it(plan: Write) -> None:
 
 
 def test_a_simulation_does_not_look_at_the_table(plan: Write, tmp_path: Path) -> None:
-    """But for the cap on weights and clients that train one by one; even where it is nonsense."""
     text = 'data = "digits"\nlr = 0.01\n'
     (tmp_path / "with.toml").write_text(text + '[federation]\nsites = "what"\nnonsense = 3\n')
     (tmp_path / "without.toml").write_text(f'weight_cap = {settings.WEIGHT_CAP}\nexecutor = "loop"\n{text}')

@@ -213,7 +213,6 @@ def test_half_a_cohort_is_enough_where_nothing_else_is_said(stage: Make) -> None
 
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_after_so_many_attempts_all_stops(stage: Make, attempts: int) -> None:
-    """The sentence says what is missing; no attempt is the same as the one before."""
     scenery = stage(fate=lambda site, request: GONE, rules=Rules(min_replies=2, attempts=attempts))
     with pytest.raises(TooFew, match=r"^round 1, query 1 \(train\) has 0 usable replies of 2, and 2 are needed\.$"):
         turn(scenery, 0, scenery.server)
@@ -245,8 +244,7 @@ def everything(scenery: Stage) -> Tree:
 def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | None, how: str) -> None:
     """In the second round the last trip fails, twice; then it is played. All equals, in every bit, a run in which this
     round had the last cohort from the start: the server's tree, its shelf, its own memory, and the rounds that follow,
-    to which the sites bring what they remember.
-    """
+    to which the sites bring what they remember."""
     scenery = stage(name, failing_last(name, how), place=place)
     server, first = turn(scenery, 0, scenery.server)
     before = everything(scenery)
@@ -296,9 +294,7 @@ def test_sites_of_another_run_bring_nothing_of_it(stage: Make) -> None:
 
 def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
     """A site works in the first round, but too late. In the next ones it is as a client that was silent in that round.
-
-    FedLoKe's sites remember a model each: with the late visit in it, the result is another one.
-    """
+    FedLoKe's sites remember a model each: with the late visit in it, the result is another one."""
     rules = Rules(min_replies=1)
 
     def played(how: str) -> Tree:
@@ -360,7 +356,6 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
 
 
 def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
-    """Cohorts in which the site that is aside was not drawn stay those of the simulation."""
     scenery = stage(cohort=2)
     scenery.remote.calls.quarantine = scenery.remote.cohorts.quarantine = Quarantine(scenery.remote.names, 1, None)
     aside = next(k for k in range(4) if k not in cohorts(2)[0])

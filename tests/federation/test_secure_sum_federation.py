@@ -102,9 +102,7 @@ def far(one: Path, two: Path) -> float:
 
 def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: Town) -> None:
     """Gone before a stage: the model is that of a plain federation without the site, or with it, to rounding.
-
-    A parameter is off by 4 2^-25 / W of the sum, W over 20 rows, and by what float32 leaves of numbers below 2.
-    """
+    A parameter is off by 4 2^-25 / W of the sum, W over 20 rows, and by what float32 leaves of numbers below 2."""
     plain = {}
     for lost in (False, True):
         with away(lambda name, round, attempt, stage, lost=lost: lost and name == "site-02" and round == 0):
@@ -135,9 +133,7 @@ def test_a_round_with_too_few_is_played_again(stage: str, town: Town) -> None:
 
 def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
     """At every stage, before the sites know and after they have answered; with new processes at the sites.
-
-    The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again.
-    """
+    The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again."""
     file = town.write("fedloke", rounds=3, cohort=3, secure_aggregation=True, options=eager("fedloke"))
     town.forget()
     straight = town.play(file, "straight")
@@ -196,9 +192,7 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(
     town: Town, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
-
-    After the federation no secret of a sum is anywhere.
-    """
+    After the federation no secret of a sum is anywhere."""
     init(tmp_path / "keys", town.names)
     folder, listed = tmp_path / "keys" / "sites", tmp_path / "keys" / "sites.pub"
 
@@ -302,9 +296,7 @@ def holds(data: bytes, needle: bytes) -> bool:
 
 def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
     """Play a federation whose server is another process; yield what lies in its memory and its spool, stage by stage.
-
-    That is looked for when the last answer of a stage is still missing.
-    """
+    That is looked for when the last answer of a stage is still missing."""
     file = town.write("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
     members = [SiteClient.at(town.folder / name, name) for name in town.names]
     for path in town.folder.rglob(KNOWN):  # a test before may have given a site a new secret
@@ -351,8 +343,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 @linux
 def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Path) -> None:
     """Nor in a file where answers wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
-    round.
-    """
+    round."""
     looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 5))
     assert looked == [(stage, set()) for stage in (*STAGES, KEYS)]
 

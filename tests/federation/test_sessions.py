@@ -36,8 +36,7 @@ def test_sites_are_known_by_name(street: Street, manager: ClientManager) -> None
 
 def test_a_site_that_starts_again_is_asked_again(street: Street, manager: ClientManager) -> None:
     """North works for 50 s, starts again after 10 under another number and then works for 5 s; what its first process
-    answers at last changes nothing, not in this exchange and not in the next.
-    """
+    answers at last changes nothing, not in this exchange and not in the next."""
     street.nodes_[7] = node("north", 50.0, b"old")
     street.nodes_[99] = node("south", 70.0)
     street.at(street.time + 10, lambda: street.move(7, 8, node("north", 5.0, b"new")))
@@ -62,9 +61,7 @@ def test_a_first_process_that_is_still_listed_does_not_come_back(street: Street,
 
 def test_two_live_nodes_with_one_name(street: Street, manager: ClientManager) -> None:
     """The one that came last counts. The two do not take turns: work of several minutes would be begun anew each time.
-
-    Where the newer one goes, the older one is asked again, and is there.
-    """
+    Where the newer one goes, the older one is asked again, and is there."""
     street.nodes_[7] = node("north", 80.0, b"first")
     street.nodes_[8] = node("north", 80.0, b"second")
     answers = ask(manager, "north", "south", "west")
@@ -77,9 +74,7 @@ def test_two_live_nodes_with_one_name(street: Street, manager: ClientManager) ->
 
 def test_a_vanished_site_is_waited_for_and_given_up(street: Street, manager: ClientManager) -> None:
     """`absence` is 20 s; an answer that would take a minute is not waited for, nor is the timeout of 100 s.
-
-    It comes after 60 s all the same, 30 s after the site was given up.
-    """
+    It comes after 60 s all the same, 30 s after the site was given up."""
     street.nodes_[7] = node("north", 60.0)
     began = street.time
     street.at(began + 10, lambda: street.nodes_.pop(7))
@@ -147,8 +142,7 @@ def test_a_late_answer_is_named_and_discarded(street: Street, manager: ClientMan
 
 def test_how_late_is_counted_from_the_end_of_the_time(street: Street, manager: ClientManager) -> None:
     """North's first process dies after 60 s, the second one is asked then and needs 50: it is 10 s too late, for the
-    time of an exchange is one, however often a site is asked.
-    """
+    time of an exchange is one, however often a site is asked."""
     street.nodes_[7] = node("north", 300.0)
     street.at(street.time + 59, lambda: street.move(7, 8, node("north", 50.0)))
     answers = ask(manager, what="round 1")
@@ -222,7 +216,6 @@ def test_another_version_is_said_once_with_its_sentence_and_joins_when_it_has_up
 
 
 def test_who_was_refused_is_asked_again_under_the_same_number() -> None:
-    """A site that could not take part, and can now, need not start again."""
     street = Street({7: mute(refusal(FAILED, "its disk: No space left on device."))})
     manager = street.manager()
     street.at(10.0, lambda: street.nodes_.update({7: node("north")}))
@@ -232,7 +225,6 @@ def test_who_was_refused_is_asked_again_under_the_same_number() -> None:
 
 
 def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(street: Street, manager: ClientManager) -> None:
-    """A site whose disk was wiped answers that it does not know the federation."""
     known = []
     street.nodes_[7] = Node(
         lambda: [(0.3, known.append(1) or joined("north"))],
@@ -261,7 +253,6 @@ def test_sending_again_has_an_end(street: Street, manager: ClientManager, comes:
 
 
 def test_a_refusal_of_work_is_an_answer(street: Street, manager: ClientManager) -> None:
-    """Only who does not know the federation is asked again; the others mean what they say."""
     said = refusal(FAILED, "its disk is full")
     street.nodes_[7] = node("north", said=said)
     assert ask(manager)["north"] == Answer(said)
@@ -339,7 +330,6 @@ def test_gather_does_not_count_sites_that_nobody_can_see(street: Street, manager
 
 
 def test_a_request_that_cannot_be_sent_is_sent_later(street: Street, manager: ClientManager) -> None:
-    """Neither where the post is cut off, nor where it takes the mail of others only."""
     street.cut.add("send")
     street.full.add(7)
     street.at(street.time + 5, lambda: street.cut.clear())
@@ -411,7 +401,6 @@ def test_a_site_that_takes_long_to_join_is_there_once() -> None:
 
 
 def test_new_counts_of_a_site_are_taken_in(street: Street, manager: ClientManager) -> None:
-    """A site that starts again with more images than before is told of with its new counts."""
     there = Node(lambda: [(0.3, joined("north", labeled=40))], lambda data: [(1.0, b"more")])
     street.move(7, 8, there)
     street.sleep(3.0)

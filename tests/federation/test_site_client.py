@@ -179,7 +179,6 @@ def test_a_site_joins(member: SiteClient) -> None:
 def test_another_version_is_refused_with_who_has_to_upgrade(
     member: SiteClient, mine: str, theirs: str, said: str
 ) -> None:
-    """Numbers are compared as numbers; a version before its release is older than that."""
     member.version = mine
     for data in (offer(version=theirs), write(replace(REQUEST, version=theirs))):
         refusal = told(member.answer(data))
@@ -343,8 +342,7 @@ def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(
 
 def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """The first round is played twice, at first with another model, and once more in vain: what the server says that
-    it goes on from counts, whatever came before or after it.
-    """
+    it goes on from counts, whatever came before or after it."""
     member.answer(offer())
     first, second = (read(script[place][0], Request) for place in (0, 1))
     other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.down)
@@ -407,7 +405,6 @@ def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
     for length in (0, 7, 8, len(data) - 1):
         whole.write_bytes(data[:length])
         found = at(tmp_path, 2, 0, 0, latest=(1, 0, 0), warn=heard.append).get("0")
-        assert found is not None
         assert found["a"].tolist() == [0, 1, 2]
     assert len(heard) == 4
     assert at(tmp_path, 2, 0, 0).get("0") is None, "the server says that nothing counted"
@@ -421,7 +418,6 @@ def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
     at(tmp_path, 3, 0, 0).put("0", {"a": torch.ones(1)})
     at(tmp_path, 5, 2, 0).put("0", {"a": torch.zeros(1)})
     found = memory.get("0")
-    assert found is not None
     assert found["a"].tolist() == [1]
     assert [said.split(":")[0] for said in heard] == ["the memory of round 6 is missing"] * 2
 
@@ -453,9 +449,7 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
     what: str, call: int, error: OSError,
 ) -> None:  # fmt: skip
     """Whichever write it is that fails (index, what may come down, terms, memory; a line of the log).
-
-    With space again the same messages have the answers that they always had.
-    """
+    With space again the same messages have the answers that they always had."""
     real: Fail = getattr(atomic_io, what)
     calls: list[int] = []
 
@@ -610,7 +604,6 @@ def test_whatever_comes_is_answered(steady: SiteClient, data: bytes) -> None:
 def test_a_request_with_wrong_bytes_is_answered(
     steady: SiteClient, script: list[tuple[bytes, bytes]], drawn: st.DataObject
 ) -> None:
-    """A byte of a header changed, or the message cut."""
     data = bytearray(script[0][0])
     end = 8 + int.from_bytes(data[:8], "little")
     data[drawn.draw(st.integers(0, end - 1))] = drawn.draw(st.integers(0, 255))

@@ -118,9 +118,7 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of twelve: with the mean two models are in memory, whether they are judged or added, and no wire bytes beside.
-
-    One weight is over twice the median, and is capped as it was where all uploads were there at once.
-    """
+    One weight is over twice the median, and is capped as it was where all uploads were there at once."""
     post = Desk({"ward-03": 60.0})
     runtime, down = server(post, Spool(tmp_path / "spool"))
     counted = Counted(monkeypatch)
@@ -137,7 +135,6 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(
     assert peak < 9 * size, peak / size
     assert not list((tmp_path / "spool").iterdir())
     row = runtime.close().aggregator
-    assert row is not None
     assert row["capped"] == [3]
 
     held_all, _ = server(Desk({"ward-03": 60.0}), None, factor=0.0)
@@ -188,7 +185,6 @@ def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path)
 
 
 def test_a_full_disk_leaves_answers_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And nothing of a half of one."""
     spool = Spool(tmp_path / "spool")
 
     def full(handle: int, data: bytes) -> int:

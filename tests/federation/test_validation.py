@@ -105,8 +105,7 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     """Names, shapes and dtypes of each client's upload in each trip of two rounds; clients of unequal size, some
     without labels where labels lie at some or at the server: no shape depends on the client.
 
-    What the sites answered passes every other check, too.
-    """
+    What the sites answered passes every other check, too."""
     shared, asked = queries(name, place)
     known = patterns(shared)
     assert asked
@@ -289,7 +288,6 @@ def test_a_variance_is_not_negative() -> None:
 def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
     """A name of an upload ends up in a log: no line break, no terminal code, no page of text."""
     said = check_schema({"\x1b[2J\n" + "x" * 5000: LINE / 0}, {}, None)
-    assert said is not None
     assert said.isprintable()
     assert said.startswith(r"'\x1b[2J\nxxx")
     assert len(said) < 130
@@ -403,8 +401,7 @@ def test_a_site_without_images_weighs_one_at_most() -> None:
 
 def test_the_norm_of_an_update_by_hand() -> None:
     """Moved by (3, 4) in params/a and by 12 in params/b; what goes beside as numbers counts as it is, `extra`, 84:
-    sqrt(9 + 16 + 144 + 7056) = sqrt(7225) = 85. Weights, marks, counts, statistics and whole numbers do not count.
-    """
+    sqrt(9 + 16 + 144 + 7056) = sqrt(7225) = 85. Weights, marks, counts, statistics and whole numbers do not count."""
     down = {
         "params": {"a": torch.tensor([1.0, 1.0]), "b": torch.ones(1), "seen": torch.tensor(1)},
         "stats": {"v": {"var": torch.ones(1)}},
@@ -465,9 +462,7 @@ def test_the_reason_names_both_numbers() -> None:
 @given(sizes=st.lists(st.floats(0.5, 2.0), min_size=3, max_size=8), data=st.data())
 def test_an_update_scaled_by_1000_is_refused_and_no_other(sizes: list[float], data: st.DataObject) -> None:
     """Norms between 0.5 and 2 differ by 4 at most: under a bound of 10 only the one times 1000 (500 or more) is over.
-
-    The order of the sites changes nothing.
-    """
+    The order of the sites changes nothing."""
     wrong = data.draw(st.integers(0, len(sizes) - 1))
     order = data.draw(st.permutations(range(len(sizes))))
     down = {"params": {"a": torch.tensor([7.0, -3.0], dtype=F64)}}

@@ -52,9 +52,7 @@ def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree 
 
 def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
     """A frozen backbone leaves 36 numbers; the whole has all tensors, and every pass says what the whole one says.
-
-    To rounding: where in memory a weight lies decides how some processors add up (seen with AVX2 alone).
-    """
+    To rounding: where in memory a weight lies decides how some processors add up (seen with AVX2 alone)."""
     model, which = given(), partly(tmp_path, "backbone")
     mine = which.init(rng.generator(0, "model"))
     assert {path: leaf.shape for path, leaf in tree.flatten(mine).items()} == {
@@ -173,7 +171,6 @@ def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
-    """Names, shapes, channels, numbers, pickles, patterns, and nothing left to train."""
     good = saved(tmp_path / "good.safetensors", given())
     without = {"params": {k: v for k, v in given()["params"].items() if k != "conv2"}, "stats": given()["stats"]}
     wrong = given()
@@ -212,7 +209,6 @@ class Ending(nn.Module):
 
 
 def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own names, running statistics and counters; "backbone" needs a head."""
     module = outside_parts.small(1, 4, (8, 8)).eval()
     module(torch.zeros(1, 1, 8, 8))
     save_file(module.state_dict(), tmp_path / "s.safetensors")
@@ -229,9 +225,7 @@ def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pyte
 
 def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The door alone, with a stand-in for the package: asked for the name, without weights, its drop-out switched off.
-
-    Where the package is missing, the sentence says how it is installed.
-    """
+    Where the package is missing, the sentence says how it is installed."""
     with pytest.raises(UserError, match="network timm:vit needs the package timm, which is not installed: pip install"):
         networks.make("timm:vit", 3, 4, (8, 8), "batch", None)
     asked = []

@@ -46,7 +46,6 @@ def close(ours, theirs) -> None:
 
 @EVERY
 def test_training_equals_the_module(network, side):
-    """Logits under batch statistics, and the gradients of a loss in every parameter."""
     model, oracle, x, y = scene(network, side)
     logits, _ = network.train(model["params"], x)
     close(logits, oracle(x))
@@ -61,9 +60,7 @@ def test_training_equals_the_module(network, side):
 @EVERY
 def test_tracking_equals_the_module(network, side):
     """Running means and unbiased variances after three passes over different images, then the logits in eval mode.
-
-    Where nothing is tracked, statistics and moments are {} and stay so.
-    """
+    Where nothing is tracked, statistics and moments are {} and stay so."""
     model, oracle, x, _ = scene(network, side)
     stats = model["stats"]
     for factor in (1.0, 0.5, 2.0):
@@ -95,7 +92,6 @@ def test_prediction_equals_the_module_and_goes_image_by_image(network, side):
 
 @EVERY
 def test_networks_have_no_side_effect(network, side):
-    """Neither parameters nor statistics are written into, and tracking returns new ones."""
     model, _, x, _ = scene(network, side)
     copy = tree.map(torch.clone, model)
     _, moments = network.train(model["params"], x)
@@ -107,10 +103,8 @@ def test_networks_have_no_side_effect(network, side):
 
 def test_resnet9_has_the_papers_size():
     """6,575,370 parameters with 3 channels and 10 classes at width 64, 6,574,218 with 1 channel.
-
     The buffers of the module: a mean and a variance of (64 + 128 + 128 + 128 + 256 + 512 + 512 + 512) = 2,240 channels
-    each, and 8 counters: 4,488 entries. The tree keeps no counters.
-    """
+    each, and 8 counters: 4,488 entries. The tree keeps no counters."""
     for channels, parameters in ((3, 6_575_370), (1, 6_574_218)):
         model = ResNet9(channels, 10).init(torch.Generator())
         assert tree.size(model["params"]) == parameters
@@ -124,10 +118,8 @@ def test_resnet9_has_the_papers_size():
 
 def test_resnet9_without_normalization_has_fedmatchs_size():
     """6,568,640 weights: 6,563,520 in the convolutions, 512 * 10 in the head, and no bias.
-
     Convolutions: 9 * (3 * 64 + 64 * 128 + 2 * 128^2 + 128 * 256 + 256 * 512 + 2 * 512^2) = 9 * 729,280. GroupNorm
-    (FedRGD) has the parameters of batch normalization, and no statistics.
-    """
+    (FedRGD) has the parameters of batch normalization, and no statistics."""
     model = ResNet9(norm="none").init(torch.Generator())
     head = model["params"]["head"]
     assert tree.size(model["params"]) == 9 * 729_280 + 5_120 == 6_568_640
@@ -141,7 +133,6 @@ def test_resnet9_without_normalization_has_fedmatchs_size():
 
 @pytest.mark.parametrize("network", [network for network, _ in CASES], ids=str)
 def test_parameters_have_the_modules_names_and_shapes(network):
-    """One leaf for each parameter of the twin, in its order."""
     ours = {
         path.replace("/", "."): leaf.shape
         for path, leaf in tree.flatten(network.init(torch.Generator())["params"]).items()
@@ -153,9 +144,7 @@ def test_parameters_have_the_modules_names_and_shapes(network):
 @pytest.mark.parametrize("network", [ResNet9(3, 10, 16), SmallCNN(1, 10, 16)], ids=["resnet9", "small"])
 def test_initialization_is_pytorchs(network, norm):
     """Weights and biases are U(-b, b) with b = 1 / sqrt(fan in), the bound of `nn.Conv2d` and `nn.Linear`.
-
-    The standard deviation of that is b / sqrt(3). Normalizations start at weight 1, bias 0, mean 0, variance 1.
-    """
+    The standard deviation of that is b / sqrt(3). Normalizations start at weight 1, bias 0, mean 0, variance 1."""
     model = replace(network, norm=norm).init(rng.generator(0, "init"))
     for path, leaf in tree.flatten(model["params"]).items():
         layer, *_, kind = path.split("/")
@@ -176,10 +165,8 @@ def test_initialization_is_pytorchs(network, norm):
 
 def test_initialization_without_normalization_is_fedmatchs():
     """Variance 1 / fan in, normal, cut at two deviations of the uncut normal: std / 0.8796 * 2 = 2.2737 std.
-
     0.8796 is the deviation of the standard normal cut at 2: sqrt(1 - 4 phi(2) / (2 Phi(2) - 1)) with phi(2) =
-    0.0539910 and 2 Phi(2) - 1 = 0.9544997, so sqrt(1 - 0.2262588) = 0.8796257.
-    """
+    0.0539910 and 2 Phi(2) - 1 = 0.9544997, so sqrt(1 - 0.2262588) = 0.8796257."""
     params = ResNet9(3, 10, 32, "none").init(rng.generator(0, "init"))["params"]
     for leaf in tree.leaves(params):
         std = leaf[0].numel() ** -0.5
@@ -215,7 +202,6 @@ def test_initialization_follows_the_generator():
     ],
 )
 def test_check_refuses_images_that_do_not_fit(name, good, bad):
-    """The sides that pass do give logits; the others name both sides and what to do."""
     network = NETWORKS[name](1, 3, 2)
     params = network.init(torch.Generator())["params"]
     for sides in good:
@@ -227,7 +213,6 @@ def test_check_refuses_images_that_do_not_fit(name, good, bad):
 
 
 def test_a_joint_pass_shares_its_statistics():
-    """Joint logits are the parts of one pass on all images; the moments are that pass's alone."""
     network = SmallCNN(1, 4, 4)
     params = tree.to(network.init(torch.Generator().manual_seed(0)), dtype=torch.float64)["params"]
     a, b, c = (torch.randn(n, 1, 8, 8, dtype=torch.float64) + n for n in (2, 3, 4))
@@ -239,7 +224,6 @@ def test_a_joint_pass_shares_its_statistics():
 
 
 def test_separate_passes_have_their_own_statistics():
-    """Separate logits are those of each group alone; moments come in the order frozen, taught."""
     network = SmallCNN(1, 4, 4)
     params = tree.to(network.init(torch.Generator().manual_seed(0)), dtype=torch.float64)["params"]
     a, b, c = (torch.randn(n, 1, 8, 8, dtype=torch.float64) + n for n in (2, 3, 4))
@@ -266,9 +250,7 @@ def test_frozen_groups_pass_no_gradient(joint):
 
 def test_one_image_of_one_pixel_is_its_own_mean():
     """A batch of one whose last map is a single pixel: the normalized value is 0, so only the biases speak.
-
-    With weights 1 and biases 0 the last block is then relu(0) = 0, and the logits are the head's bias.
-    """
+    With weights 1 and biases 0 the last block is then relu(0) = 0, and the logits are the head's bias."""
     network = SmallCNN(1, 3, 2)
     params = network.init(torch.Generator().manual_seed(0))["params"]
     logits, moments = network.train(params, torch.randn(1, 1, 4, 4))

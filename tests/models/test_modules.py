@@ -47,9 +47,7 @@ def played(which, name: str, executor: str, model: Tree, separate: bool = False)
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_module_trains_as_our_network_does(name: str, executor: str, separate: bool) -> None:
     """The small network as an nn.Module, from the same weights: two rounds, every parameter and statistic.
-
-    To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here.
-    """
+    To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here."""
     model = OURS.init(rng.generator(0, "model"))
     ours = played(OURS, name, executor, model, separate).server
     theirs = played(network("small"), name, executor, as_theirs(model), separate).server
@@ -72,7 +70,6 @@ def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
 
 
 def test_passes_equal_ours() -> None:
-    """Training logits and moments, features, and logits under tracked statistics, bit by bit."""
     which, x = network("small"), torch.randn(6, 1, 8, 8)
     model = OURS.init(rng.generator(3, "model"))
     theirs = as_theirs(model)
@@ -174,7 +171,6 @@ class Pooled(nn.Sequential):
     ],
 )
 def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
-    """One sentence, before anything is trained."""
     name = f"bad_{getattr(factory, '__name__', 'x').strip('<>')}_{why[:9].replace(' ', '_')}"
     plugins.register("network", name, factory)
     with pytest.raises(UserError, match=why) as caught:
@@ -183,7 +179,6 @@ def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
 
 
 def test_a_description_makes_the_network_again() -> None:
-    """As a model file's card holds it; what is no description is refused."""
     for which in (network("small"), OURS, SmallCNN(3, 2, 5, "group")):
         assert networks.parsed(networks.described(which)) == which
     for said in (

@@ -133,7 +133,6 @@ def test_groups_of_images_pass_without_moments(norm, joint):
 
 
 def test_a_model_without_statistics_is_a_tree():
-    """Stacking, averaging, choosing and moving keep the empty "stats"."""
     model = SmallCNN(1, 4, 4, "group").init(torch.Generator().manual_seed(0))
     stacked = tree.stack([model, tree.zeros_like(model)])
     mean = tree.weighted_mean(stacked, torch.tensor([1.0, 3.0]))
@@ -213,6 +212,5 @@ def test_the_width_of_a_network_says_nothing_of_its_parameters(network, side):
 
 @pytest.mark.parametrize("make", [ResNet9, SmallCNN, WideResNet])
 def test_an_unknown_normalization_is_refused(make):
-    """One sentence names it and what there is."""
     with pytest.raises(UserError, match="norm is 'layer': choose one of: batch, group, none"):
         make(norm="layer")

@@ -56,9 +56,7 @@ def seen(network: Network, side: int, real: Any = None) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_pass_is_rounded_and_its_results_are_float32(name, masked):
     """Logits, moments and tangents are float32, near those of float32 (2^-8 is the rounding), and not the same.
-
-    A tangent is off by more than its rounding: where an activation near 0 rounds to the other side, it jumps.
-    """
+    A tangent is off by more than its rounding: where an activation near 0 rounds to the other side, it jumps."""
     network, side = NETWORKS[name]
     real = torch.arange(6) < 4 if masked else None
     exact, near = seen(network, side, real), seen(rounded(network), side, real)

@@ -49,9 +49,7 @@ def test_recording_changes_nothing(network, side):
 @pytest.mark.parametrize("laid", [tree.contiguous, tree.channels_last], ids=["plain", "channels_last"])
 def test_tangent_equals_jvp(network, side, laid):
     """1e-12 relative, whether the tape comes from a plain pass or out of `vjp`, in both layouts.
-
-    The oracle stays in the plain layout: PyTorch's own `jvp` of a group normalization refuses channels-last.
-    """
+    The oracle stays in the plain layout: PyTorch's own `jvp` of a group normalization refuses channels-last."""
     params, x, direction = scene(network, side)
     _, theirs = jvp(lambda p: network.train(p, x)[0], (params,), (direction,))
     params, x, direction = laid(params), laid({"x": x})["x"], laid(direction)
@@ -98,7 +96,6 @@ def test_tangent_lifts(norm):
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 def test_tangent_writes_into_nothing(norm):
-    """The tape can be used again, and parameters and direction are what they were."""
     network = SmallCNN(1, 4, 4, norm)
     params, x, direction = scene(network, 8)
     tape = network.linearize(params, x)[1]

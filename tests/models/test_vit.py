@@ -47,7 +47,6 @@ def encoder(params: Tree, network: VisionTransformer) -> list[nn.TransformerEnco
 
 
 def test_it_is_pytorchs_encoder_with_the_same_weights():
-    """Logits and features; a convolution that cuts nothing twice makes the patches."""
     params, x, _ = scene()
     w = params["patch"]["weight"].unflatten(-1, (2, 4, 4))
     z = nn.functional.conv2d(x, w, params["patch"]["bias"], stride=4).flatten(2).mT

@@ -18,11 +18,9 @@ def parts(model) -> tuple[int, int, int]:
 
 def test_wrn_28_2_has_the_papers_size():
     """WRN-28-2 with 3 channels and 10 classes: 1,462,704 + 3,616 + 1,290 = 1,467,610; the head of 100 adds 11,610.
-
     Convolutions: stem 9*3*16 = 432. Group 1: 9*(16*32 + 7*32^2) + 16*32 = 69,632. Group 2: 9*(32*64 + 7*64^2) + 32*64
     = 278,528. Group 3: 9*(64*128 + 7*128^2) + 64*128 = 1,114,112. Normalized channels: 16 + 7*32, 32 + 7*64, 64 + 7*128
-    and at the end 128, together 1,808, each with a weight, a bias, a mean and a variance.
-    """
+    and at the end 128, together 1,808, each with a weight, a bias, a mean and a variance."""
     model = WideResNet(3, 10).init(torch.Generator())
     assert parts(model) == (432 + 69_632 + 278_528 + 1_114_112, 2 * 1_808, 1_290) == (1_462_704, 3_616, 1_290)
     assert tree.size(model["params"]) == 1_467_610
@@ -52,10 +50,8 @@ def test_without_normalization_there_are_convolutions_and_the_heads_weight():
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 def test_initialization_is_semifls(norm):
     """Convolutions N(0, 2 / (outputs * kernel^2)): fan out; the head U(-b, b), b = 1 / sqrt(128), with bias 0.
-
     A 3x3 from 64 to 128 channels has the deviation sqrt(2 / 1152) = 1/24 by fan out, and sqrt(2 / 576) = 0.0589 by fan
-    in: the mean of 73,728 squares tells them apart.
-    """
+    in: the mean of 73,728 squares tells them apart."""
     params = WideResNet(3, 10, norm=norm).init(rng.generator(0, "init"))["params"]
     assert float(params["block9a"]["conv"]["weight"].std()) == pytest.approx(1 / 24, rel=0.02)
     for path, leaf in tree.flatten(params).items():
@@ -71,7 +67,6 @@ def test_initialization_is_semifls(norm):
 
 
 def test_initialization_follows_the_generator():
-    """One seed gives the same bits, another one other weights in every drawn leaf."""
     one, two, other = (
         tree.flatten(WideResNet(1, 4, 1, depth=10).init(rng.generator(seed, "x"))["params"]) for seed in (0, 0, 1)
     )

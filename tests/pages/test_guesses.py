@@ -25,7 +25,6 @@ def model(temperature: float = 1.0, norm: str = "batch") -> Model:
 
 @pytest.mark.parametrize(("temperature", "norm"), [(1.0, "batch"), (2.5, "group"), (1.0, "none")])
 def test_the_probabilities_are_those_of_predict(temperature: float, norm: str):
-    """The head, applied to the features, gives the logits."""
     one = model(temperature, norm)
     images = draw.integers(0, 256, (7, 8, 8, 1), np.uint8)
     probabilities, features = predict_with_features(one, images)

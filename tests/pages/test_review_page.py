@@ -107,9 +107,6 @@ def test_before_the_model_is_through_there_is_a_sentence(tmp_path: Path):
         page.predictions(asked())
 
 
-# In a browser
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as found:

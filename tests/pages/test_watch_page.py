@@ -35,9 +35,6 @@ def kinds(rows: list[dict[str, Any]], state: str = "running", age: float = 0) ->
     return [each.kind for each in alarms(rows, state, age)]
 
 
-# Reading while others write
-
-
 def test_only_whole_lines_are_read_and_each_once(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = Lines(path)
@@ -121,9 +118,6 @@ def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: P
     assert variants(runs) == ["feddure", "feddure", "feddure (2)"]
 
 
-# Alarms
-
-
 def test_a_loss_that_is_no_number_is_an_alarm():
     assert kinds([row(1), row(2, None)]) == ["diverged"]
     assert kinds([row(1), row(2)]) == []
@@ -162,8 +156,6 @@ def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
     assert "below labels only" in alarm.words
 
 
-# Logs
-
 SERVER = """2026-11-21 04:53:13  federation digits (b697e786): FedDure for 10 rounds, 3 of 3 sites a round; images 8x8
 2026-11-21 04:53:21  site-02 is there: 40 images with a label, 531 without
 2026-11-21 04:53:22  site-01 is there: 44 images with a label, 377 without
@@ -186,7 +178,6 @@ def test_the_servers_log_tells_of_each_site(tmp_path: Path):
     (tmp_path / "serve.log").write_text(SERVER)
     (tmp_path / "terms.json").write_text('{"sites": ["site-00", "site-01", "site-02"]}')
     found = eventlog.federation(tmp_path)
-    assert found is not None
     sites = {each["name"]: each for each in found["sites"]}
     assert {name: each["state"] for name, each in sites.items()} == {
         "site-00": "not yet there",
@@ -223,7 +214,6 @@ def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
     home.mkdir()
     (home / "join.log").write_text(SITE)
     found = eventlog.site(tmp_path)
-    assert found is not None
     assert found["sentence"] == (
         "Round 12 of 50: your images helped in 2, the model is right on 71 % of your test images."
     )
@@ -236,7 +226,6 @@ def test_a_site_is_told_that_it_is_over(tmp_path: Path):
     over = "2026-11-21 05:00:00  finished: the model lies in /x, it is right on 65.83% of your test images"
     (tmp_path / "join.log").write_text(f"{SITE}{over}\n")
     found = eventlog.site(tmp_path)
-    assert found is not None
     assert found["sentence"] == (
         "The federation is over: your images helped in 2 of 50 rounds, the model is right on 66 % of your test images."
     )
@@ -248,7 +237,6 @@ def test_a_site_that_was_only_asked_says_so(tmp_path: Path):
         "2026-11-21 04:53:18  asked to take part in federation a (12ab): FedAvg for 9 rounds\n"
     )
     found = eventlog.site(tmp_path)
-    assert found is not None
     assert found["sentence"].startswith("You are asked to take part in a;")
 
 
@@ -275,9 +263,6 @@ def test_the_sentences_of_the_federation_are_still_the_same():
         assert re.search(pattern, said), words
 
 
-# The command
-
-
 @pytest.mark.parametrize("name", ["nowhere", "full"])
 def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
     (tmp_path / "full").mkdir()
@@ -299,9 +284,6 @@ def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
         origin = {"Origin": address[: address.index("/", 8)]}
         with pytest.raises(urllib.error.HTTPError, match="405"):
             urllib.request.urlopen(urllib.request.Request(f"{address}data", b"{}", origin))
-
-
-# In a browser
 
 
 @pytest.fixture(scope="module")

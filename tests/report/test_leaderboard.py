@@ -95,7 +95,6 @@ def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder without results, a sweep becomes a page at the default place."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "sweep.json").write_text(json.dumps(summary()))
     monkeypatch.chdir(tmp_path)

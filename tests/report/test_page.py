@@ -73,9 +73,6 @@ def data_of(page: str) -> dict[str, Any]:
     return json.loads(words)
 
 
-# Judgments
-
-
 @pytest.mark.parametrize(
     ("measured", "published", "within", "noted"),
     [
@@ -117,11 +114,7 @@ def test_kendall_is_scipys(pairs: list[tuple[int, int]]) -> None:
 
 def test_equal_steps_by_hand() -> None:
     """Ends at 60, 45 and 90 steps: 45 is common; the last evaluations not after it are at 40, 45 and 30."""
-    runs = [
-        [(20, 0.2), (40, 0.4), (60, 0.6)],
-        [(15, 0.1), (45, 0.5)],
-        [(30, 0.3), (60, 0.7), (90, 0.9)],
-    ]
+    runs = [[(20, 0.2), (40, 0.4), (60, 0.6)], [(15, 0.1), (45, 0.5)], [(30, 0.3), (60, 0.7), (90, 0.9)]]
     assert frame.common_steps(runs) == 45
     assert [frame.at_steps(run, 45) for run in runs] == [0.4, 0.5, 0.3]
     assert frame.at_steps(runs[2], 29) is None
@@ -171,13 +164,9 @@ def test_order_and_marks_of_a_column(tmp_path: Path) -> None:
     mark = score.mark("feddure", ("dir-dir",))
     shares = [100 * accuracy_of(2, seed, 12) for seed in (0, 1)]
     assert mark.last == (pytest.approx(sum(shares) / 2), pytest.approx(abs(shares[0] - shares[1]) / math.sqrt(2)))
-    assert mark.verdict is not None
     assert mark.verdict.difference == pytest.approx(sum(shares) / 2 - 80)
     assert mark.verdict.within is True
     assert score.mark("feddure", ("iid-iid",)).verdict is None
-
-
-# What is given
 
 
 def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
@@ -200,7 +189,6 @@ def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
     assert study.columns == [("0.1",), ("0.5",)]
     assert study.column_title(("0.5",)) == "dirichlet_alpha 0.5"
     cell = study.cell("fixmatch (tau 0.9)", ("0.1",))
-    assert cell is not None
     assert [run.seed for run in cell.runs] == [0, 1]
     assert study.cell("feddure", ("0.1",)) is None
     assert common_options(list(study.runs.values())) == {"data": "digits"}
@@ -308,9 +296,6 @@ def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> N
     study = read_sweep(folder / "sweep.json")
     assert missing(study) == ["The folders of 1 finished runs hold another run by now: no charts of those."]
     assert len(study.runs) == 5
-
-
-# What comes out
 
 
 def test_the_csv_parses_back(tmp_path: Path) -> None:
@@ -441,9 +426,7 @@ def test_every_table_carries_the_scale(tmp_path: Path) -> None:
 
 def test_the_page_says_the_numbers(tmp_path: Path) -> None:
     """FedDure: seeds 0.1 + 0.71 (1 - e^-3) + 0.01 s, so 77.47 and 78.47: mean 77.97, s = 1 / sqrt 2; paper 80 +- 1.
-
-    2 sqrt(0.5 + 1) = 2.45 against -2.03: within.
-    """
+    2 sqrt(0.5 + 1) = 2.45 against -2.03: within."""
     text = Reader(as_html(gather([write_sweep(tmp_path)]))).text
     assert "77.97 ± 0.71" in text
     assert "paper 80.00 ± 1.00" in text
@@ -600,7 +583,6 @@ def test_accuracy_along_an_axis(tmp_path: Path) -> None:
 
 
 def test_lines_whose_rows_are_the_axis(tmp_path: Path) -> None:
-    """With rows gamma and columns method, a line is still a method."""
     folder = along(tmp_path)
     facts = json.loads((folder / "sweep.json").read_text()) | {"rows": "dirichlet_alpha", "columns": ["method"]}
     (folder / "sweep.json").write_text(json.dumps(facts))
@@ -675,9 +657,6 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     assert shown.stdout.endswith("[]\n")
 
 
-# The headline
-
-
 def ends(tmp_path: Path, *shares: tuple[str, str, float], **changes: Any) -> str:
     """Return the headline of runs of one column that end with these shares."""
     runs = []
@@ -741,9 +720,6 @@ def test_the_headline_of_several_columns_counts(tmp_path: Path) -> None:
     study = read_sweep(write_sweep(tmp_path) / "sweep.json")
     assert headline(study).startswith("FedDure ends highest in all 2 columns. In the mean of the columns it is ")
     assert f'<p class="headline">{headline(study)}</p>' in as_html([study])
-
-
-# Unlike runs
 
 
 def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path) -> None:

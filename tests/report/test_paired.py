@@ -50,7 +50,6 @@ def test_methods_are_compared_with_labels_alone_on_common_seeds() -> None:
     runs = [summary("feddure", 0, 80), summary("feddure", 1, 84), summary("feddure", 2, 99)]
     runs += [summary("fedavg", 0, 78), summary("fedavg", 1, 80), summary("all", 0, 95), summary("all", 1, 95)]
     result = paired.differences(runs, {"all"})
-    assert result is not None
     assert (result.base, result.seeds, [row.method for row in result.rows]) == ("FEDAVG", 2, ["FEDDURE"])
     assert result.rows[0].difference.mean == pytest.approx(3)
     assert paired.differences(runs[:1] + runs[3:4]) is None

@@ -64,9 +64,6 @@ def holds(pixels: np.ndarray, color: str) -> int:
     return int((pixels == wanted).all(-1).sum())
 
 
-# Reading
-
-
 def write_run(path: Path, metrics: str, done: dict[str, Any] | None) -> Path:
     path.mkdir(parents=True)
     (path / "run.json").write_text("{}")
@@ -130,14 +127,9 @@ def test_the_reports_need_no_torch() -> None:
     assert shown.stdout == "[]\n"
 
 
-# Tables
-
-
 def test_a_table_of_three_seeds_and_of_one() -> None:
     """Last 0.80, 0.82, 0.87: mean 0.83, squares of differences 9 + 1 + 16 = 26 in 1e-4, so s = sqrt(26 / 2) = 3.6056 %.
-
-    Best 0.9 three times: 90 with deviation 0. 1,500,000 bytes are 1.50 MB and 4,000 bytes 0.00400 MB, 1 MB = 10^6.
-    """
+    Best 0.9 three times: 90 with deviation 0. 1,500,000 bytes are 1.50 MB and 4,000 bytes 0.00400 MB, 1 MB = 10^6."""
     rows = [Result.of(summary("FedDure", seed, last, 0.9)) for seed, last in enumerate((0.80, 0.82, 0.87))]
     rows.insert(1, Result.of(summary("FedAvg", 0, 0.5, None, steps=600)))
     table = comparison(rows)
@@ -263,9 +255,6 @@ def test_one_seed_twice_is_refused() -> None:
     assert [line.method for line in comparison(named).lines] == ["A", "A, tau 0.9"]
 
 
-# Curves
-
-
 def test_a_curve_is_the_mean_over_the_rounds_that_all_seeds_have() -> None:
     """Rounds 2 and 4 are common; means (0.2 + 0.4) / 2 = 0.3 and (0.5 + 0.7 ) / 2 = 0.6."""
     runs = [run_of("A", 0, {2: 0.2, 4: 0.7, 6: 0.9}), run_of("A", 1, {2: 0.4, 3: 0.1, 4: 0.5})]
@@ -381,9 +370,6 @@ def test_spaced_names_keep_their_order_distance_and_middle(wanted: list[float], 
     assert np.mean(placed) == pytest.approx(np.mean(wanted))
 
 
-# Bubbles
-
-
 def measured(clients: int, classes: int) -> dict[str, Any]:
     chance = np.random.default_rng(0)
     labeled, unlabeled = chance.integers(0, 5, (2, clients, classes)) * np.array([1, 40]).reshape(2, 1, 1)
@@ -431,9 +417,7 @@ def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> 
 
 def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
     """One client, two classes with 400 and 100 images: the larger of two separate bubbles covers 4 times the paper.
-
-    The bubbles are found as runs of rows that hold the color, left of the legend.
-    """
+    The bubbles are found as runs of rows that hold the color, left of the legend."""
     split = measured(1, 2)
     split["each"][0] = {"labeled_classes": [400, 100], "unlabeled_classes": [0, 0]}
     bubbles(split, tmp_path / "bubbles.png")
@@ -463,9 +447,7 @@ def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
 
 def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
     """Three clients, of whom none has labels: one column of labeled bubbles, left of all three of unlabeled ones.
-
-    With labels at the last client, too, there are two, the second above that client.
-    """
+    With labels at the last client, too, there are two, the second above that client."""
     split, path = measured(3, 2), tmp_path / "bubbles.png"
     split["server"] = {"labeled": 7, "labeled_classes": [3, 4]}
     for each in split["each"]:
@@ -484,9 +466,7 @@ def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
 
 def test_the_legend_of_many_methods_lies_inside_the_picture(tmp_path: Path) -> None:
     """Names of 24 letters: a margin of white stays on all sides, and the picture grows with its legend.
-
-    The last method has two seeds, so that the legend has its note.
-    """
+    The last method has two seeds, so that the legend has its note."""
     heights = []
     for count in (8, 9, 13, 31):
         titles = [f"Method number {n:02d} of them all" for n in range(count)]

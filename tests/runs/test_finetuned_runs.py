@@ -32,10 +32,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(first: Path, tmp_path: Path) -> None:
     """Bytes and checkpoints are the head's; the model file has all layers, the frozen ones as they were given.
-
     Its file names the weights' SHA-256; equal weights elsewhere are the same run; resumed = straight; another file is
-    refused.
-    """
+    refused."""
     own = tmp_path / "mine.safetensors"
     own.write_bytes(first.read_bytes())
     config = replace(SMALL, rounds=2, weights=str(own), freeze=("backbone",), optimizer="sgd", lr=0.1)

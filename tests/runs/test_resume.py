@@ -105,9 +105,7 @@ class Shell:
 
     def __call__(self, words: str, disturb: Callable[[int], None] = lambda pid: None, doom: str = "") -> Done:
         """Run a command; `disturb` gets its process while it runs, and may run others meanwhile.
-
-        It kills itself when it is about to replace a file whose name ends like `doom`.
-        """
+        It kills itself when it is about to replace a file whose name ends like `doom`."""
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
         said = self.folder / f"said-{self.running}"
@@ -123,7 +121,6 @@ class Shell:
 
     def close(self) -> None:
         """End the process that waits."""
-        assert self.parent.stdin is not None
         assert self.parent.stdout is not None
         self.parent.stdin.close()
         self.parent.wait()
@@ -147,9 +144,7 @@ def straight(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def results(root: Path) -> dict[str, Any]:
     """Return all that has to be the same after a run and after one that was stopped: bytes, and what the summary says.
-
-    Left out are seconds, and files that only the driver of the moment needs.
-    """
+    Left out are seconds, and files that only the driver of the moment needs."""
     found: dict[str, Any] = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -269,8 +264,7 @@ def test_a_folder_of_an_older_version_goes_on(shell: Shell, straight: Path, tmp_
 
 def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
     """One kill at each of: the folder, its first checkpoint, between a round's memories and its checkpoint, the middle
-    of a method, between methods, the end.
-    """
+    of a method, between methods, the end."""
     root = tmp_path / "run"
     stages = [
         lambda: (root / "config.toml").exists(),
@@ -328,7 +322,6 @@ def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp
 
 
 def test_a_damaged_client_falls_back_and_is_said(shell: Shell, straight: Path, tmp_path: Path) -> None:
-    """A byte of a file that only the newest checkpoint names."""
     root = tmp_path / "run"
     first = shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000003.json").exists, signal.SIGKILL))
     assert first.code == -signal.SIGKILL

@@ -103,7 +103,6 @@ def test_seeds_together_are_those_played_apart(tmp_path: Path, programs: list[in
 
 
 def test_one_that_diverges_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other seeds are finished before it is told, and it alone can be gone on with."""
     check = driver._check_upload
 
     def spoiled(context: Any, client: int, up: Any, *rest: Any) -> None:

@@ -49,9 +49,7 @@ def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
     """FedDure's clients remember F-reg, and are judged by labels that they do not see; stopped and resumed as well.
-
-    Under vmap programs of two are spread: the third of the cohort is alone.
-    """
+    Under vmap programs of two are spread: the third of the cohort is alone."""
     monkeypatch.setattr(factory, "CHUNK", 2)
     options = {**TINY, "executor": executor}
     straight, spread = tmp_path / "straight", tmp_path / "spread"
@@ -64,7 +62,6 @@ def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(
 
 
 def test_results_come_in_the_order_of_the_items(pool: Workers) -> None:
-    """The first takes longest; tensors of every kind come as they went, strides aside."""
     began = time.perf_counter()
     assert list(pool(time.sleep, [0.4, 0.0, 0.0])) == [None] * 3
     assert time.perf_counter() - began < 30
@@ -89,7 +86,6 @@ def test_what_a_client_raises_is_raised_here(pool: Workers) -> None:
 
 
 def test_a_killed_process_ends_the_run_with_a_sentence() -> None:
-    """An answer that never comes is no reason to wait."""
     made = Workers(2)
     try:
         with pytest.raises(UserError, match="was killed, or the memory is full: go on with the run folder"):

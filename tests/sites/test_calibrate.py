@@ -164,7 +164,6 @@ def test_a_card_with_an_impossible_temperature_is_refused(home: Path) -> None:
 
 
 def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bins without images leave no bar; the title says the error."""
     logits, labels = drawn(300)
     p = softmax(logits)
     found = measure.scores(labels, p.argmax(1), p.max(1), "abcd")
@@ -178,7 +177,6 @@ def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_with_validation_images_ends_with_a_temperature(tmp_path: Path) -> None:
-    """It is that of its model on them; a run without any has none."""
     few = {"method": "fedavg-sl", "rounds": 2, "clients": 4, "cohort": 2, "steps": 5, "threads": 1, "budget": "none"}
     config = halfmoon.Config(**few, lr=0.01, validation_share=0.2, run_dir=tmp_path / "run")
     halfmoon.run(config)

@@ -74,9 +74,6 @@ def build(
     return Model(card, made["params"], stats, torch.device("cpu"))
 
 
-# The file
-
-
 @pytest.mark.parametrize("name", ["run", "padded"])
 def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(
     home: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -189,9 +186,6 @@ def test_what_is_no_finished_run_is_refused(home: Path, tmp_path: Path) -> None:
         load_model(home)
 
 
-# Predicting
-
-
 def test_every_image_of_any_size_and_depth_gets_a_row(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,9 +230,6 @@ def test_a_name_that_is_no_text_is_written_as_it_is(home: Path, tmp_path: Path) 
     assert (tmp_path / "p.csv").read_bytes().splitlines()[1].startswith(b"\xff.png,")
 
 
-# Measuring
-
-
 def test_scores_are_those_of_scikit_learn() -> None:
     """Also where class 3 is never true and class 2 never predicted."""
     from sklearn import metrics
@@ -274,9 +265,7 @@ def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
 
 def test_calibration_by_hand() -> None:
     """Five bins. (0.4, 0.6]: 0.5 right, 0.6 wrong: |1 - 1.1| = 0.1. (0.8, 1]: 0.9 and 1.0 right: |2 - 1.9| = 0.1.
-
-    The upper edge belongs to a bin: 0.6 is not in (0.6, 0.8], where 0.7 is wrong: |0 - 0.7| = 0.7. In all 0.9 / 5.
-    """
+    The upper edge belongs to a bin: 0.6 is not in (0.6, 0.8], where 0.7 is wrong: |0 - 0.7| = 0.7. In all 0.9 / 5."""
     right, confidence = np.array([1, 0, 1, 1, 0], bool), np.array([0.5, 0.6, 0.9, 1.0, 0.7])
     error, table = measure.calibration(right, confidence, bins=5)
     assert error == pytest.approx(0.9 / 5)
@@ -344,8 +333,6 @@ def test_a_labeled_image_that_is_broken_is_left_out_and_named(
     assert "none of 2 labeled images can be read" in capsys.readouterr().err
 
 
-# Exporting
-
 SHAPES: dict[str, tuple[str, str, tuple[int, int, int], tuple[int, int], int, dict[str, int]]] = {
     "small, shrunk and padded": ("small", "batch", (1, 8, 8), (10, 6), 2, {"width": 2}),
     "resnet9, group": ("resnet9", "group", (3, 16, 16), (16, 16), 1, {"width": 2}),
@@ -377,7 +364,6 @@ def test_an_onnx_file_says_what_the_model_says(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", [*SHAPES, *MORE])
 def test_a_torch_program_says_what_the_model_says(name: str, tmp_path: Path) -> None:
-    """It is loaded without halfmoon's classes, holds the card, and nothing that is pickled."""
     shape = (SHAPES | MORE)[name]
     model = build(*shape[:5], **shape[5])
     path = tmp_path / "m.pt2"
@@ -453,8 +439,6 @@ def test_bad_input_is_one_sentence(
     assert said in errors
     assert sorted(path.name for path in home.rglob("*")) == before
 
-
-# The page
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 

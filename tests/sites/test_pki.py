@@ -55,9 +55,6 @@ def foreign(path: Path, kind: str = "ecdsa", bits: str = "384") -> Path:
     return path.with_suffix(".pub")
 
 
-# What others read
-
-
 @needs["openssl"]
 def test_openssl_accepts_the_certificate_under_the_authority_alone(folder: Path, tmp_path: Path) -> None:
     """Its chain holds by the strict rules, for its names, as a server's, and not under another authority."""
@@ -112,11 +109,7 @@ def test_flower_reads_a_site_s_key_and_its_public_half(folder: Path) -> None:
     site = folder / "sites" / "north"
     given = argparse.Namespace(auth_supernode_private_key=str(site / "north.key"), auth_supernode_public_key=None)
     pair = _try_setup_client_authentication(given)
-    assert pair is not None
     assert try_load_public_key(Access.open(folder).sites["north"]) == public_key_to_bytes(pair[1])
-
-
-# A handshake
 
 
 def shaken(at: Path, ca: Path, name: str) -> str:
@@ -195,9 +188,6 @@ def test_a_certificate_ends_with_its_authority(tmp_path: Path) -> None:
         renew(tmp_path / "fed", now=datetime(2030, 3, 1, tzinfo=UTC))
 
 
-# How long
-
-
 @pytest.mark.parametrize(
     ("distance", "words"),
     [
@@ -231,7 +221,6 @@ def test_warnings_come_a_month_before_the_end(tmp_path: Path) -> None:
 
 
 def test_warnings_of_certificates_that_went_away_are_sentences(folder: Path) -> None:
-    """A running server looks again and again."""
     access = Access.open(folder)
     access.certificate.write_text("x")
     with pytest.raises(UserError, match=r"server\.crt cannot be read"):
@@ -241,14 +230,9 @@ def test_warnings_of_certificates_that_went_away_are_sentences(folder: Path) -> 
         access.warnings()
 
 
-# Private
-
-
 def bodies(folder: Path) -> list[str]:
     """Return of all private keys in a folder the lines that hold a part of the private number.
-
-    The others hold the public half, which a certificate may repeat.
-    """
+    The others hold the public half, which a certificate may repeat."""
     found: list[str] = []
     for path in folder.rglob("*.key"):
         lines = [line for line in path.read_text().splitlines() if "-----" not in line]
@@ -334,9 +318,6 @@ def test_fingerprints_are_shown_as_they_are(
     assert re.search(r"^certificate of the server +in 364 days \(\d{4}-\d\d-\d\d\)", shown, re.MULTILINE)
 
 
-# Sites
-
-
 @needs["ssh-keygen"]
 def test_a_key_made_at_the_site_is_taken_and_no_private_one_is_made(folder: Path, tmp_path: Path) -> None:
     line = foreign(tmp_path / "own")
@@ -367,7 +348,6 @@ def test_keys_that_flower_does_not_take_are_refused(
 
 
 def test_a_private_key_in_place_of_a_public_one_is_refused(folder: Path, tmp_path: Path) -> None:
-    """By name, and none of it is written anywhere."""
     mistaken = folder / "sites" / "north" / "north.key"
     with pytest.raises(UserError, match=r"north\.key is a private key, which no one but its site may have"):
         add(folder, "east", mistaken)
@@ -388,7 +368,6 @@ def refused(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_a_removed_key_never_comes_back(folder: Path, tmp_path: Path) -> None:
-    """Not under its own name and not under another; the name does, with another key."""
     line = tmp_path / "north.pub"
     shutil.copy(folder / "sites" / "north" / "north.pub", line)
     mark = marks(folder)["north"]
@@ -429,9 +408,6 @@ def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:
     assert len(set(stamps)) == 4
     (folder / "access.json").unlink()
     assert access.stamp() == ()
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -620,14 +596,9 @@ def test_the_authority_s_key_is_needed_for_new_certificates_alone(folder: Path) 
     renew(folder)
 
 
-# Kills and company
-
-
 def killed(step: int, act: Callable[[], object]) -> bool:
     """Run something in a child that ends, without a word, before the step-th thing it does to the disk.
-
-    Return whether it was ended: False, it was through before.
-    """
+    Return whether it was ended: False, it was through before."""
     child = os.fork()
     if child == 0:
         count = 0
@@ -744,14 +715,8 @@ def test_those_who_change_at_once_wait_for_one_another(folder: Path) -> None:
 
 def test_a_lock_that_is_never_given_back_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "WAITING", 0.2)
-    with (
-        changes.locked(folder),
-        pytest.raises(UserError, match="is being changed by another process: try again"),
-    ):
+    with changes.locked(folder), pytest.raises(UserError, match="is being changed by another process: try again"):
         add(folder, "east")
-
-
-# The program
 
 
 @pytest.fixture

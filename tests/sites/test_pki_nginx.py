@@ -358,9 +358,7 @@ def test_a_new_certificate_is_taken_by_areload(door: Door) -> None:
 
 def test_connections_that_say_nothing_keep_nobody_out(door: Door):
     """More than a worker of nginx had once (1,024 each): a site is answered while they are open, and they are cut off.
-
-    benchmarks/half_open.py holds 10,000 for a minute.
-    """
+    benchmarks/half_open.py holds 10,000 for a minute."""
     held: list[socket.socket] = []
     try:
         for number in range(1100 * (os.cpu_count() or 1)):

@@ -66,9 +66,6 @@ def killed(task: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-# Reading
-
-
 def test_a_folder_is_read_as_people_write_it(tmp_path: Path) -> None:
     """Nested folders, hidden files, a byte order mark, quotes, backslashes, ./ and accents in two characters."""
     for name in (
@@ -151,9 +148,6 @@ def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     assert others.names == ("\\udcff.png", "dead.png", "far", "pipe.png")
     assert not others.blocks
     assert prepare(tmp_path / "s").decoded == 3
-
-
-# Check
 
 
 def messy(folder: Path) -> Path:
@@ -244,9 +238,6 @@ def test_long_lists_are_cut_but_not_in_json(tmp_path: Path, capsys: pytest.Captu
     assert found["sizes"] == [{"height": 6, "width": 5, "mode": "L", "images": 3}]
 
 
-# Prepare
-
-
 def test_prepared_images_are_those_of_pillow(tmp_path: Path) -> None:
     site(tmp_path, "b.png,x\n")
     done = prepare(tmp_path)
@@ -260,7 +251,6 @@ def test_prepared_images_are_those_of_pillow(tmp_path: Path) -> None:
     assert opened.images.shape == (3, 6, 5, 1)
     assert np.array_equal(opened.images, wanted)
     small = prepare(tmp_path, (4, 3), 3).site.images
-    assert small is not None
     assert small.shape == (3, 4, 3, 3)
     assert np.array_equal(small[0, ..., 0], np.asarray(Image.open(tmp_path / "a.png").resize((3, 4), 2)))
     assert len(list((tmp_path / ".halfmoon").glob("*.npy"))) == 1
@@ -284,7 +274,6 @@ def test_only_what_changed_is_decoded_again(tmp_path: Path) -> None:
     assert done.decoded == 2
     assert done.site.paths == ("a.png", "b.png", "in/d.png")
     images = open_site(tmp_path).images
-    assert images is not None
     assert np.array_equal(images[1:, ..., 0], np.stack([changed, added]))
     assert np.array_equal(images[0, ..., 0], np.asarray(Image.open(tmp_path / "a.png")))
 
@@ -403,9 +392,6 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
     assert header(tmp_path / "d.png") is None
 
 
-# Export
-
-
 def exported(out: Path, *words: str) -> None:
     assert cli.main(["site", "export", "digits", "--sites", "3", "--out", str(out), *words]) == 0
 
@@ -430,7 +416,6 @@ def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
     for name, k in held.items():
         got = prepare(tmp_path / "f" / name).site
         local, _ = dataset.local(k)
-        assert got.images is not None
         pixels, labeled = got.images.transpose(0, 3, 1, 2), got.labels >= 0
         assert np.array_equal(pixels[labeled], local.x.numpy())
         assert np.array_equal(got.labels[labeled], local.y.numpy())
@@ -439,7 +424,6 @@ def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
         rows = np.sort(np.concatenate([dataset.rows(k, True), dataset.rows(k, False)]))
         assert [int(Path(path).stem) for path in got.paths] == rows.tolist()
     test = prepare(tmp_path / "f" / "test").site
-    assert test.images is not None
     assert np.array_equal(test.images.transpose(0, 3, 1, 2), wanted.test.images.numpy())
     assert np.array_equal(test.labels, wanted.test.labels.numpy())
     assert sum(len(wanted.split.rows(k, True)) for k in held.values()) > 0
@@ -496,9 +480,6 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(
         path.is_dir() or path.read_bytes() == (tmp_path / "whole" / name).read_bytes() for name, path in files.items()
     )
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(

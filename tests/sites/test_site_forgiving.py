@@ -43,7 +43,6 @@ def kinds(place: Path, **options) -> dict[str, tuple]:
 def test_what_a_spreadsheet_writes_is_read_and_said(
     tmp_path: Path, name: str, separator: str, mark: str, said: tuple[str, ...]
 ) -> None:
-    """Labels are those of the plain file, and the check says how they were read."""
     labels = {"a.png": "glioma", "b.png": "none", "sub/c.png": "glioma"}
     place = folder(tmp_path / "s", labels, name, separator, mark)
     plain = read(folder(tmp_path / "plain", labels))
@@ -135,7 +134,6 @@ def test_a_folder_is_prepared_anew_for_another_window(tmp_path: Path) -> None:
     assert (one.decoded, prepare(place, (6, 8), 1).decoded) == (2, 0)
     two = prepare(place, (6, 8), 1, window=(0, 40000))
     assert two.decoded == 2
-    assert two.site.images is not None
     assert two.site.images[1].max() == round(47 * 80 / 40000 * 255)
     with pytest.raises(UserError, match="is prepared in another way"):
         open_site(place, form="")

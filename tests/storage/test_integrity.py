@@ -89,7 +89,6 @@ def test_one_digit_of_an_accuracy_is_found_before_it_is_believed(stopped: Path, 
 
 
 def test_one_bit_of_a_finished_model_is_found(finished: Path, tmp_path: Path):
-    """Whether the run's folder is given or the file alone, which carries its own checksum."""
     whole = (finished / "model.safetensors").read_bytes()
     path = tmp_path / "model.safetensors"
     for place in (len(whole) - 1, len(whole) // 2, 20):
@@ -103,7 +102,6 @@ def test_one_bit_of_a_finished_model_is_found(finished: Path, tmp_path: Path):
 
 
 def test_a_damaged_timing_stops_nothing(stopped: Path, finished: Path, tmp_path: Path):
-    """The review's run stopped over it before its model was written."""
     folder = copy(stopped, tmp_path / "run")
     timings = (folder / "timings.jsonl").read_bytes()
     (folder / "timings.jsonl").write_bytes(b"{nonsense\n\xff\xfe\n" + timings[5:])
@@ -111,9 +109,6 @@ def test_a_damaged_timing_stops_nothing(stopped: Path, finished: Path, tmp_path:
     assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
     assert Run.read(folder).seconds() is not None
-
-
-# Every file, at many places
 
 
 def numbers(folder: Path) -> tuple[Any, ...]:

@@ -27,7 +27,6 @@ def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
-    """A second one is refused, and goes through once the first is free."""
     one = locks.take(tmp_path / "l")
     with pytest.raises(Held):
         locks.take(tmp_path / "l")
@@ -55,7 +54,6 @@ def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: 
 def test_the_file_of_a_dead_process_is_replaced(tmp_path: Path, change: dict[str, object]):
     """Its number is nobody's, or by now another process', or the machine has started anew."""
     one = locks.take(tmp_path / "l")
-    assert one.owner is not None
     facts = json.loads(one.owner.read_bytes())
     one.owner.write_text(json.dumps({**facts, **change}))
     two = locks.take(tmp_path / "l")
@@ -88,7 +86,6 @@ def test_two_runs_never_share_a_folder_without_locks(tmp_path: Path):
 
 @pytest.mark.usefixtures("lockless")
 def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: Path):
-    """A real process, killed in the midst of it."""
     code = (
         "import fcntl, os, sys\n"
         "def refuse(*_): raise OSError(37, 'No locks available')\n"

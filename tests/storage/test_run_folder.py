@@ -78,7 +78,6 @@ def test_round_trip_keeps_every_bit_and_the_order(folder: RunFolder) -> None:
     meta = {"rng": 2**60 + 1, "rate": 0.1, "names": ["a", "ü"], "nothing": None}
     folder.save(0, state, meta)
     loaded = reopened(folder).load()
-    assert loaded is not None
     assert loaded.round == 0
     assert loaded.meta == meta
     assert loaded.warnings == []
@@ -92,7 +91,6 @@ def test_views_without_contiguous_memory_keep_their_values(folder: RunFolder) ->
     state = {"strided": wide[:, ::2], "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3)}
     folder.save(0, state, {})
     loaded = reopened(folder).load()
-    assert loaded is not None
     assert loaded.state["strided"].tolist() == [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18, 20, 22]]
     assert loaded.state["expanded"].tolist() == [[1, 1, 1], [2, 2, 2]]
 
@@ -123,7 +121,6 @@ def test_any_tree_round_trips(tmp_path_factory: pytest.TempPathFactory, drawn: A
         folder.save(3, state, {})
         folder.close()
         loaded = folder.load()
-    assert loaded is not None
     plain = {path: leaf.numpy().tobytes() for path, leaf in flatten(loaded.state).items()}
     assert plain == {path: leaf.numpy().tobytes() for path, leaf in flatten(state).items()}
     assert list(plain) == list(flatten(state))
@@ -189,7 +186,6 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_stopped(tmp_path: 
     parts.log({"round": 4})
     parts = reopened(parts)
     loaded = parts.load()
-    assert loaded is not None
     play(parts, range(loaded.round + 1, 6))
     assert files(parts.path) == files(whole.path)
 
@@ -204,7 +200,6 @@ def test_a_kill_before_the_oldest_checkpoint_goes_leaves_no_third(folder: RunFol
         path.write_bytes(data)
     again = reopened(folder)
     loaded = again.load()
-    assert loaded is not None
     assert loaded.round == 3
     assert {path.stem for path in folder.path.glob("checkpoint-*")} == {"checkpoint-000002", "checkpoint-000003"}
 
@@ -236,9 +231,6 @@ def test_saving_an_old_round_is_refused(folder: RunFolder) -> None:
         reopened(folder).save(3, state_of(3), {})
 
 
-# Damage
-
-
 def flips(data: bytes) -> Iterator[bytes]:
     """Yield the file with one byte changed, at every 97th place and at both ends, in three ways."""
     for place in {*range(0, len(data), 97), len(data) - 1}:
@@ -262,7 +254,6 @@ def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
         for name, data in {**pair, target: changed}.items():
             (folder.path / name).write_bytes(data)
         loaded = folder.load()
-        assert loaded is not None
         assert loaded.round == 0
         assert len(loaded.warnings) == 1
         assert loaded.warnings[0].startswith("checkpoint-000001 is damaged (")
@@ -273,7 +264,6 @@ def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
     for name, data in pair.items():
         (folder.path / name).write_bytes(data)
     whole = folder.load()
-    assert whole is not None
     assert whole.round == 1
 
 
@@ -287,7 +277,6 @@ def test_a_cut_or_missing_half_is_found(folder: RunFolder, suffix: str, length: 
     else:
         target.write_bytes(target.read_bytes()[:length])
     loaded = reopened(folder).load()
-    assert loaded is not None
     assert loaded.round == 0
     assert same(loaded.state, state_of(0))
     assert "checkpoint-000001 is damaged" in loaded.warnings[0]
@@ -308,11 +297,7 @@ def test_another_version_of_torch_is_said(folder: RunFolder, monkeypatch: pytest
     folder.save(0, state_of(0), {})
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     loaded = reopened(folder).load()
-    assert loaded is not None
     assert "(now 9.9.9)" in loaded.warnings[0]
-
-
-# Kills
 
 
 def test_save_flushes_before_it_renames_and_removes_last(folder: RunFolder) -> None:
@@ -434,7 +419,6 @@ def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(tmp
             assert (again.path / "model.safetensors").exists()
         else:
             loaded = again.load()
-            assert loaded is not None
             assert loaded.round == 1
         if alive:
             break
@@ -471,10 +455,7 @@ def test_sigkill_in_the_middle_of_saving_loses_nothing_that_was_saved(tmp_path: 
     chance = random.Random(0)
     last = -1
     parent = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", WRITER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdin is not None
     assert parent.stdout is not None
@@ -487,7 +468,6 @@ def test_sigkill_in_the_middle_of_saving_loses_nothing_that_was_saved(tmp_path: 
             assert parent.stdout.readline() == "gone\n"
             with RunFolder.open(tmp_path / "run") as folder:  # the kernel freed the lock
                 loaded = folder.load()
-                assert loaded is not None
                 assert loaded.round > last
                 last = loaded.round
                 assert torch.equal(loaded.state["w"], torch.full((4000,), float(last)))
@@ -496,9 +476,6 @@ def test_sigkill_in_the_middle_of_saving_loses_nothing_that_was_saved(tmp_path: 
         parent.stdin.close()
         parent.wait()
         parent.stdout.close()
-
-
-# What the clients keep
 
 
 def memory_of(client: str, round: int) -> Tree:
@@ -651,11 +628,9 @@ def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: in
 
 def test_the_clients_are_on_disk_before_the_checkpoint_names_them(folder: RunFolder) -> None:
     """Metrics; a changed client: write, flush, rename; manifest: write, flush; its folder; then the checkpoint as ever.
-
     At the end the oldest checkpoint goes, then what only it named. A save of 5 (kept: 3 and 5) in which no client
     has changed writes nothing for them, and removes b of 2, which round 3 replaced. A save of 6 (kept: 5 and 6) in
-    which b has removes no client's file: what it replaces is named by 5.
-    """
+    which b has removes no client's file: what it replaces is named by 5."""
     store = Store()
     play_clients(folder, store, range(4))
     before = {e.name for e in (folder.path / "clients").iterdir()}
@@ -785,9 +760,6 @@ def test_a_checkpoint_of_an_older_halfmoon_is_not_taken_for_one_without_clients(
         reopened(folder).load()
 
 
-# A disk that refuses
-
-
 @contextmanager
 def refusing(at: int, code: int) -> Iterator[list[str]]:
     """Let the `at`-th writing call, and all after it, fail with an OSError; a write puts half of its bytes down."""
@@ -833,7 +805,6 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, code:
         assert not [entry.name for entry in folder.path.iterdir() if entry.name.endswith(".partial")]
         again = reopened(folder)
         loaded = again.load()
-        assert loaded is not None
         assert loaded.round in (3, 4)
         assert loaded.warnings == []
         assert same(loaded.state, state_of(loaded.round))
@@ -902,7 +873,6 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
                 folder.finish({"w": torch.ones(200_000)}, {}, {})
             again = reopened(folder)
             loaded = again.load()
-            assert loaded is not None
             assert loaded.round == 1
             assert loaded.warnings == []
             assert torch.equal(loaded.state["w"], torch.ones(50_000))
@@ -910,9 +880,6 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
             again.close()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-# Whose folder it is
 
 
 def test_create_refuses_what_is_taken(tmp_path: Path) -> None:
@@ -993,13 +960,9 @@ sys.stdin.read()
 def test_two_processes_cannot_write_one_folder(folder: RunFolder) -> None:
     folder.close()
     child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", HOLDER, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdin is not None
-    assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     other = RunFolder.open(folder.path)
     assert other.rows() == [{"round": 0}]  # reading is free
@@ -1021,9 +984,6 @@ def test_close_frees_the_folder(folder: RunFolder) -> None:
     folder.close()
     folder.close()
     other.log({})
-
-
-# The end
 
 
 def test_finish_writes_the_model_and_its_metadata(folder: RunFolder) -> None:
@@ -1060,7 +1020,6 @@ def test_the_model_file_has_the_same_bytes_in_every_process(tmp_path: Path) -> N
 
 
 def test_the_lock_survives_json_of_any_shape(folder: RunFolder) -> None:
-    """A run.json that is no object, or JSON at all, is no run."""
     for text in ("[]", "{", "3", json.dumps({"identity": 3})):
         (folder.path / "run.json").write_text(text)
         with pytest.raises(UserError, match="is not a run folder"):

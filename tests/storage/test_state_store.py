@@ -50,7 +50,6 @@ def ten(number: float) -> Tree:
 
 def named(store: Store, suffix: str) -> list[str]:
     """Return the store's files of a kind."""
-    assert store.disk.folder is not None
     return sorted(path.name for path in store.disk.folder.glob(f"*{suffix}"))
 
 
@@ -110,7 +109,6 @@ def test_a_put_is_a_copy_of_its_own() -> None:
     store.put("a", {"w": whole[3]})
     whole += 1
     found = store.get("a")
-    assert found is not None
     assert found["w"].tolist() == [0.0] * 10
     assert found["w"].untyped_storage().nbytes() == 40
 
@@ -148,7 +146,6 @@ def test_an_entry_larger_than_the_cap_goes_to_disk_alone(tmp_path: Path) -> None
 
 
 def test_a_new_tree_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    """In memory and on disk; who has mapped the old one keeps it, and no file stays behind."""
     store = Store(tmp_path / "clients", 0)
     store.put("a", ten(1))
     before = store.get("a")
@@ -209,9 +206,6 @@ def test_settling_moves_what_was_spilled(tmp_path: Path) -> None:
         store.settle(tmp_path / "elsewhere")
 
 
-# Mapped, not read
-
-
 def memory() -> tuple[int, int]:
     """Return the process' bytes in memory: its own, and those of mapped files."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -221,9 +215,7 @@ def memory() -> tuple[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
     """Of 40 MB, `get` takes no memory, a touch of all of it only the file's own pages, and letting go gives them back.
-
-    A mapped leaf is changed in place for its holder alone.
-    """
+    A mapped leaf is changed in place for its holder alone."""
     size = 40_000_000
     store = Store(tmp_path / "clients", 0)
     store.put("a", {"w": torch.ones(size // 4), "b": torch.zeros(3)})
@@ -246,11 +238,7 @@ def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
     assert "a.1.spill" not in Path("/proc/self/maps").read_text()
     assert memory()[1] - files < size / 4
     again = store.get("a")
-    assert again is not None
     assert again["w"][:10].tolist() == [1.0] * 10
-
-
-# Commits
 
 
 def test_a_commit_names_the_files_after_key_and_version(tmp_path: Path) -> None:
@@ -400,10 +388,8 @@ def test_a_commit_costs_what_has_changed(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
     """Puts, reads, discards, commits, prunes and crashes in random order: at every instant the store is the dict.
-
     After a crash the newest commit comes back, or the one before it, and the folder holds exactly the files that the
-    two name.
-    """
+    two name."""
     for seed in range(12):
         chance = random.Random(seed)
         folder, cap = tmp_path / str(seed), chance.choice([0, 60, 200, 10**6])
@@ -438,9 +424,6 @@ def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
             assert store.nbytes == sum(4 * len(each["w"]) for each in now.values())
             assert store.resident <= min(cap, store.nbytes)
         assert all(same(store.get(each), now[each]) for each in now)
-
-
-# Damage
 
 
 def test_any_changed_byte_is_found(tmp_path: Path) -> None:
@@ -561,9 +544,6 @@ def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pyt
         Store(None, -1)
 
 
-# Shelves
-
-
 def test_shelves_share_a_store(tmp_path: Path) -> None:
     store = Store(tmp_path / "clients", 60)
     mine, helpers = StateView(store, "client/", CPU), StateView(store, "helpers/", CPU)
@@ -594,7 +574,6 @@ def test_a_shelf_gives_its_trees_on_its_device() -> None:
     store = Store()
     store.put("a", {"w": torch.ones(2, dtype=torch.float64)})
     found = StateView(store, "", torch.device("meta")).get("a")
-    assert found is not None
     assert (found["w"].device.type, found["w"].dtype, found["w"].shape) == ("meta", torch.float64, (2,))
 
 

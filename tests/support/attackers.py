@@ -73,8 +73,7 @@ def write(exported: Path, rounds: int = OPTIONS["rounds"], sites: int = len(SITE
 class Besieged:
     """A federation under way in `folder`; `sites` has the folders of images, `evil` what its last site answers.
 
-    It may be served several times, one run after the other, while the same sites wait: `serve` begins the next one.
-    """
+    It may be served several times, one run after the other, while the same sites wait: `serve` begins the next one."""
 
     folder: Path
     sites: Path
@@ -254,9 +253,6 @@ def public(key: ec.EllipticCurvePrivateKey) -> bytes:
     """Return a key's public half as Flower sends it."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return key.public_key().public_bytes(serialization.Encoding.PEM, form)
-
-
-# The attacks
 
 
 def nothing(fed: Besieged) -> None:

@@ -63,9 +63,7 @@ def pixels(values: Sequence[float]) -> Tensor:
 
 def upload(held: Tree, *aux: str) -> Upload:
     """Return an upload (or several, stacked) of its parts by name, of which `aux` go beside the update.
-
-    Without a "weight" it weighs 1.
-    """
+    Without a "weight" it weighs 1."""
     update = {name: part for name, part in held.items() if name not in ("weight", *aux)}
     like = next(tree.leaves(held))
     count = (len(like),) if like.dim() else ()

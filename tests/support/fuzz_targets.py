@@ -70,8 +70,6 @@ def alone(name: str) -> Callable[[Path], Scene]:
     return scene
 
 
-# Configuration files
-
 TOKENS = st.one_of(
     st.integers(-2, 40).map(str),
     st.floats(width=32).map(repr),
@@ -147,9 +145,6 @@ def read_config(scene: Scene) -> None:
         raise Broken("what was written is read as another configuration")
 
 
-# A site's folder
-
-
 def site_scene(name: str) -> Callable[[Path], Scene]:
     """Return what makes the folder of a site whose file of this name is fuzzed."""
 
@@ -195,8 +190,6 @@ def read_folder(scene: Scene) -> None:
     if not examine(scene.folder).can_take_part:
         read_site(scene.folder)
 
-
-# Images
 
 MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "I;16", "I", "F", "YCbCr")
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP", "tiff": "TIFF", "bmp": "BMP", "gif": "GIF", "ico": "ICO"}
@@ -324,9 +317,6 @@ def label_folder(scene: Scene) -> None:
     if found.unreadable:
         out.unlink()
         raise UserError(found.unreadable[0].reason)
-
-
-# Data sets
 
 
 @st.composite
@@ -461,8 +451,6 @@ def read_split(scene: Scene) -> None:
     for k in range(min(split.clients, 10)):
         split.rows(k, True)
 
-
-# Run folders
 
 TINY: dict[str, Any] = {
     "method": "fedloke",
@@ -607,9 +595,6 @@ def report_sweep(scene: Scene) -> None:
     write_report([scene.file], scene.folder / "page.html")
 
 
-# Models
-
-
 @st.composite
 def model_files(draw: Draw) -> bytes:
     """Draw a model file whose metadata or tensors are changed."""
@@ -643,8 +628,6 @@ def use_model(scene: Scene) -> None:
     if values.shape != (1, len(made.classes)):
         raise Broken(f"probabilities {values.shape} of {len(made.classes)} classes")
 
-
-# Messages
 
 RUN = "5a" * 16
 FACTS = ("method", "fedloke", "params", "server", "halfmoon", "shape", "message", "__metadata__", "dtype", "F32", "F64")
@@ -832,9 +815,6 @@ def server_judges(scene: Scene) -> None:
     server = play_round(Wire(lambda site, request: good if site == "north" else data))
     if not all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server) if leaf.is_floating_point()):
         raise Broken("the model holds values that are not finite")
-
-
-# All of them
 
 
 def target(

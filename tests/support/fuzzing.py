@@ -77,8 +77,7 @@ class Target:
     """One reader of foreign bytes.
 
     `scene` makes a folder, once; `seeds` are valid inputs; `inputs` draws generated and mutated ones. `play` reads
-    `scene.file`; it may raise UserError, which has to leave the folder as it was, but for files named in `loose`.
-    """
+    `scene.file`; it may raise UserError, which has to leave the folder as it was, but for files named in `loose`."""
 
     name: str
     reads: str  # in words: what halfmoon does with the input
@@ -207,8 +206,6 @@ def _status(name: str) -> int | None:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
-
-# Inputs
 
 DEEP = "[" * 100_000
 HUGE = 10**5000

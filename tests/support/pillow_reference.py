@@ -110,9 +110,7 @@ def semifl_operation(image: Image.Image, name: str, negative: bool, corner: tupl
 
 def fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: int) -> Image.Image:
     """Return one operation of torchvision's RandAugment at a magnitude of 0 to 30, on Pillow images.
-
-    Its `negative` is Pillow's: torchvision's translations have the other sign, which a random sign does not tell.
-    """
+    Its `negative` is Pillow's: torchvision's translations have the other sign, which a random sign does not tell."""
     sign = -1 if negative else 1
     if name in ENHANCERS:
         return ENHANCERS[name](image).enhance(1.0 + sign * 0.9 * magnitude / 30)

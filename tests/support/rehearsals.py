@@ -98,7 +98,6 @@ class Town:
         home = self.folder / name / ".halfmoon"
         baselines = home / "8x8x1"  # where the server decodes
         found = open_site(self.folder / name, baselines if baselines.exists() else home)
-        assert found is not None
         assert found.images is not None
         return np.array(found.images), found.labels
 
@@ -180,9 +179,7 @@ def round_key(asked: Request) -> tuple[int, int]:
 
 @contextmanager
 def stopping(
-    visit: tuple[int, int | str],
-    after: bool = False,
-    place: Callable[[Request], tuple[int, int | str]] = round_key,
+    visit: tuple[int, int | str], after: bool = False, place: Callable[[Request], tuple[int, int | str]] = round_key
 ) -> Iterator[None]:
     """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
     original = GridPost.send
@@ -234,9 +231,7 @@ def parts(up: dict[str, Any]) -> set[str]:
 
 def pixels(images: np.ndarray, mean: float, std: float) -> set[bytes]:
     """Return every row of pixels of images, uint8 (N, H, W, 1), as its bytes, and as numbers in 0..1 and normalized.
-
-    Rows of few different values are left out: zeros are everywhere.
-    """
+    Rows of few different values are left out: zeros are everywhere."""
     lines = images[..., 0].reshape(-1, images.shape[2])
     lines = np.array([line for line in lines if len(set(line.tolist()) - {0}) >= 4])
     assert len(lines) >= len(images)

@@ -87,8 +87,7 @@ class CountingWork(ClientUpdate):
     """Count steps, add up what is drawn, burn down a fuse, and send all of it back.
 
     carry: steps, the sum of rows, the sum of pixels, the fuse. The loss is NaN at the step that the fuse names. With
-    `idle` the client whose offset is `idle` may draw no unlabeled row.
-    """
+    `idle` the client whose offset is `idle` may draw no unlabeled row."""
 
     views: tuple[str, ...] = ()
     idle: int = -1
@@ -129,8 +128,7 @@ class Counting:
     """A method of two trips a round whose server keeps the uploads of the last one.
 
     `mark` of client k is 100 + k and differs from client to client; `fuse` is the step at which client `doomed` fails
-    in round `when`.
-    """
+    in round `when`."""
 
     views: tuple[str, ...] = ("weak",)
     queries: int = 2

@@ -19,8 +19,7 @@ class Textbook:
     Economical, Eq. 1, 6, 7, 8 and 9 share the local model's forward pass, and Eq. 7 to 9 one backward pass through
     their sum. With `literal` each equation is written by itself, with its own forward pass of the local model and,
     where it has a gradient, its own backward pass: the same numbers for more work. Where batch statistics are joint,
-    each of these passes has to hold the labeled, strong and weak images.
-    """
+    each of these passes has to hold the labeled, strong and weak images."""
 
     local: nn.Module
     regulator: nn.Module | None

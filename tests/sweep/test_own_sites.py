@@ -151,7 +151,6 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
 
 
 def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tmp_path: Path) -> None:
-    """Also where only one folder is given, or the same one twice."""
     file = tmp_path / "wards.toml"
     file.write_text('rounds = 2\n[federation]\nsites = ["a", "b"]\nclasses = ["0", "1"]\nimage = [1, 8, 8]\n')
     with pytest.raises(UserError, match=r"halfmoon serve .*wards.toml` plays it.*halfmoon run --config .* --sites"):

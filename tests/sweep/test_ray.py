@@ -132,9 +132,6 @@ def kill_the_doomed(notes: Path, killed: list[tuple[int, Path, int]]) -> None:
         time.sleep(0.05)
 
 
-# Without a cluster
-
-
 def node(alive: bool = True, **resources: float) -> dict[str, Any]:
     """Return what Ray says of a machine."""
     return {"Alive": alive, "Resources": resources}
@@ -231,10 +228,8 @@ def test_no_ray_and_no_cluster_are_sentences(
 @pytest.mark.slow
 def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> None:
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
-
     Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of
-    which begins after the third round. What is finished is not begun again by a second sweep.
-    """
+    which begins after the third round. What is finished is not begun again by a second sweep."""
     straight, _ = played(mine, tmp_path / "straight", Here())
     notes, killed = tmp_path / "notes", list[tuple[int, Path, int]]()
     killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
@@ -290,7 +285,6 @@ def test_the_command_plays_on_ray(
 
 @pytest.mark.slow
 def test_a_mistake_and_a_worker_that_always_dies_are_sentences(ray: Any, tmp_path: Path) -> None:
-    """The others are played, and a task that fails by its user's mistake is not begun again."""
     rays, done = Rays(jobs=2, watch=Deadly()), dict[str, Done]()
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),

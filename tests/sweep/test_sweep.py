@@ -228,11 +228,7 @@ def test_only_and_seeds_add_up(mine: Path) -> None:
         (cell["at"]["amount"], cell["at"]["method"], [run["seed"] for run in cell["runs"]])
         for cell in folder.read()["cells"]
     ]
-    assert shown == [
-        ("few", "fedavg", [0, 1]),
-        ("more", "fedavg", [0, 1]),
-        ("more", "fedavg-fixmatch", [1]),
-    ]
+    assert shown == [("few", "fedavg", [0, 1]), ("more", "fedavg", [0, 1]), ("more", "fedavg-fixmatch", [1])]
     assert all(run["finished"] for cell in folder.read()["cells"] for run in cell["runs"])
     whole, _, _ = played(mine, "amount=few,method=fedavg", scale=None)
     assert whole.path.name == "mine"
@@ -316,9 +312,6 @@ def test_a_cell_in_it_that_means_nothing_is_dropped(mine: Path, cell: str) -> No
     assert [cell["at"] for cell in folder.read()["cells"]] == [{"amount": "few", "method": "fedavg"}]
 
 
-# Splits
-
-
 def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
     """A recipe of splits leaves split.json and no metrics; a table of equal configuration trains all the same."""
     table = mine.read_text()
@@ -353,9 +346,6 @@ def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
     assert "accuracy" in trained.read()["cells"][0]["runs"][0]
 
 
-# What goes wrong
-
-
 def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three cells one finds no data: the exit code is 1, and sweep.json has the sentence."""
     lost = mine.parent / "lost"
@@ -378,7 +368,6 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
 
 
 def test_the_seeds_of_a_cell_are_one_batch(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own split; one whose split cannot be made does not stop the others."""
     mine.write_text(RECIPE.replace("rounds = 5", "rounds = 5\nseeds_together = true"))
     seen, update_many, split_of = list[int](), driver.update_many, seeds.split_of
 
@@ -434,7 +423,6 @@ def test_processes_play_several_at_once(mine: Path) -> None:
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:
-        assert step.summary is not None
         assert f"method={step.summary['method']}," in step.words
     configs = [path.read_text() for path in folder.out.glob("cells/*/config.toml")]
     assert sorted('method = "fedavg"' in config for config in configs) == [False, True]
