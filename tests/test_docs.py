@@ -249,9 +249,7 @@ def commands(page: Path) -> list[Command | str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
-def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(page, monkeypatch, capsys):
     def stop(*_: Any, **__: Any) -> None:
         raise Understood
 

@@ -90,9 +90,7 @@ def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
             fitted(data, "it", 8, 8, 3)
 
 
-def test_a_small_gzip_file_that_unpacks_to_gigabytes_is_refused_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_gzip_file_that_unpacks_to_gigabytes_is_refused_early(tmp_path, monkeypatch):
     """The bound holds for what is unpacked, whatever the header says: one byte over it is refused, it itself is not."""
     monkeypatch.setattr(idx, "LARGEST", 4 * 2**20)
     path = tmp_path / "it.gz"
@@ -156,9 +154,7 @@ def raise_key(scene: Scene) -> None:
         (fill, "memory grew"),
     ],
 )
-def test_the_judge_sees_what_must_not_be(
-    play: Callable[[Scene], object], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judge_sees_what_must_not_be(play, said, monkeypatch):
     monkeypatch.setattr("fuzzing.SECONDS", 1 if play is spin else 10)
     monkeypatch.setattr("fuzzing.MEGABYTES", 100)
     if play is fill and not Path("/proc/self/clear_refs").exists():

@@ -229,9 +229,7 @@ def test_fewer_labels_than_a_batch_are_noticed_and_repeat(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("capability", "remarks"), [("AVX2", 1), ("AVX512", 0)])
-def test_a_processor_without_bfloat16_is_noticed(
-    capability: str, remarks: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_without_bfloat16_is_noticed(capability, remarks, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     words = f"run --method fedavg {TINY} --precision bf16 --device cpu"
     assert cli.main(words.split()) == 0

@@ -319,7 +319,6 @@ def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.Capture
     assert Path(out["curves"]).read_bytes().startswith(b"\x89PNG")
     assert all(Path(path).stat().st_size for path in out["tables"])
     assert [each["method"] for each in out["comparison"]] == [each["title"] for each in out["runs"]]
-
     assert cli.main(["resume", "r"]) == 0
     table, said = capsys.readouterr()
     assert said.splitlines()[-1] == "halfmoon: r is finished already; this is what came out."
@@ -328,7 +327,6 @@ def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.Capture
     assert table.splitlines()[1].startswith(f"{out['runs'][0]['title']}  ")
     assert percent in table.splitlines()[1]
     assert table.splitlines()[-2:] == ["curves: r/curves.png", "run folder: r"]
-
     assert cli.main([*words.split(), "--rounds", "3"]) == 2
     assert "choose another --run-dir" in capsys.readouterr().err
 
@@ -380,7 +378,6 @@ def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixtur
     # Stratified labels: two of each of ten classes for each of six clients.
     assert [client["labeled_classes"] for client in facts["split"]["each"]] == [[2] * 10] * 6
     assert Path("b.png").read_bytes().startswith(b"\x89PNG")
-
     kept = Split.load(Path("s.parquet"))
     assert (kept.clients, int(kept.labeled.sum())) == (6, 120)
     assert cli.main(["data", "--split", "s.parquet", "--json"]) == 0

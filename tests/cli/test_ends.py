@@ -62,9 +62,7 @@ def gone_on(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_an_order_to_end_ends_as_ctrl_c_does(
-    tmp_path: Path, straight: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_order_to_end_ends_as_ctrl_c_does(tmp_path, straight, monkeypatch, capsys):
     """SIGTERM after the first round: 130, and the sentence that says how to go on; the same model comes out."""
     save = RunFolder.save
 

@@ -158,9 +158,7 @@ def test_names_are_those_of_the_names_file(tmp_path: Path) -> None:
         ("cifar100", "train.bin", lambda x: x[:6149] + b"\x64" + x[6150:], r"record 2: label byte 2 is 100, but"),
     ],
 )
-def test_a_damaged_binary_file_is_named(
-    tmp_path: Path, name: str, file: str, change: Callable[[bytes], bytes], message: str
-) -> None:
+def test_a_damaged_binary_file_is_named(tmp_path, name, file, change, message):
     (cifar10 if name == "cifar10" else cifar100)(tmp_path)
     (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
     with pytest.raises(UserError, match=message) as caught:
@@ -318,9 +316,7 @@ def annotate(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
         ),
     ],
 )
-def test_a_damaged_tiny_imagenet_is_named(
-    tmp_path: Path, damage: Callable[[Path], object], file: str, message: str
-) -> None:
+def test_a_damaged_tiny_imagenet_is_named(tmp_path, damage, file, message):
     damage(tiny(tmp_path))
     with pytest.raises(UserError, match=message) as caught:
         load("tiny_imagenet", tmp_path)
@@ -438,9 +434,7 @@ class Rows:
         ("tiny_imagenet", "image", "zh-plus/tiny-imagenet", None, "valid"),
     ],
 )
-def test_names_resolve_to_hub_repositories(
-    monkeypatch: pytest.MonkeyPatch, name: str, image: str, repository: str, config: str | None, held: str
-) -> None:
+def test_names_resolve_to_hub_repositories(monkeypatch, name, image, repository, config, held):
     """Repository, configuration and parts as the hub has them; CIFAR-100 has a coarse label too, which is not taken."""
     asked = []
     labels = {"coarse_label": [0, 1], "fine_label": [49, 4]} if name == "cifar100" else {"label": [9, 4]}

@@ -215,7 +215,6 @@ def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path) -> None:
     assert Scenario(**again.origin.scenario) == scenario
     assert again.origin.labels_sha256 == hash_labels(source.train.labels)
     again.check(source)
-
     table = pq.read_table(path)
     assert table.column_names == ["row", "client", "labeled"]
     assert table.column("row").to_pylist() == list(range(1437))

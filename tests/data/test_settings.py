@@ -101,9 +101,7 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
     ("dirichlet_alpha", "median", "most", "present"),
     [(0.1, (30, 42), (110, 260), 3.0), (0.3, (36, 44), (70, 130), 5.4)],
 )
-def test_feddb_spreads_its_labels_down_to_one(
-    dirichlet_alpha: float, median: tuple[int, int], most: tuple[int, int], present: float
-) -> None:
+def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, most, present):
     """Measured in the notes for 4,000 labels of CIFAR-10: 1 / 36 / 173 and 3.0 classes, 6 / 40 / 100 and 5.4."""
     split = Scenario("feddb-dir", dirichlet_alpha=dirichlet_alpha, labels=4000).split(CIFAR, 10)
     labeled, unlabeled = counts(split, CIFAR, 10)

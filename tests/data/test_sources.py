@@ -367,9 +367,7 @@ def good() -> bytes:
         ([], [], {}, r"train.parquet: there are no rows"),
     ],
 )
-def test_a_bad_row_is_named(
-    tmp_path: Path, images: list[Any], labels: list[Any], options: dict[str, Any], message: str
-) -> None:
+def test_a_bad_row_is_named(tmp_path, images, labels, options, message):
     with pytest.raises(UserError, match=message):
         load(str(parquet_set(tmp_path, images, labels, **options)))
 
@@ -530,19 +528,16 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
     assert len(kept) == 2
     assert len(list(cache.iterdir())) == 3 * len(kept)  # pixels, labels, and what is asked at every start
     assert not [path for path in folder.rglob("*") if path.suffix in (".npz", ".part")]
-
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda *_: pytest.fail("decoded again"))
         again = load(str(folder), cache=cache)
     np.testing.assert_array_equal(again.train.images, plain.train.images)
     np.testing.assert_array_equal(again.test.labels, plain.test.labels)
     assert again.classes == plain.classes
-
     for path in kept:
         path.write_bytes(path.read_bytes()[:100])
     np.testing.assert_array_equal(load(str(folder), cache=cache).train.images, plain.train.images)
     assert all(path.stat().st_size > 100 for path in kept)
-
     changed = encode(np.zeros((6, 6, 3), np.uint8))
     if layout == "parquet":
         write_parquet(folder / "train.parquet", [changed, changed], [0, 1])
@@ -648,9 +643,7 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
         ([{"img": None, "target": 0}], "no column label or labels or fine_label; it has img, target"),
     ],
 )
-def test_a_bad_row_of_the_hub_is_named(
-    monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], message: str
-) -> None:
+def test_a_bad_row_of_the_hub_is_named(monkeypatch, rows, message):
     fake_hub(monkeypatch, lambda repository, config, split: Rows(rows, None))
     with pytest.raises(UserError, match=message):
         load("someone/things")

@@ -160,9 +160,7 @@ def test_what_a_step_raises_is_raised(graphs: list[GraphModule]):
         played(FedAvg(Wrong()), "loop", True)
 
 
-def test_beyond_so_many_shapes_the_rest_trains_as_it_is_written(
-    graphs: list[GraphModule], monkeypatch: pytest.MonkeyPatch
-):
+def test_beyond_so_many_shapes_the_rest_trains_as_it_is_written(graphs, monkeypatch):
     """With "rest" each client has batches of its own size: two are compiled here, and it is said once."""
     monkeypatch.setattr(compiled, "SHAPES", 2)
     found, said = gap(registry.entry("fedavg-fixmatch").method, "loop", Batching(2, "rest"))

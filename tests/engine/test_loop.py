@@ -124,9 +124,7 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("said", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
-def test_what_clients_say_of_the_model_before_chooses_the_round(
-    tmp_path: Path, said: tuple[float, ...], best: int
-) -> None:
+def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, best):
     """A round's answers are about the model that it started from, and those after the end about the last one."""
     method, shared = FedAvg(FixMatch()), task(dtype=torch.float32, rounds=len(said))
     runtime = simulate(method, shared)

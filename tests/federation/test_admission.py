@@ -358,9 +358,7 @@ def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path
         (["--access", "nowhere"], "nowhere"),
     ],
 )
-def test_contradictions_are_refused_in_a_sentence(
-    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-):
+def test_contradictions_are_refused_in_a_sentence(door, tmp_path, capsys, words, said):
     site_options = 'name = "w"\nsites = ["north"]\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n'
     (tmp_path / "f.toml").write_text(f'method = "fedavg"\nnetwork = "small"\n[federation]\n{site_options}')
     command = ["serve", str(tmp_path / "f.toml"), "--run-dir", str(tmp_path / "run"), "--access", str(door.folder)]

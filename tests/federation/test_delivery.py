@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 from federations import VERSION, Street, ask, node, refusal, terms
 from PIL import Image
 from safetensors.torch import save_file
@@ -172,9 +171,7 @@ class Post:
         return [TransportReply(id, self.come.pop(id), "") for id in message_ids if id in self.come]
 
 
-def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_model(tmp_path, monkeypatch):
     """A federation in one process, from given weights with a frozen backbone and a method of somebody's own.
     No frozen tensor is in any message, yet both sites' files hold the whole network: they have the same weights. A site
     without that file, or that does not trust the method, is told so. South comes when all is over, and gets it."""

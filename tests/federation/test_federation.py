@@ -413,9 +413,7 @@ def test_a_leak_of_the_server_is_found(towns: Callable[[str], Town], monkeypatch
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 
 
-def test_a_run_of_a_federation_is_a_run(
-    play: Callable[..., Played], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
     """Its model labels images as the simulator's does, and measures as well as its own last row says."""
     there = play("fedloke", "clients")
     tests = there.town.folder / "test"
@@ -437,9 +435,7 @@ def test_a_run_of_a_federation_is_a_run(
     ]
 
 
-def test_a_run_without_a_test_is_a_run(
-    towns: Callable[[str], Town], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_test_is_a_run(towns, tmp_path, capsys):
     """Without test images there is no accuracy; the model is the same, and the report has the run."""
     town = towns("clients")
     run, other = town.play(town.write("fedavg", test=None)), town.play(town.write("fedavg"))

@@ -138,9 +138,7 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
 
 @pytest.mark.parametrize("after", [False, True], ids=["before-sites-know", "after-sites-have-done-it"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_server_that_is_stopped_goes_on(
-    method: str, after: bool, straight: Callable[[str], Straight], stopped: Callable[[str, str], str]
-) -> None:
+def test_a_server_that_is_stopped_goes_on(method, after, straight, stopped):
     """Stopped in rounds 1, 2, 4 and 5, in their first or last trips, where every second round has a checkpoint.
     So it goes on from the beginning twice, from round 2 and from round 4; sites have done some of these rounds already.
     """
@@ -153,9 +151,7 @@ def test_a_server_that_is_stopped_goes_on(
 
 
 @pytest.mark.parametrize(("method", "name"), [*((method, "safetensors") for method in METHODS), ("fedloke", "json")])
-def test_a_damaged_checkpoint_is_done_without(
-    method: str, name: str, straight: Callable[[str], Straight], stopped: Callable[[str, str], str]
-) -> None:
+def test_a_damaged_checkpoint_is_done_without(method, name, straight, stopped):
     """One flipped bit in the newest checkpoint, round 4's: it goes on from round 2, and sites still know that round."""
     there = straight(method)
     run = stopped(method, f"{method}-damaged-{name}")
@@ -173,9 +169,7 @@ def test_a_damaged_checkpoint_is_done_without(
     assert "going on after round 4" not in told
 
 
-def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(
-    stopped: Callable[[str, str], str], straight: Callable[[str], Straight]
-) -> None:
+def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, straight):
     """With another number sites would take it for another run, and start without their memories."""
     there, run = straight("fedloke"), stopped("fedloke", "fedloke-number")
     path = there.town.runs / run / "number"
@@ -197,9 +191,7 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_site_that_starts_anew_for_each_message_changes_nothing(
-    method: str, straight: Callable[[str], Straight]
-) -> None:
+def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
     there = straight(method)
     there.town.forget()
     with before_each_message(client_app._client.cache_clear):

@@ -72,9 +72,7 @@ def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
     assert [said for said in street.said if "too late" in said] == ["north answered round 1 30 s too late: discarded"]
 
 
-def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path, monkeypatch):
     """What fails is the writing of an open file, of which the system knows no name; the server hears of no folder."""
 
     def full(self: SiteClient, unparsed: object) -> NoReturn:

@@ -202,9 +202,7 @@ def test_addresses():
         (["site", "join", "--site", "t", "--name", "n"], "--server"),
     ],
 )
-def test_the_command_line_refuses_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-):
+def test_the_command_line_refuses_in_one_sentence(tmp_path, monkeypatch, capsys, words, said):
     """Nothing is started before what can be known is known; exit code 2."""
     monkeypatch.chdir(tmp_path)
     for name in "tu":
@@ -219,9 +217,7 @@ def test_the_command_line_refuses_in_one_sentence(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_flower_one_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
     there = metadata.version
 
     def version(name: str) -> str:

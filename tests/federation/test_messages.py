@@ -88,9 +88,7 @@ def asked() -> tuple[SiteRuntime, Request]:
         ({"round": 3}, "asks for round 4 of 3"),
     ],
 )
-def test_a_site_refuses_what_it_did_not_join(
-    asked: tuple[SiteRuntime, Request], changes: dict[str, Any], said: str
-) -> None:
+def test_a_site_refuses_what_it_did_not_join(asked, changes, said):
     site, request = asked
     with pytest.raises(RefusalError, match=said):
         answer(site, write(replace(request, **changes)))

@@ -253,7 +253,6 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | No
     server, second = turn(scenery, 1, server)
     assert seen == [True, True], "what counts is as it was before the attempt"
     server, third = turn(scenery, 2, server)
-
     calm = stage(name, place=place)
     other = calm.server
     for number, cohort in enumerate((first, second, third)):

@@ -188,9 +188,7 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) 
         path.unlink()
 
 
-def test_sites_take_part_under_the_keys_that_were_handed_out(
-    town: Town, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, monkeypatch):
     """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
     After the federation no secret of a sum is anywhere."""
     init(tmp_path / "keys", town.names)
@@ -209,7 +207,6 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(
     assert not list(town.folder.rglob(KNOWN))
     assert list(town.folder.rglob(f"{SUMS}/*.json"))
     assert not list(town.folder.rglob(f"{SUMS}/{SECRET}"))
-
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
     listed = tmp_path / "other.pub"
     listed.write_bytes(lines)

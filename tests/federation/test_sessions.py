@@ -261,9 +261,7 @@ def test_a_refusal_of_work_is_an_answer(street: Street, manager: ClientManager) 
 
 
 @pytest.mark.parametrize("what", [{"nodes"}, {"collect"}, {"nodes", "collect"}, {"nodes", "send", "collect"}])
-def test_a_lost_connection_is_said_waited_out_and_said_to_be_over(
-    street: Street, manager: ClientManager, what: set[str]
-) -> None:
+def test_a_lost_connection_is_said_waited_out_and_said_to_be_over(street, manager, what):
     """15 s without any way to the sites, in the middle of work that takes 5: said once, over once, and no site lost."""
     for number, name in ((7, "north"), (99, "south"), (31, "west")):
         street.nodes_[number] = node(name, 5.0)

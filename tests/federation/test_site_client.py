@@ -176,9 +176,7 @@ def test_a_site_joins(member: SiteClient) -> None:
         ("1.0", "1.0.1", "this site has to upgrade to 1.0.1."),
     ],
 )
-def test_another_version_is_refused_with_who_has_to_upgrade(
-    member: SiteClient, mine: str, theirs: str, said: str
-) -> None:
+def test_another_version_is_refused_with_who_has_to_upgrade(member, mine, theirs, said):
     member.version = mine
     for data in (offer(version=theirs), write(replace(REQUEST, version=theirs))):
         refusal = told(member.answer(data))
@@ -203,9 +201,7 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
     ],
     ids=["class", "no label", "all labels", "no file", "no class"],
 )
-def test_a_folder_that_cannot_take_part(
-    tmp_path: Path, labels: dict[int, str], classes: str, kind: str, said: str
-) -> None:
+def test_a_folder_that_cannot_take_part(tmp_path, labels, classes, kind, said):
     member = SiteClient.at(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
     refusal = told(member.answer(offer()))
     assert refusal.kind == kind
@@ -256,9 +252,7 @@ def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"\xff\xfe\x00", b"null", TERMS.text.encode().replace(b'"rounds": 4', b'"rounds": 5')]
 )
-def test_terms_that_are_damaged_are_joined_again(
-    member: SiteClient, ward: Path, script: list[tuple[bytes, bytes]], damage: bytes
-) -> None:
+def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
     """A site whose disk lost the terms says that it does not know them: the server then offers them again."""
     member.answer(offer())
     (kept,) = member.home.rglob("terms.json")
@@ -292,9 +286,7 @@ def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
         ({"latest": [1]}, UNFIT), ({"latest": [0, 0, -1]}, UNFIT), ({"oldest": [0, 0, "x"]}, UNFIT),
     ],
 )  # fmt: skip
-def test_requests_that_cannot_be_done(
-    member: SiteClient, script: list[tuple[bytes, bytes]], changes: dict[str, Any], kind: str | None
-) -> None:
+def test_requests_that_cannot_be_done(member, script, changes, kind):
     """Each has its answer, and the next honest request has the right one."""
     member.answer(offer())
     request = read(script[0][0], Request)
@@ -314,9 +306,7 @@ def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tupl
     assert memories(member) == []
 
 
-def test_a_site_answers_alike_in_every_process(
-    ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]
-) -> None:
+def test_a_site_answers_alike_in_every_process(ward, member, script):
     """The same requests twice, each time by a member that has just been started: the same bytes."""
     member.answer(offer())
     for request, reply in script:
@@ -331,9 +321,7 @@ def test_a_site_remembers(member: SiteClient, script: list[tuple[bytes, bytes]])
     assert member.answer(script[1][0]) != script[1][1]
 
 
-def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(
-    member: SiteClient, script: list[tuple[bytes, bytes]]
-) -> None:
+def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(member, script):
     """A server that goes back a round, or two: the site's answers are as they were, in whatever order it asks."""
     member.answer(offer())
     for place in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
@@ -368,9 +356,7 @@ def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: l
         assert member.answer(script[place][0]) == script[place][1]
 
 
-def test_a_damaged_memory_is_named_and_the_one_before_counts(
-    ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]], tmp_path: Path
-) -> None:
+def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, script, tmp_path):
     member.answer(offer())
     for request, _ in script[:2]:
         member.answer(request)
@@ -475,9 +461,7 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
         discreet(data)
 
 
-def test_a_disk_that_stays_full_stops_nothing_else(
-    member: SiteClient, script: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
     """Round 1's memory cannot be kept, so the answer is a refusal; round 1 again, with space, is as if it never was."""
     member.answer(offer())
     assert member.answer(script[0][0]) == script[0][1]
@@ -495,9 +479,7 @@ def test_a_disk_that_stays_full_stops_nothing_else(
 
 
 @pytest.mark.parametrize("remains", ["nothing", "no labels", "a broken image"])
-def test_a_folder_that_goes_while_a_site_takes_part(
-    tmp_path: Path, script: list[tuple[bytes, bytes]], remains: str
-) -> None:
+def test_a_folder_that_goes_while_a_site_takes_part(tmp_path, script, remains):
     """Each message may find another folder than the one before: the answer names none of it."""
     ward = folder(tmp_path / WARD, {0: "sound", 3: "ill", 5: "sound"})
     home = tmp_path / "home"
@@ -525,9 +507,7 @@ def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[t
     assert (member.home / "8x8x1").is_dir() or (member.home / "16x16x1").is_dir()
 
 
-def test_a_site_tests_a_model_on_images_that_it_never_trains_on(
-    ward: Path, tmp_path: Path, script: list[tuple[bytes, bytes]]
-) -> None:
+def test_a_site_tests_a_model_on_images_that_it_never_trains_on(ward, tmp_path, script):
     """Four labeled test images: a table of counts with the sum 4, and a loss; the work beside gives the same bits."""
     tests = folder(tmp_path / "test" / WARD, {0: "ill", 1: "ill", 2: "sound", 6: "ill"})
     member = SiteClient.at(ward, "north", tmp_path / "home", tests=tests)

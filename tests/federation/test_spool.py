@@ -114,9 +114,7 @@ class Counted:
         return counted
 
 
-def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_path, monkeypatch):
     """Of twelve: with the mean two models are in memory, whether they are judged or added, and no wire bytes beside.
     One weight is over twice the median, and is capped as it was where all uploads were there at once."""
     post = Desk({"ward-03": 60.0})
@@ -136,7 +134,6 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(
     assert not list((tmp_path / "spool").iterdir())
     row = runtime.close().aggregator
     assert row["capped"] == [3]
-
     held_all, _ = server(Desk({"ward-03": 60.0}), None, factor=0.0)
     held_all.aggregators = (WeightCap(2.0),)
     whole = held_all.average("train", down)

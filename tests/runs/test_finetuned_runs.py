@@ -99,9 +99,7 @@ def test_a_slower_backbone_moves_as_much_less(first: Path, tmp_path: Path) -> No
     assert moved[0]["params/conv1/conv/weight"].abs().max() > 1e-4
 
 
-def test_a_folder_of_transformers_is_a_network_with_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_transformers_is_a_network_with_its_weights(tmp_path, monkeypatch):
     """A tiny vision transformer that transformers wrote, of 7 classes: a new head of 10 on the frozen layers."""
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(

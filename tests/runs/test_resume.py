@@ -240,9 +240,7 @@ def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path
 
 
 @pytest.mark.parametrize(("file", "before"), [("split.json", []), ("split.parquet", ["split.json"])])
-def test_a_kill_while_a_split_is_written_leaves_nothing(
-    shell: Shell, straight: Path, tmp_path: Path, file: str, before: list[str]
-) -> None:
+def test_a_kill_while_a_split_is_written_leaves_nothing(shell, straight, tmp_path, file, before):
     """The file that was not renamed any more is taken over, not left beside the run; the rows come last."""
     root = tmp_path / "run"
     assert shell(f"{RUN} --run-dir {root}", doom=file).code == -signal.SIGKILL
@@ -290,7 +288,6 @@ def test_a_comparison_survives_kills_and_knows_its_folder(shell: Shell, tmp_path
     kills = killed_often(shell, COMPARE, tmp_path / "killed", 7)
     assert kills >= 2
     assert_same(tmp_path / "killed", tmp_path / "straight")
-
     done = shell(f"{COMPARE} --run-dir {tmp_path / 'killed'}")
     assert done == (2, f"halfmoon: {tmp_path / 'killed'} holds a comparison of this configuration; `halfmoon resume "
                        f"{tmp_path / 'killed'}` goes on with it, or choose another --run-dir.\n")  # fmt: skip
@@ -298,7 +295,6 @@ def test_a_comparison_survives_kills_and_knows_its_folder(shell: Shell, tmp_path
         done = shell(f"{words} --run-dir {tmp_path / 'killed'}")
         assert done.code == 2
         assert "holds a comparison of another configuration" in done.said
-
     plan = tmp_path / "killed" / "comparison.json"
     plan.write_text(plan.read_text()[:-9])
     done = shell(f"resume {tmp_path / 'killed'}")
@@ -420,9 +416,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("left", [0, 30_000, 80_000, 150_000])
-def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(
-    shell: Shell, straight: Path, disk: Path, left: int
-) -> None:
+def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(shell, straight, disk, left):
     """The disk is filled to `left` bytes, at which a run of 300 kB fails at different places."""
     root, ballast = disk / "run", disk / "ballast"
     room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
@@ -491,9 +485,7 @@ def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, t
 
 
 @pytest.mark.parametrize("files", [[], [".lock"], [".lock", "run.json"], [".lock", "run.json", "config.toml"]])
-def test_a_kill_before_the_first_checkpoint_is_mended(
-    shell: Shell, straight: Path, tmp_path: Path, files: list[str]
-) -> None:
+def test_a_kill_before_the_first_checkpoint_is_mended(shell, straight, tmp_path, files):
     """`run` starts again in a folder that was only begun; from its configuration on, `resume` does."""
     root = tmp_path / "run"
     root.mkdir()

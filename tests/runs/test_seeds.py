@@ -148,9 +148,7 @@ def test_processes_play_the_seeds_of_one_method_each(tmp_path: Path) -> None:
         ({"workers": 2}, (0, 1), "workers is 2"),
     ],
 )
-def test_what_cannot_be_one_batch_is_said(
-    tmp_path: Path, options: dict[str, Any], seeds: tuple[int, ...], words: str
-) -> None:
+def test_what_cannot_be_one_batch_is_said(tmp_path, options, seeds, words):
     with pytest.raises(UserError, match=words):
         runner.compare(config(tmp_path, seeds_together=True, **options), ["fedavg"], seeds)
     assert list(tmp_path.iterdir()) == []

@@ -45,9 +45,7 @@ def same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
-def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str
-) -> None:
+def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path, monkeypatch, executor):
     """FedDure's clients remember F-reg, and are judged by labels that they do not see; stopped and resumed as well.
     Under vmap programs of two are spread: the third of the cohort is alone."""
     monkeypatch.setattr(factory, "CHUNK", 2)

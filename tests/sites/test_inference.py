@@ -75,9 +75,7 @@ def build(
 
 
 @pytest.mark.parametrize("name", ["run", "padded"])
-def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(
-    home: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(home, name, capsys):
     """The images go through PNG, and in one run through shrinking (8 to 4) and padding (4 to 9) as in training."""
     summary = json.loads((home / name / "summary.json").read_text())
     assert cli.main(["evaluate", str(home / name), str(home / "test"), "--json"]) == 0
@@ -147,9 +145,7 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_is_a_sentence(
-    home: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
     change, words = DAMAGES[damage]
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
         said, flat = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -186,9 +182,7 @@ def test_what_is_no_finished_run_is_refused(home: Path, tmp_path: Path) -> None:
         load_model(home)
 
 
-def test_every_image_of_any_size_and_depth_gets_a_row(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, monkeypatch):
     """Rows stand in the order of the paths and hold what the model says; a broken image is named, and the code is 1."""
     folder = tmp_path / "new"
     write_images(folder, TEST.images[:7], [f"a/b/{k}.png" for k in range(4)] + ["z.png", "0.PNG", "a, b.png"])
@@ -274,9 +268,7 @@ def test_calibration_by_hand() -> None:
     assert (table[2]["accuracy"], table[2]["confidence"]) == (0.5, pytest.approx(0.55))
 
 
-def test_a_table_of_labels_says_the_same_as_folders(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_labels_says_the_same_as_folders(home, tmp_path, capsys):
     """Unlabeled images beside the labeled ones count for nothing; the files hold what is printed."""
     names = [f"{k:03}.png" for k in range(30)]
     write_images(tmp_path / "site", TEST.images[:30], names)
@@ -319,9 +311,7 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
     assert image_paths(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
 
 
-def test_a_labeled_image_that_is_broken_is_left_out_and_named(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_labeled_image_that_is_broken_is_left_out_and_named(home, tmp_path, capsys):
     write_images(tmp_path, TEST.images[:2], ["0/a.png", "0/b.png"])
     (tmp_path / "0" / "b.png").write_bytes(b"nothing")
     assert cli.main(["evaluate", str(home / "run"), str(tmp_path)]) == 1
@@ -428,9 +418,7 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
         ("export run --torch m.pt2 --images clients", "no such folder"),
     ],
 )
-def test_bad_input_is_one_sentence(
-    home: Path, words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_sentence(home, words, said, capsys, monkeypatch):
     monkeypatch.chdir(home)
     before = sorted(path.name for path in home.rglob("*"))
     assert cli.main(words.split()) == 2
@@ -448,9 +436,7 @@ def form(printed: str) -> str:
     return re.sub(r"[ -]+", " ", re.sub(r"\d[\d.]*(e-\d+)?", "#", printed.strip()))
 
 
-def test_the_page_runs_in_order_and_prints_what_stands_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_runs_in_order_and_prints_what_stands_there(tmp_path, monkeypatch, capsys):
     """A line `...` stands for any lines."""
     pytest.importorskip("onnxruntime")
     monkeypatch.chdir(tmp_path)

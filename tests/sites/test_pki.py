@@ -304,9 +304,7 @@ def test_nothing_private_is_printed_or_written_elsewhere(tmp_path: Path, capfd: 
     assert "SHA256:" in shown
 
 
-def test_fingerprints_are_shown_as_they_are(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fingerprints_are_shown_as_they_are(folder, monkeypatch, capsys):
     """The library that prints would make a picture of the disk of ":CD:", and of 🆎 of ":AB:"."""
     seal = ":".join(["AB", "CD"] * 16)
     found = listing(folder)
@@ -339,9 +337,7 @@ def test_a_key_made_at_the_site_is_taken_and_no_private_one_is_made(folder: Path
     ("kind", "bits", "words"),
     [("ed25519", "256", "of a kind that Flower does not take"), ("rsa", "2048", "of a kind that Flower does not take")],
 )
-def test_keys_that_flower_does_not_take_are_refused(
-    folder: Path, tmp_path: Path, kind: str, bits: str, words: str
-) -> None:
+def test_keys_that_flower_does_not_take_are_refused(folder, tmp_path, kind, bits, words):
     with pytest.raises(UserError, match=words):
         add(folder, "east", foreign(tmp_path / "own", kind, bits))
     assert "east" not in Access.open(folder).sites
@@ -447,9 +443,7 @@ def test_hosts_that_cannot_be_used(words: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_mistake_is_a_sentence_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()

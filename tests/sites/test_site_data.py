@@ -202,9 +202,7 @@ def test_what_a_folder_can_serve(tmp_path: Path) -> None:
     assert not check(tmp_path / "c").can_take_part
 
 
-def test_check_on_the_command_line_opens_no_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_on_the_command_line_opens_no_connection(tmp_path, monkeypatch, capsys):
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a connection was opened")
 
@@ -263,7 +261,6 @@ def test_only_what_changed_is_decoded_again(tmp_path: Path) -> None:
     stamp = index.stat().st_mtime_ns
     again = prepare(tmp_path)
     assert (again.fresh, again.decoded, index.stat().st_mtime_ns) == (False, 0, stamp)
-
     changed = picture(tmp_path / "b.png")
     os.utime(tmp_path / "b.png", ns=(1, 1))
     added = picture(tmp_path / "in" / "d.png")
@@ -276,7 +273,6 @@ def test_only_what_changed_is_decoded_again(tmp_path: Path) -> None:
     images = open_site(tmp_path).images
     assert np.array_equal(images[1:, ..., 0], np.stack([changed, added]))
     assert np.array_equal(images[0, ..., 0], np.asarray(Image.open(tmp_path / "a.png")))
-
     (tmp_path / "labels.csv").write_text("path,label\na.png,x\n")
     with pytest.raises(UserError, match="labels or classes have changed since it was prepared: run halfmoon site prep"):
         open_site(tmp_path)
@@ -500,9 +496,7 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("export digits --sites 9999 --out f", "9999 clients cannot share 1437 images; ask for fewer clients."),
     ],
 )
-def test_bad_input_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
-) -> None:
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     site(tmp_path / "s")
     before = sorted(tmp_path.rglob("*"))

@@ -40,9 +40,7 @@ def kinds(place: Path, **options) -> dict[str, tuple]:
                                        "a byte order mark of UTF-16")),
     ],
 )  # fmt: skip
-def test_what_a_spreadsheet_writes_is_read_and_said(
-    tmp_path: Path, name: str, separator: str, mark: str, said: tuple[str, ...]
-) -> None:
+def test_what_a_spreadsheet_writes_is_read_and_said(tmp_path, name, separator, mark, said):
     labels = {"a.png": "glioma", "b.png": "none", "sub/c.png": "glioma"}
     place = folder(tmp_path / "s", labels, name, separator, mark)
     plain = read(folder(tmp_path / "plain", labels))

@@ -569,9 +569,7 @@ def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None
 
 
 @pytest.mark.parametrize("clients", [10, 200])
-def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, clients: int
-) -> None:
+def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(folder, monkeypatch, clients):
     """Five clients of a round keep 4 kB each: with 10 or 200 registered it writes 21 to 25 kB."""
     store, written = Store(), 0
     for client in range(clients):

@@ -174,9 +174,7 @@ def test_keys_of_any_letters_have_files_of_their_own(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
 
 
-def test_a_folder_of_its_own_comes_with_the_first_spill_and_goes_with_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_its_own_comes_with_the_first_spill_and_goes_with_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     store = Store(None, 50)
     store.put("a", ten(1))

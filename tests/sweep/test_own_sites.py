@@ -161,9 +161,7 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
             own_sites.rehearse(Config(), folders, tmp_path / "r")
 
 
-def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(tmp_path, monkeypatch):
     """Black images of one class, white ones of the other: it is right on all, and learns labeled rows alone."""
     pixels = np.zeros((24, 8, 8), np.uint8)
     pixels[12:] = 255

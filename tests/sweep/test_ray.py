@@ -177,9 +177,7 @@ def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.
     assert asked(monkeypatch, "", split_only=True) == {**common, "num_gpus": 0}
 
 
-def test_what_is_printed_while_runs_are_played_is_no_result(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_while_runs_are_played_is_no_result(mine, monkeypatch, capsys):
     """Ray prints to stdout that a worker died, from a thread that lives until the cluster is left."""
     monkeypatch.chdir(mine.parent)
     joined: list[dict[str, Any]] = []
@@ -200,9 +198,7 @@ def test_what_is_printed_while_runs_are_played_is_no_result(
     assert [given["address"] for given in joined] == [None]
 
 
-def test_no_ray_and_no_cluster_are_sentences(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
     monkeypatch.chdir(mine.parent)
     words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -237,18 +233,15 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     rays = Rays(jobs=2, watch=Witness(notes))
     folder, steps = played(mine, tmp_path / "rays", rays)
     killer.join()
-
     ((pid, victim, newest),) = killed
     assert newest == LAST
     assert [step.failed for step in steps] == [None] * 4
     assert sorted(step.number for step in steps) == [1, 2, 3, 4]
-
     theirs = runs(straight)
     assert runs(folder).keys() == theirs.keys()
     for mark, path in runs(folder).items():
         for name in ("metrics.jsonl", "model.safetensors", "split.parquet"):
             assert (path / name).read_bytes() == (theirs[mark] / name).read_bytes(), name
-
     told = [json.loads(line) for line in notes.read_text().splitlines()]
     rounds = sorted((each["run"], each["round"]) for each in told if each["what"] == "round")
     assert rounds == sorted((path.name, number) for path in theirs.values() for number in range(1, 6))
@@ -259,15 +252,12 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     workers = {each["pid"] for each in told}
     assert len(workers) >= 2
     assert os.getpid() not in workers
-
     _, steps = played(mine, tmp_path / "rays", rays)
     assert [step.before for step in steps] == [True] * 4
     assert len(notes.read_text().splitlines()) == len(told)
 
 
-def test_the_command_plays_on_ray(
-    ray: Any, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
     """With a relative --out, which workers see where the command sees it, and a tracker, which looks on there."""
     monkeypatch.chdir(tmp_path)
     words = (
