@@ -32,7 +32,6 @@ KEPT = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
 
 @cache
 def scene(name: str) -> Scene:
-    """Return the folder of a target, made once."""
     return BY_NAME[name].scene(Path(mkdtemp(prefix="fuzz-")) / "scene")
 
 
@@ -114,7 +113,6 @@ def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
 
 
 def made(play: Callable[[Scene], object]) -> tuple[Target, Scene]:
-    """Return a target of one file that does this."""
     folder = Path(mkdtemp(prefix="fuzz-"))
     target = Target("made", "", lambda _: Scene(folder, folder / "it"), lambda: [b""], st.binary, play)
     return target, target.scene(folder)

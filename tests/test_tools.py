@@ -31,7 +31,6 @@ def plain(name: str) -> str:
 
 
 def locked() -> list[Requirement]:
-    """Return the requirements of requirements/ci.txt."""
     lines = re.sub(r" \\\n +--hash=\S+", "", (ROOT / "requirements" / "ci.txt").read_text()).splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 

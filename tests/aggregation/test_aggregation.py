@@ -50,7 +50,6 @@ def question(down: Tree, each: Tree, clients: tuple[int, ...]) -> AggregationCon
 
 
 def mean_for_all(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
-    """Put the weighted mean of the updates in the place of each."""
     change = tree.weighted_mean(update(up, asked), up.weight)
     return range(len(asked.clients)), changed(up, asked, change)
 

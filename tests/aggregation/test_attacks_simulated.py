@@ -45,7 +45,6 @@ def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
 def attacked(
     attack: Attack, round: int = 0, query: int = 0, bad: tuple[int, ...] = (5,), seed: int = 7
 ) -> tuple[Tree, Upload, Upload]:
-    """Return what went down, what came up, and what the attack makes of it."""
     question, up = cohort(round, query)
     places, new = Hostile(attack, bad, seed).uploads(question, up)
     assert list(places) == [0, 1, 2]

@@ -54,18 +54,15 @@ GROUPED = replace(NETWORK, norm="group")
 
 
 def private(path: Path, promise: Promise = PROMISE, secret: bytes = b"seed 3") -> Private:
-    """Return the server's half with its ledger in a folder."""
     return Private(promise, secret, Ledger(path / LEDGER))
 
 
 def question(down: Tree, clients: int, asked: int | None = None, **changes: Any) -> AggregationContext:
-    """Return a question that so many have answered."""
     made = AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), asked or clients, True)
     return made._replace(**changes)
 
 
 def vector(*rows: list[float]) -> Upload:
-    """Return uploads of one vector each, and weights that differ."""
     return Upload({"params": {"w": torch.tensor(rows)}}, torch.arange(1.0, len(rows) + 1))
 
 
@@ -367,7 +364,6 @@ DRAWN = Sampled(3, 40)
 
 
 def release(round: int, mark: str = "", sampled: Sampled | None = DRAWN, **changes: Any) -> Release:
-    """Return a release, of a random cohort."""
     return Release(round, 0, 0, sampled, 4.0, mark or f"{round:02x}")._replace(**changes)
 
 
@@ -468,7 +464,6 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
 
 
 def written(path: Path, releases: int = 4) -> bytes:
-    """Write a ledger and return its bytes."""
     path.unlink(missing_ok=True)
     there = Ledger(path)
     for number in range(releases):
@@ -605,7 +600,6 @@ def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2)
 
 
 def left(path: Path) -> dict[str, bytes]:
-    """Return all files of a run that have to be the same again."""
     files = (each for each in path.rglob("*") if each.is_file() and each.name not in (".lock", "timings.jsonl"))
     return {str(each.relative_to(path)): each.read_bytes() for each in files}
 

@@ -54,7 +54,6 @@ def models(values: Sequence[Sequence[float]], stats: Sequence[Sequence[float]] |
 def ruled(
     rule: Rule, values: Sequence[Sequence[float]], byzantine: float = 0.2, **more: Any
 ) -> tuple[list[list[float]], dict[str, Any]]:
-    """Return the updates (k, n) that a rule makes of these, and its row."""
     down, up = models(values, **more)
     aggregator = Robust(rule, byzantine)
     places, new = aggregator.uploads(ask(len(values), down), up)

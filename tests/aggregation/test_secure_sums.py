@@ -277,7 +277,6 @@ class Village:
         return signing.public(KeyFiles().load(self.folder / f"home-{k}").public_key())
 
     def secret(self, k: int) -> bytes:
-        """Return a site's secret of the sum that is under way."""
         return (self.folder / f"home-{k}" / RUN / SUMS / SECRET).read_bytes()[:32]
 
     def upload(self, k: int) -> Upload:
@@ -322,7 +321,6 @@ class Village:
         return MaskedSum(requests, numbers, keys, self.ask, "round 1, query 1 (train)")
 
     def play(self) -> torch.Tensor:
-        """Return the sum of one question."""
         sum = self.sum()
         like = layout(spec_of(self.upload(0).tree))
         return sum.total(self.ask(sum.begin(), sum_spec(like), "the work"))
@@ -390,7 +388,6 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
 
 
 def spread_of(vector: np.ndarray) -> float:
-    """Return the p-value of a vector's bytes being uniform (chi-square)."""
     return float(chisquare(np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)).pvalue)
 
 
@@ -485,7 +482,6 @@ def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None
 
 
 def cohort_of(deal: Request, session: str) -> Cohort:
-    """Return the cohort that a request names."""
     told = deal.masks[DEAL]
     asked, sites = (tuple(told[name].tolist()) for name in ("asked", "sites"))
     keys = tuple(row.numpy().tobytes() for row in told["keys"])

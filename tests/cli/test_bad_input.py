@@ -20,12 +20,10 @@ TINY = "--clients 4 --cohort 2 --rounds 1 --steps 1 --width 4 --threads 1"
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every test in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
 
 def listing() -> dict[Path, bytes]:
-    """Return all files below the current folder."""
     return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 

@@ -34,7 +34,6 @@ from halfmoon.runs.callbacks import RunInfo
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every test in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -219,7 +218,6 @@ def test_debug_shows_where_it_happened() -> None:
 
 
 def raising(error: BaseException) -> Callable[[Any], None]:
-    """Return what a fake does to fail."""
 
     def act(watch: Any) -> None:
         raise error
@@ -477,7 +475,6 @@ def test_centralized_methods_stand_apart(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def row(number: int, accuracy: float | None = None, pseudo: float | None = None) -> dict[str, Any]:
-    """Return a line of metrics.jsonl."""
     result: dict[str, Any] = {"round": number, "pseudo": None}
     if accuracy is not None:
         result["test"] = {"accuracy": accuracy}
@@ -487,7 +484,6 @@ def row(number: int, accuracy: float | None = None, pseudo: float | None = None)
 
 
 def running(title: str, rounds: int) -> RunInfo:
-    """Return a run that begins."""
     return RunInfo(Path("r"), Config(rounds=rounds), title)
 
 

@@ -51,7 +51,6 @@ def _handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Return the model of a run that nothing has stopped."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     assert main([*RUN, str(folder)]) == 0
     return (folder / "model.safetensors").read_bytes()

@@ -111,7 +111,6 @@ def configs(draw: st.DrawFn) -> Config:
 
 @st.composite
 def method_options(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw options of the main method, and tables of others."""
     own = {"hidden": st.integers(1, 999), "coarse": st.booleans(), "virtual_lr": positive, "sign": st.just("new-old")}
     fixmatch = {"threshold": shares}
     drawn: dict[str, Any] = draw(st.fixed_dictionaries({}, optional=own))

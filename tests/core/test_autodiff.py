@@ -26,7 +26,6 @@ def scene(seed: int = 0) -> tuple[tree.Tree, Tensor]:
 
 
 def loss(params: tree.Tree, x: Tensor) -> tuple[Tensor, Any]:
-    """Return a loss, and beside it what still hangs on its graph."""
     logits, moments = NETWORK.train(params, x)
     return logits.square().sum(), {"moments": [moments], "logits": logits, "none": ()}
 

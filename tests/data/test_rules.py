@@ -21,7 +21,6 @@ def mixed(count: int, classes: int, seed: int = 0) -> np.ndarray:
 
 
 def table(holder: np.ndarray, labels: np.ndarray, clients: int, classes: int) -> np.ndarray:
-    """Return the rows of each client and class, (clients, classes)."""
     held = holder >= 0
     cells = np.bincount(holder[held] * classes + labels[held], minlength=clients * classes)
     return cells.reshape(clients, classes)

@@ -17,12 +17,10 @@ CLIENT = ClientSize(50, 450)
 
 
 def client_update(name: str, **rules: str) -> ClientUpdate:
-    """Return what a client of the method does."""
     return next(iter(registry.make(name).client_updates(task(**rules)).values()))
 
 
 def holding(name: str, given_: ClientSize) -> ClientSize:
-    """Return what a client of the method trains on."""
     return ClientSize(given_.labeled + given_.unlabeled, 0) if registry.entry(name).all_labels else given_
 
 

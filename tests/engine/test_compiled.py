@@ -36,7 +36,6 @@ COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++"
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled():
-    """Let each test compile what it needs."""
     compiled._programs.cache_clear()
 
 

@@ -24,7 +24,6 @@ counted = hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 9)).filter(lambda
 
 
 def spoken(images: torch.Tensor) -> np.ndarray:
-    """Return the logits (N, classes) of the model's twin in eval mode."""
     oracle = twin(TorchSmall(1, CLASSES, task().network.width), model()).eval()
     with torch.no_grad():
         return oracle(images.double() / 127.5 - 1).numpy()

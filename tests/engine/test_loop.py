@@ -37,7 +37,6 @@ def run(path: Path, method: Method, rounds: int, **options: Any) -> tuple[Any, l
 
 
 def confusion(model: Tree) -> list[list[int]]:
-    """Return what a module in eval mode says of the test images of each class."""
     module = twin(TorchSmall(1, CLASSES, 4), model).double().eval()
     with torch.no_grad():
         said = module(TEST.images.double() / 127.5 - 1).argmax(-1)

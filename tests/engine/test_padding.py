@@ -63,7 +63,6 @@ FEDERATED = [name for name in registry.names() if not registry.entry(name).poole
 
 
 def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: Batching = REST, **shared: Any):
-    """Return two rounds of all clients, in both of which they train."""
     made = task(rounds=2, **shared)
     simulation = simulate(method, made, dataset(sizes), batching=batching, executor=executor, cohort=len(sizes))
     return play(method, simulation, begin(method, made), range(2))
@@ -83,7 +82,6 @@ def programs(monkeypatch) -> list[int]:
 
 
 def agree(loop: list[Played], many: list[Played]) -> None:
-    """Compare servers, memories, metrics and costs."""
     assert executors_agree(loop, many) < CLOSE
 
 

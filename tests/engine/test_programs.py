@@ -20,12 +20,10 @@ from halfmoon.methods.objectives import FixMatch
 
 
 def client_update(**options: object) -> ClientUpdate:
-    """Return what a client of FixMatch does."""
     return FedAvg(FixMatch(**options)).client_updates(task())["train"]  # pyright: ignore[reportArgumentType]
 
 
 def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[Extent]:
-    """Return what clients with so many (labeled, unlabeled) rows look at."""
     held = [ClientSize(*each) for each in sizes]
     return [Extent(natural(batching, of, each), each) for each in held]
 

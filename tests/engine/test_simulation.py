@@ -37,7 +37,6 @@ HIDING = pytest.mark.parametrize(
 
 
 def cohorts(simulation, rounds: int = 12) -> list[list[int]]:
-    """Return the cohorts of the first rounds."""
     made = []
     for number in range(rounds):
         simulation.open(number)
@@ -642,7 +641,6 @@ def leanings(held, cohort=3, number=0, method=None, **options):
 
 
 def shares(labels: np.ndarray) -> list[float]:
-    """Return the share of each class."""
     return [round(float((labels == k).mean()), 6) for k in range(CLASSES)]
 
 

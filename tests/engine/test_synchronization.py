@@ -26,7 +26,6 @@ class Waits(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and do what is asked."""
         name = func.overloadpacket.__name__
         if name in WAITING:
             self.seen[name] += 1

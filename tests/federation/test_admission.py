@@ -33,7 +33,6 @@ from halfmoon.sites.keys import Access, make
 
 @pytest.fixture
 def street() -> Street:
-    """Return a street on which all sites are there, each with its key."""
     made = Street({31: node("west"), 7: node("north"), 99: node("south")})
     made.keys = {31: NodeIdentity("west", "1"), 7: NodeIdentity("north", "1"), 99: NodeIdentity("south", "1")}
     return made
@@ -41,7 +40,6 @@ def street() -> Street:
 
 @pytest.fixture
 def manager(street: Street) -> ClientManager:
-    """Return the roster of the street, whose sites have joined."""
     made = street.manager()
     made.gather(3, 60.0)
     return made

@@ -50,7 +50,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fed(tmp_path: Path, exported: Path) -> Iterator[Besieged]:
-    """Give a federation whose last site sends a pickle and replays an answer."""
     evil = " ".join(attack.evil for attack in SWIFT.values() if attack.evil)
     made = Besieged(tmp_path, exported, evil, ROUNDS, NAMES)
     try:

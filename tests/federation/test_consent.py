@@ -29,7 +29,6 @@ OTHER = made(rounds=ROUNDS + 1)
 
 @pytest.fixture(scope="module")
 def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a site."""
     return folder(tmp_path_factory.mktemp("clinic") / "ward-7-b41", {0: "sound", 3: "ill", 5: "sound"})
 
 

@@ -245,7 +245,6 @@ def text(told: bytes) -> str:
 
 
 def heads(told: bytes) -> set[str]:
-    """Return the names of a message's own fields."""
     return set(json.loads(json.loads(text(told))["__metadata__"]["halfmoon"])) - {"message"}
 
 
@@ -351,7 +350,6 @@ LEAKS: dict[str, Callable[[SiteClient, bytes], bytes]] = {
 
 
 def renamed(data: bytes, client_update: str) -> bytes:
-    """Return a reply that says it did another work."""
     try:
         return write(replace(read(data, Reply), client_update=client_update))
     except UserError:

@@ -15,7 +15,6 @@ VERSION = metadata.version("flwr")
 
 
 def known(thing: Any) -> set[str]:
-    """Return the attributes, parameters and fields of something of Flower's."""
     fields = {field.name for field in thing.DESCRIPTOR.fields} if hasattr(thing, "DESCRIPTOR") else set()
     try:
         return {*dir(thing), *fields, *inspect.signature(thing).parameters}

@@ -105,7 +105,6 @@ def test_the_app_that_flower_is_given_has_no_code_and_names_no_folder(tmp_path: 
 
 
 def member(folder: Path, **given: object) -> Joining:
-    """Return a site that joins the loopback."""
     facts: dict = {"server": Address("127.0.0.1", 9092), "name": "site-00", "folder": folder, "home": folder / "home"}
     return Joining(**{**facts, "images": 3, "labeled": 2, **given})
 
@@ -530,7 +529,6 @@ class Stage:
         return process
 
     def serve(self, name: str) -> subprocess.Popen[bytes]:
-        """Serve with TLS."""
         return self.start(SERVE, name, self.folder / "f.toml", self.run, self.port, *self.files.values())
 
     @contextmanager
@@ -568,7 +566,6 @@ class Stage:
             link.wait()
 
     def said(self, name: str) -> str:
-        """Return what a program has printed."""
         return (self.folder / name).read_text()
 
     def family(self, part: str = "") -> list[str]:

@@ -75,7 +75,6 @@ def single(name: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
 
 
 def leaf(begin: int = 0, end: int = 4, shape: Any = (1,), dtype: str = "F32") -> dict[str, Any]:
-    """Return how a header describes a tensor."""
     return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
 
 
@@ -97,7 +96,6 @@ def bytes_of(text: str, body: bytes = b"") -> bytes:
 
 
 def nested(depth: int) -> tuple[dict[str, Any], Any]:
-    """Return a tensor inside of so many names, and the shape of its tree."""
     path = "/".join(["down", *"a" * (depth - 1)])
     shape: Any = None
     for name in reversed(path.split("/")):
@@ -116,7 +114,6 @@ def many(count: int) -> bytes:
 
 
 def padded(length: int) -> bytes:
-    """Return a message whose header has so many bytes."""
     data = crafted({}, {}, b"")[8:]
     return length.to_bytes(8, "little") + data + b" " * (length - len(data))
 

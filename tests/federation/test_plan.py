@@ -124,7 +124,6 @@ MISTAKES = [
 
 
 def pooled() -> str:
-    """Return a method that cannot be played between sites."""
     return next(name for name in registry.names() if registry.entry(name).pooled)
 
 

@@ -143,7 +143,6 @@ def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
 
 @cache
 def cohorts(cohort: int) -> list[list[int]]:
-    """Return the cohorts of the simulation."""
     method, shared, simulation = scene("fedavg", "both", cohort=cohort)
     return [played.report.cohort for played in play(method, simulation, begin(method, shared), range(ROUNDS))]
 
@@ -234,7 +233,6 @@ SHELVES = [("fedmatch", None), ("semifed", None), ("semifl", "server"), ("fedmat
 
 
 def everything(scenery: Stage) -> Tree:
-    """Return all that the server remembers beside its tree."""
     keys = scenery.remote.store.keys()
     return {key: scenery.remote.store.get(key) or {} for key in keys if key != "visits"}
 
@@ -319,7 +317,6 @@ def test_a_method_goes_on_without_a_site_that_it_loses_on_the_way(stage: Make, n
 
 
 def leaves(branch: Tree) -> list[torch.Tensor]:
-    """Return the leaves that hold numbers with a point."""
     found: list[torch.Tensor] = []
     for value in branch.values():
         found += leaves(value) if isinstance(value, dict) else [value] if value.is_floating_point() else []

@@ -94,7 +94,6 @@ def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
 
 
 def far(one: Path, two: Path) -> float:
-    """Return the largest difference between two runs' models."""
     a, b = (load_file(run / "model.safetensors") for run in (one, two))
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)

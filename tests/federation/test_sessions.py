@@ -11,13 +11,11 @@ from halfmoon.federation.site.runtime import check_version
 
 @pytest.fixture
 def street() -> Street:
-    """Return a street on which all sites are there, under numbers that say nothing."""
     return Street({31: node("west"), 7: node("north"), 99: node("south")})
 
 
 @pytest.fixture
 def manager(street: Street) -> ClientManager:
-    """Return the roster of the street, whose sites have joined."""
     made = street.manager()
     made.gather(3, 60.0)
     return made

@@ -79,7 +79,6 @@ def folder(path: Path, labels: Mapping[int, str], count: int = 8, classes: str =
 
 
 def offer(about: Terms = TERMS, version: str = "") -> bytes:
-    """Return what a server asks a site to join."""
     return write(Offer(version or SiteClient.at(Path(), "").version, about.text))
 
 
@@ -131,7 +130,6 @@ def script(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[b
 
 @pytest.fixture
 def member(ward: Path, tmp_path: Path) -> SiteClient:
-    """Return a member that has nothing at home yet."""
     return SiteClient.at(ward, "north", tmp_path / "home")
 
 
@@ -149,12 +147,10 @@ def discreet(data: bytes) -> None:
 
 
 def logged(member: SiteClient) -> str:
-    """Return what the site wrote down."""
     return (member.home / "join.log").read_text()
 
 
 def memories(member: SiteClient, about: Terms = TERMS) -> list[Path]:
-    """Return the files in which the site remembers, the oldest first."""
     return sorted((member.home / "federations" / about.hash[:16]).glob(f"{RUN}/memory-*"))
 
 
@@ -374,7 +370,6 @@ def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, scrip
 
 
 def at(folder: Path, *visit: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> Memory:
-    """Return the memory in a visit."""
     round, attempt, query = visit
     return Memory(folder, (round, attempt, query), latest, torch.device("cpu"), warn)
 
@@ -525,7 +520,6 @@ def test_a_site_tests_a_model_on_images_that_it_never_trains_on(ward, tmp_path, 
 
 @pytest.fixture(scope="module")
 def steady(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> SiteClient:
-    """Return a member that has joined, for many messages."""
     member = SiteClient.at(ward, "north", tmp_path_factory.mktemp("steady"))
     member.answer(offer())
     return member

@@ -38,14 +38,12 @@ def given(network: Network = OURS, seed: int = 7) -> Tree:
 
 
 def saved(path: Path, tensors: Tree, classes: tuple[str, ...] | None = None) -> str:
-    """Write a file of weights, and return its path."""
     said = {} if classes is None else {"classes": json.dumps(classes)}
     save_file({name: leaf.contiguous() for name, leaf in tree.flatten(tensors).items()}, path, said)
     return str(path)
 
 
 def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree | None = None) -> FineTuned:
-    """Return the network from a file of this model, with layers frozen."""
     path = saved(tmp_path / "w.safetensors", given() if model is None else model)
     return finetuned(network, read(path), patterns, NAMES[: network.classes])
 

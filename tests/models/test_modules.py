@@ -34,7 +34,6 @@ def as_theirs(model: Tree) -> Tree:
 
 
 def played(which, name: str, executor: str, model: Tree, separate: bool = False) -> Played:
-    """Return what two rounds of a method leave, from this model."""
     rules = {"statistics": "separate", "labeling": "running"} if separate else {}
     shared = task(which, rounds=3, **rules)
     method = registry.make(name)

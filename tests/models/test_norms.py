@@ -26,7 +26,6 @@ EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=str)
 
 
 def scene(network, side, seed=0, rows=5):
-    """Return a model that is nowhere fresh, images and labels, in double precision."""
     g = rng.generator(seed, "norms")
     model = tree.to(network.init(g), dtype=torch.float64)
     model = tree.map(lambda leaf: leaf + 0.2 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), model)
@@ -158,7 +157,6 @@ def leading(params):
 
 
 def masked(part, whole):
-    """Return the leading part in the shapes of the whole, with zeros elsewhere."""
 
     def pad(small, like):
         return F.pad(small, [k for a, b in zip(small.shape[::-1], like.shape[::-1], strict=True) for k in (0, b - a)])

@@ -25,7 +25,6 @@ NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
 
 
 def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
-    """Return a model that has looked at all images."""
     guesses = Guesses(probabilities, np.zeros((len(probabilities), 1)))
     return SimpleNamespace(result=guesses, classes=classes, done=5, of=5, error="")
 
@@ -44,7 +43,6 @@ def review(path: Path, **options: Any) -> Review:
 
 
 def asked(**said: Any) -> Any:
-    """Return a request with this body."""
     return SimpleNamespace(state=SimpleNamespace(body=json.dumps(said).encode()), query_params={})
 
 

@@ -67,7 +67,6 @@ class Reader(HTMLParser):
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """Return what the page's script is given."""
     (words,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert not set("<>&") & set(words)  # nothing in it can end or open anything
     return json.loads(words)
@@ -344,7 +343,6 @@ def test_latex_escapes() -> None:
 
 
 def cells(line: str) -> int:
-    """Return the columns that a line of a tabular fills."""
     spans = [int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
     return len(re.findall(r"(?<!\\)&", line)) + 1 + sum(spans)
 

@@ -12,7 +12,6 @@ TITLES = {"fedavg": "FedAvg (labeled only)", "fedavg-fixmatch": "FedAvg + FixMat
 def run(
     method: str, last: float, used: float | None = None, rule: str = "labeled-steps", seed: int = 0
 ) -> dict[str, Any]:
-    """Return what of a summary counts here."""
     said = {} if used is None else {"most_used": used}
     budget = {"rule": rule, "reference": "FedAvg-SL"}
     names = {"method": method, "title": TITLES[method], "seed": seed}

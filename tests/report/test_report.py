@@ -59,7 +59,6 @@ def picture(path: Path) -> np.ndarray:
 
 
 def holds(pixels: np.ndarray, color: str) -> int:
-    """Return the number of pixels of exactly one color."""
     wanted = [int(color[n : n + 2], 16) for n in (1, 3, 5)]
     return int((pixels == wanted).all(-1).sum())
 

@@ -24,7 +24,6 @@ HEAD = 10 * 32 + 10
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the model file of a run that trains everything."""
     folder = tmp_path_factory.mktemp("first") / "run"
     halfmoon.run(replace(SMALL, run_dir=folder))
     return folder / "model.safetensors"

@@ -120,7 +120,6 @@ class Shell:
         return Done(code, said.read_text())
 
     def close(self) -> None:
-        """End the process that waits."""
         assert self.parent.stdout is not None
         self.parent.stdin.close()
         self.parent.wait()
@@ -161,14 +160,12 @@ def results(root: Path) -> dict[str, Any]:
 
 
 def assert_same(root: Path, other: Path) -> None:
-    """Compare two folders, naming what differs."""
     one, two = results(root), results(other)
     assert sorted(one) == sorted(two)
     assert [name for name in one if one[name] != two[name]] == []
 
 
 def after(seconds: float, number: int = signal.SIGKILL) -> Callable[[int], None]:
-    """Return what sends a signal some time after the start."""
 
     def send(pid: int) -> None:
         time.sleep(seconds)
@@ -190,7 +187,6 @@ def once(found: Callable[[], bool], number: int) -> Callable[[int], None]:
 
 
 def played(root: Path) -> int:
-    """Return how many rounds of all methods are in checkpoints."""
     newest: dict[Path, int] = {}
     for path in root.rglob("checkpoint-*.json"):
         newest[path.parent] = max(newest.get(path.parent, 0), int(path.stem.split("-")[1]))

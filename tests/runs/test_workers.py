@@ -30,7 +30,6 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Workers]:
-    """Give two processes."""
     made = Workers(2)
     yield made
     made.close()

@@ -36,7 +36,6 @@ def drawn(count: int, classes: int = 4, seed: int = 0) -> tuple[np.ndarray, np.n
 
 
 def temperature(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the temperature of arrays."""
     return of_tensors(torch.from_numpy(logits), torch.from_numpy(labels))
 
 
@@ -63,7 +62,6 @@ def test_temperature_recovers_a_known_scaling(scale):
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
-    """Return probabilities."""
     return np.exp(z) / np.exp(z).sum(1, keepdims=True)
 
 

@@ -39,7 +39,6 @@ needs = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder of keys with two sites."""
     init(tmp_path / "fed", ["north", "south"], ["federation.example", "192.0.2.7"])
     return tmp_path / "fed"
 
@@ -50,7 +49,6 @@ def said(*words: str) -> str:
 
 
 def foreign(path: Path, kind: str = "ecdsa", bits: str = "384") -> Path:
-    """Return the public key of a pair that ssh-keygen has made."""
     said("ssh-keygen", "-q", "-t", kind, "-b", bits, "-N", "", "-C", "somebody@else", "-f", str(path))
     return path.with_suffix(".pub")
 

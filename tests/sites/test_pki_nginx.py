@@ -28,7 +28,6 @@ PIECE = 5 * 2**20
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -104,7 +103,6 @@ class Door:
             link.close()
 
     def log(self, name: str = "access.log") -> str:
-        """Return what nginx has written."""
         return (self.keys / "nginx" / name).read_text()
 
 

@@ -36,7 +36,6 @@ def picture(path: Path, size: tuple[int, ...] = (6, 5), value: np.ndarray | None
 
 
 def site(folder: Path, labels: str = "", classes: str | None = None, names: tuple[str, ...] = ("a", "b", "c")) -> Path:
-    """Make a folder of gray PNGs with a labels.csv of these lines."""
     for name in names:
         picture(folder / f"{name}.png")
     (folder / "labels.csv").write_text(f"path,label\n{labels}", encoding="utf-8")
@@ -46,12 +45,10 @@ def site(folder: Path, labels: str = "", classes: str | None = None, names: tupl
 
 
 def kinds(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Return what check finds, by kind."""
     return {each.kind: each.names for each in check(folder).findings}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -26,7 +26,6 @@ def folder(place: Path, labels: dict[str, str], name: str = "labels.csv", separa
 
 
 def kinds(place: Path, **options) -> dict[str, tuple]:
-    """Return the names of each finding."""
     return {each.kind: each.names for each in check(place, **options).findings}
 
 

@@ -30,7 +30,6 @@ def outcome(folder: Path) -> list[bytes]:
 
 
 def calls(folder: Path) -> int:
-    """Return how many calls a run makes."""
     with failing(Disk(folder)) as disk:
         outcome(folder)
     return disk.count
@@ -55,7 +54,6 @@ def played(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> st
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], int]:
-    """Return what a run makes whose disk is sound, and how many calls it takes."""
     folder = tmp_path_factory.mktemp("straight")
     return outcome(folder / "run"), calls(folder / "again")
 

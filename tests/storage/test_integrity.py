@@ -32,7 +32,6 @@ class Stop(KeyboardInterrupt):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     runner.cell(Config(**SMALL, rounds=ROUNDS), folder)
     return folder
@@ -70,7 +69,6 @@ def test_a_seal_finds_every_changed_bit():
 
 
 def copy(folder: Path, to: Path) -> Path:
-    """Return a copy of a run's folder."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(folder, to)
     return to
@@ -164,7 +162,6 @@ WANTED: list[Any] = []
 
 
 def names(folder: Path) -> list[str]:
-    """Return the files of a folder, relative to it."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 

@@ -502,7 +502,6 @@ def play_clients(folder: RunFolder, store: Store, rounds: range) -> None:
 
 
 def assert_kept(store: Store, round: int) -> None:
-    """Compare a store with what there was after a round."""
     wanted = kept_at(round) if round >= 0 else {}
     assert store.keys() == sorted(wanted)
     for key, value in wanted.items():
@@ -528,7 +527,6 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 def straight_clients(path: Path, rounds: int) -> dict[str, bytes]:
-    """Return the files of a run that nothing disturbed."""
     with RunFolder.create(path, "", ONE) as folder:
         play_clients(folder, Store(), range(rounds))
     return files_of(path)

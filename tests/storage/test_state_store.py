@@ -49,12 +49,10 @@ def ten(number: float) -> Tree:
 
 
 def named(store: Store, suffix: str) -> list[str]:
-    """Return the store's files of a kind."""
     return sorted(path.name for path in store.disk.folder.glob(f"*{suffix}"))
 
 
 def reread(store: Store, mark: Commit, version: int = 0, cap: int = 0) -> Store:
-    """Return what a new process finds at a commit."""
     assert store.disk.folder is not None
     again = Store(store.disk.folder, cap)
     again.restore(sweep(verify(store.disk.folder, mark), version))

@@ -51,7 +51,6 @@ set = { rounds = 100 }
 
 @pytest.fixture
 def toy(tmp_path: Path) -> str:
-    """Return a small recipe's file."""
     (tmp_path / "toy.toml").write_text(RECIPE)
     return str(tmp_path / "toy.toml")
 

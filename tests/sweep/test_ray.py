@@ -106,7 +106,6 @@ def mine(tmp_path: Path) -> Path:
 
 
 def played(path: Path, out: Path, engine: Any) -> tuple[SweepFolder, list[Step]]:
-    """Play the recipe of a file, and return its folder and what was told."""
     found = recipe.load(str(path))
     folder, steps = SweepFolder(out, found, None), list[Step]()
     assert sweep(folder, grid.cells(found, {}), engine, steps.append) == []
@@ -114,7 +113,6 @@ def played(path: Path, out: Path, engine: Any) -> tuple[SweepFolder, list[Step]]
 
 
 def runs(folder: SweepFolder) -> dict[str, Path]:
-    """Return the run folders of a sweep by identity."""
     return {run["identity"]: folder.run(run["identity"]) for cell in folder.read()["cells"] for run in cell["runs"]}
 
 
@@ -133,7 +131,6 @@ def kill_the_doomed(notes: Path, killed: list[tuple[int, Path, int]]) -> None:
 
 
 def node(alive: bool = True, **resources: float) -> dict[str, Any]:
-    """Return what Ray says of a machine."""
     return {"Alive": alive, "Resources": resources}
 
 

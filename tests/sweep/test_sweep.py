@@ -105,13 +105,11 @@ def played(
 
 
 def state(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Return time of change and bytes of every file below a folder."""
     files = [path for path in sorted(root.rglob("*")) if path.is_file()]
     return {path.relative_to(root).as_posix(): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def metrics(out: Path) -> dict[str, bytes]:
-    """Return the metrics of every run of a sweep by its folder's name."""
     return {path.parent.name: path.read_bytes() for path in sorted(out.glob("cells/*/metrics.jsonl"))}
 
 
