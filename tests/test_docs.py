@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shlex
-import sys
 import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,17 +88,6 @@ def test_a_stale_table_is_seen() -> None:
     assert all(f"[`{name}`](methods/" in generate.renew(table) for name in registry.names())
 
 
-def test_passes_are_written_as_sums() -> None:
-    """3 labeled and 1 unlabeled image a pair: 3B + b; nothing of a kind leaves no term."""
-    assert generate._terms(3, 1, "Bb") == "3B + b"
-    assert generate._terms(1, 0, "LU") == "L"
-
-
-def test_models_are_counted_with_two_digits() -> None:
-    shown = {0: "0", 0.00294: "0.0029 P", 0.129: "0.13 P", 0.9997: "1.0 P", 2.04: "2.0 P", 9.97: "10 P", 12.3: "12 P"}
-    assert [generate._units(value) for value in shown] == list(shown.values())
-
-
 def test_a_round_of_fedavg_is_one_model_each_way() -> None:
     """Both ways the model travels, up with a weight of 8 bytes; clients keep nothing, the server keeps the model.
     FedLoKe's clients keep a second model; FedProx's objective alone differs, so it sends what FedAvg sends."""
@@ -108,25 +96,6 @@ def test_a_round_of_fedavg_is_one_model_each_way() -> None:
     assert 0 < plain.up - 1 < 1e-3
     assert generate.measured("fedprox-fixmatch") == plain
     assert generate.measured("fedloke").client == 1.0
-
-
-def test_what_travels_is_taken_from_the_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Method:
-        """Nothing but a class in a file whose docstring the test writes."""
-
-    def told(words: str) -> None:
-        monkeypatch.setattr("sys.modules", {**sys.modules, Method.__module__: SimpleNamespace(__doc__=words)})
-
-    told("A method.\n\nserver: a\nb.  down: up to\n2.  memory: none.\nup: c.\n\nDepartures: many < all.\n\n- d")
-    assert generate._moves(Method) == "- **server**: a b.\n- **down**: up to 2.\n- **memory**: none.\n- **up**: c."
-    assert generate._readings(Method) == "Departures: many &lt; all.\n\n- d"
-    told("A method.\n\nserver: a.  up: b.  down: c.  memory: d.")
-    with pytest.raises(ValueError, match="in this order"):
-        generate._moves(Method)
-    assert generate._readings(Method) == ""
-    told("A method.")
-    with pytest.raises(ValueError, match='no paragraph that begins with "server:"'):
-        generate._moves(Method)
 
 
 def test_every_method_says_where_it_departs() -> None:

@@ -44,7 +44,6 @@ def test_valid_inputs_work(target: Target) -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_drawn_inputs_work_or_are_refused(target: Target) -> None:
-
     @settings(
         max_examples=CASES,
         derandomize=True,

@@ -95,9 +95,8 @@ def test_trimmed_leaves_out_a_share_at_both_ends():
 
 
 def test_krum_chooses_the_update_nearest_to_its_neighbors():
-    """Five on a line at 0, 1, 3, 4 and 100, one hostile: each has 5 - 1 - 2 = 2 neighbors.
-    Squared distances to the nearest two: 1 + 9, 1 + 4, 1 + 4, 1 + 9, 96^2 + 97^2. Of the equal ones the first is taken.
-    """
+    """Five on a line at 0, 1, 3, 4 and 100, one hostile: each has 5 - 1 - 2 = 2 neighbors. Squared distances to the
+    nearest two: 1 + 9, 1 + 4, 1 + 4, 1 + 9, 96^2 + 97^2. Of the equal ones the first is taken."""
     new, row = ruled("krum", [[0], [1], [3], [4], [100]])
     assert new == [[1]] * 5
     assert row == {"chosen": 10, "expected": 1}

@@ -218,7 +218,6 @@ def test_debug_shows_where_it_happened() -> None:
 
 
 def raising(error: BaseException) -> Callable[[Any], None]:
-
     def act(watch: Any) -> None:
         raise error
 

@@ -100,10 +100,9 @@ def test_any_mixture_of_operations_equals_pillow(
 
 
 def test_equalize_by_hand() -> None:
-    """A 16x16 image with 64 pixels each of 10, 20, 30, 40.
-    Of 256 pixels 64 have the brightest value: step = (256 - 64) // 255 = 0, so Pillow leaves the image. With 32x32
-    and 256 pixels each, step = 768 // 255 = 3: 10 becomes (1 + 0) // 3 = 0, 20 becomes 257 // 3 = 85, 30 becomes
-    513 // 3 = 171 and 40 becomes 769 // 3 = 256, cut to 255."""
+    """A 16x16 image with 64 pixels each of 10, 20, 30, 40. Of 256 pixels 64 have the brightest value: step = (256 - 64)
+    // 255 = 0, so Pillow leaves the image. With 32x32 and 256 pixels each, step = 768 // 255 = 3: 10 becomes (1 + 0) //
+    3 = 0, 20 becomes 257 // 3 = 85, 30 becomes 513 // 3 = 171 and 40 becomes 769 // 3 = 256, cut to 255."""
     values = torch.tensor([10, 20, 30, 40], dtype=torch.uint8)
     small, large = (values.repeat_interleave(side * side // 4).view(1, 1, side, side) for side in (16, 32))
     one = torch.ones((1, 1), dtype=torch.long)

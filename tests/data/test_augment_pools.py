@@ -138,9 +138,8 @@ def near(values: torch.Tensor, probability: float) -> bool:
 
 
 def test_semifl_draws_have_the_distributions_of_the_recipe() -> None:
-    """A slot is one of 15 with probability 1/30 each, 2/30 for Solarize with Invert, and skipped otherwise.
-    A box's corner is max(0, u - 20) for a centre u in [0, 32), cut to whole pixels: 0 for u < 21, then 1 to 11 alike.
-    """
+    """A slot is one of 15 with probability 1/30 each, 2/30 for Solarize with Invert, and skipped otherwise. A box's
+    corner is max(0, u - 20) for a centre u in [0, 32), cut to whole pixels: 0 for u < 21, then 1 to 11 alike."""
     drawn = StrongSemiFL().draw(30_000, (3, 32, 32), seeded(1))
     assert set(drawn) == {"flip", "top", "left", "operation", "negative", "corner"}
     for kind in range(len(NAMES)):

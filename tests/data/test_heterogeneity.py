@@ -35,10 +35,9 @@ def test_a_mix_of_nothing_is_not_a_number() -> None:
 
 
 def test_distances_by_hand() -> None:
-    """p = (1/2, 1/2, 0), q = (0, 1/2, 1/2): TV = (1/2 + 0 + 1/2) / 2 = 1/2. The middle is (1/4, 1/2, 1/4) with
-    2/4 + 1/2 + 2/4 = 3/2 bits, p and q have 1 bit each: JS = 3/2 - 1 = 1/2 bit.
-    p = (1, 0), q = (1/2, 1/2): TV = 1/2; the middle (3/4, 1/4) has 2 - (3/4) log2(3) = 0.811278 bits, p none,
-    q one: JS = 0.811278 - 0.5 = 0.311278."""
+    """p = (1/2, 1/2, 0), q = (0, 1/2, 1/2): TV = (1/2 + 0 + 1/2) / 2 = 1/2. The middle is (1/4, 1/2, 1/4) with 2/4 +
+    1/2 + 2/4 = 3/2 bits, p and q have 1 bit each: JS = 3/2 - 1 = 1/2 bit. p = (1, 0), q = (1/2, 1/2): TV = 1/2; the
+    middle (3/4, 1/4) has 2 - (3/4) log2(3) = 0.811278 bits, p none, q one: JS = 0.811278 - 0.5 = 0.311278."""
     p, q = np.array([0.5, 0.5, 0]), np.array([0, 0.5, 0.5])
     assert total_variation(p, q) == pytest.approx(0.5)
     assert jensen_shannon(p, q) == pytest.approx(0.5)

@@ -163,9 +163,8 @@ def test_an_all_labels_reference_counts_all_its_rows():
 
 
 def test_largest_is_the_method_that_takes_most_by_its_own_rule():
-    """Batches of 10 + 10 on 20 labeled and 95 unlabeled rows: labels alone 2 steps, FixMatch 10, all labels 12.
-    In images, FixMatch sends B + 2b through the classifier forward and backward: 10 * 90 = 900 against 12 * 30 = 360.
-    """
+    """Batches of 10 + 10 on 20 labeled and 95 unlabeled rows: labels alone 2 steps, FixMatch 10, all labels 12. In
+    images, FixMatch sends B + 2b through the classifier forward and backward: 10 * 90 = 900 against 12 * 30 = 360."""
     names = ("fedavg", "fedavg-sl", "fedavg-fixmatch")
     client_updates = {name: (client_update(name), registry.entry(name).all_labels) for name in names}
     sizes = [ClientSize(20, 95), ClientSize(20, 95)]

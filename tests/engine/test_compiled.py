@@ -149,7 +149,6 @@ def test_what_cannot_be_traced_trains_as_it_is_written(at: str, graphs: list[Gra
 
 
 def test_what_a_step_raises_is_raised(graphs: list[GraphModule]):
-
     @dataclass(frozen=True, kw_only=True)
     class Wrong(Supervised):
         def __call__(self, *rest: Any, **more: Any):
@@ -176,7 +175,6 @@ def test_options_that_cannot_be_hashed(graphs: list[GraphModule]):
 
 
 def test_without_a_compiler_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-
     def none(*_: Any) -> None:
         raise RuntimeError("No working C++ compiler found")
 

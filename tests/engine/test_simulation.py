@@ -178,11 +178,10 @@ def test_a_client_that_may_draw_nothing_takes_no_step(executor):
 
 @BOTH
 def test_costs_equal_a_hand_count(executor):
-    """One round of all four clients, FixMatch in batches of 4 + 4, joint statistics.
-    Steps: ceil(11/4) + ceil(6/4) + ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images.
-    A step passes 4 + 2 * 4 = 12 images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36,
-    that is 996 parameters, and 2 * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8.
-    """
+    """One round of all four clients, FixMatch in batches of 4 + 4, joint statistics. Steps: ceil(11/4) + ceil(6/4) +
+    ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images. A step passes 4 + 2 * 4 = 12
+    images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36, that is 996 parameters, and 2
+    * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8."""
     method, shared = FedAvg(FixMatch()), task()
     (played,) = play(method, simulate(method, shared, cohort=4, executor=executor), begin(method, shared), range(1))
     assert played.report.cost == {

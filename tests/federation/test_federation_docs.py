@@ -118,10 +118,11 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
 def adapted(port: int) -> tuple[list[str], str]:
     """Return the page's commands with another port, and the first lines of federation.toml with less to train on.
 
-    Two rounds of three steps make a model as well that is the simulator's or is not.
+    Two rounds of three steps at two sites make a model as well that is the simulator's or is not.
     """
     text = chapter(RUN).split("### With chest X-rays")[0]
-    lines = [line.replace("9092", str(port)) for line in commands(text)]
+    lines = [line.replace("9092", str(port)).replace("--sites 3", "--sites 2") for line in commands(text)]
+    lines = [line for line in lines if "site-02" not in line]
     assert "rounds = 10\n" in blocks(text, "text")
     return lines, "rounds = 2\nsteps = 3\n"
 

@@ -139,9 +139,8 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
 @pytest.mark.parametrize("after", [False, True], ids=["before-sites-know", "after-sites-have-done-it"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_server_that_is_stopped_goes_on(method, after, straight, stopped):
-    """Stopped in rounds 1, 2, 4 and 5, in their first or last trips, where every second round has a checkpoint.
-    So it goes on from the beginning twice, from round 2 and from round 4; sites have done some of these rounds already.
-    """
+    """Stopped in rounds 1, 2, 4 and 5, in their first or last trips, where every second round has a checkpoint. So it
+    goes on from the beginning twice, from round 2 and from round 4; sites have done some of these rounds already."""
     there, name = straight(method), f"{method}-{after}"
     if after:
         stopped(method, name)

@@ -95,7 +95,6 @@ def test_errors_of_flower_are_said_in_words():
 
 
 def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-
     def full(self: EventLog, words: str) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -404,11 +404,6 @@ def test_the_end_of_a_log_is_followed_by_whole_lines(tmp_path: Path):
     assert tail.lines() == ["new"]
 
 
-def test_the_last_word_of_a_log():
-    assert _last(["a", "\x1b[92mINFO \x1b[0m: b", "", "----"]) == "INFO : b"
-    assert _last(["", "--"]) == ""
-
-
 APPS = """
 import json, time
 from pathlib import Path

@@ -186,10 +186,12 @@ def test_initialization_draws_what_kaiming_uniform_draws():
 
 def test_initialization_follows_the_generator():
     """One seed gives the same bits, another one other weights in every drawn leaf; layers of one shape differ."""
-    one, two, other = (tree.flatten(ResNet9(1, 4, 4).init(rng.generator(seed, "x"))["params"]) for seed in (0, 0, 1))
-    drawn = [path for path in one if "/norm/" not in path]
-    assert all(torch.equal(one[path], two[path]) for path in one)
-    assert not any(torch.equal(one[path], other[path]) for path in drawn)
+    for network in (WideResNet(1, 4, 1, depth=10), ResNet9(1, 4, 4)):
+        one, two, other = (tree.flatten(network.init(rng.generator(seed, "x"))["params"]) for seed in (0, 0, 1))
+        drawn = [path for path in one if "/norm/" not in path and path != "head/bias"]
+        assert all(torch.equal(one[path], two[path]) for path in one)
+        assert len(drawn) > 8
+        assert not any(torch.equal(one[path], other[path]) for path in drawn)
     assert not torch.equal(one["res1a/conv/weight"], one["res1b/conv/weight"])
 
 

@@ -157,7 +157,6 @@ def leading(params):
 
 
 def masked(part, whole):
-
     def pad(small, like):
         return F.pad(small, [k for a, b in zip(small.shape[::-1], like.shape[::-1], strict=True) for k in (0, b - a)])
 

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from page_scenes import METHODS, accuracy_of, entry, note_sums, split_of, sweep, write_run, write_sweep
-from scipy.stats import kendalltau
 
 from halfmoon.cli.commands import report
 from halfmoon.cli.commands.base import Parser
@@ -99,16 +96,6 @@ def test_kendall_by_hand() -> None:
     assert kendall([1], [1]) is None
     assert kendall([], []) is None
     assert kendall([1, 2], [5, 5]) is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=9))
-def test_kendall_is_scipys(pairs: list[tuple[int, int]]) -> None:
-    left, right = zip(*pairs, strict=True)
-    theirs = kendalltau(left, right)[0]
-    mine = kendall(left, right)
-    assert (mine is None) == math.isnan(theirs)
-    if mine is not None:
-        assert mine == pytest.approx(theirs)
 
 
 def test_equal_steps_by_hand() -> None:

@@ -3,8 +3,6 @@
 import csv
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +113,6 @@ def test_find_takes_a_run_and_those_beside_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no run"):
         find(tmp_path / "empty")
-
-
-def test_the_reports_need_no_torch() -> None:
-    script = (
-        "import sys, halfmoon.report.run_reader, halfmoon.report.tables, halfmoon.report.curves, "
-        "halfmoon.report.bubbles; print(sorted({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
 
 
 def test_a_table_of_three_seeds_and_of_one() -> None:

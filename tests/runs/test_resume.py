@@ -166,7 +166,6 @@ def assert_same(root: Path, other: Path) -> None:
 
 
 def after(seconds: float, number: int = signal.SIGKILL) -> Callable[[int], None]:
-
     def send(pid: int) -> None:
         time.sleep(seconds)
         os.kill(pid, number)

@@ -152,7 +152,7 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
 
 def soon(condition: Callable[[], bool]) -> None:
     """Wait until something is so; fail where it does not become so."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -339,8 +339,9 @@ def test_the_superlink_behind_the_door_is_checked_too(door: Door) -> None:
 
 
 @pytest.mark.parametrize("door", ["me"], indirect=True)
-def test_a_new_certificate_is_taken_by_areload(door: Door) -> None:
-    """As rotate says: the sites' ca.crt stays, and the fingerprint that they see is the new one's."""
+def test_a_new_certificate_is_taken_by_a_reload(door: Door) -> None:
+    """As rotate says: the sites' ca.crt stays, and the fingerprint that they see is the new one's.
+    A worker of before may still answer beside the new ones, until it has ended."""
 
     def shown() -> bytes | None:
         context = ssl.create_default_context(cafile=door.keys / "ca.crt")
@@ -349,9 +350,9 @@ def test_a_new_certificate_is_taken_by_areload(door: Door) -> None:
 
     before = shown()
     renew(door.keys)
-    reload(door, lambda: shown() != before)
     expected = ssl.PEM_cert_to_DER_cert((door.keys / "server" / "server.crt").read_text())
-    assert shown() == expected
+    assert before != expected
+    reload(door, lambda: all(shown() == expected for _ in range(5)))
 
 
 def test_connections_that_say_nothing_keep_nobody_out(door: Door):
