@@ -326,62 +326,6 @@ def test_versions_go_up(tmp_path: Path) -> None:
             each.commit(3)
 
 
-def test_everything_is_flushed_before_the_manifest_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is flushed, then renamed; then the manifest is written and flushed; then the names, by the folder."""
-    calls: list[str] = []
-    opened: dict[int, str] = {}
-    real_open, real_replace = os.open, os.replace
-
-    def watched(path: Path, *rest: int) -> int:
-        handle = real_open(path, *rest)
-        opened[handle] = Path(path).name
-        return handle
-
-    def replaced(old: Path, new: Path) -> None:
-        calls.append(f"rename {Path(new).name}")
-        real_replace(old, new)
-
-    store = Store(tmp_path / "clients", 50)
-    store.put("a", ten(1))
-    store.put("b", ten(2))
-    monkeypatch.setattr(os, "open", watched)
-    monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(os, "fsync", lambda handle: calls.append(f"flush {opened[handle]}"))
-    store.commit(0)
-    assert calls == [
-        "flush a.1.spill",
-        "rename a-000000.safetensors",
-        "flush .b-000000.safetensors.partial",
-        "rename b-000000.safetensors",
-        "flush manifest.second",
-        "flush manifest.jsonl",
-        "flush clients",
-    ]
-
-
-@pytest.mark.parametrize("clients", [10, 200])
-def test_a_commit_costs_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
-    """Five of 10 or of 200 clients with 4 kB each: 5 files of 4 kB and the five lines, below 5 x 4.5 kB."""
-    store = Store(tmp_path / "clients")
-    for client in range(clients):
-        store.put(str(client), {"w": torch.full((1000,), float(client))})
-    store.commit(0)
-    written = 0
-    real = os.write
-
-    def count(handle: int, data: bytes) -> int:
-        nonlocal written
-        written += len(data)
-        return real(handle, data)
-
-    monkeypatch.setattr(os, "write", count)
-    for client in range(5):
-        store.put(str(client), {"w": torch.full((1000,), 0.5)})
-    store.commit(1)
-    store.prune(0)
-    assert 5 * 4000 < written < 5 * 4500
-
-
 def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
     """Puts, reads, discards, commits, prunes and crashes in random order: at every instant the store is the dict.
     After a crash the newest commit comes back, or the one before it, and the folder holds exactly the files that the
@@ -476,47 +420,6 @@ def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
     assert named(store, "safetensors") == ["model.safetensors"]
     sweep(Contents(tmp_path / "nowhere", START, -1, {}, []), 0)
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_commit_that_failed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whichever write the disk refuses: the commit before is whole, and the next try leaves the same bytes."""
-
-    def prepared(name: str) -> tuple[Store, Commit]:
-        store = Store(tmp_path / name, 50)
-        store.put("a", ten(1))
-        mark = store.commit(0)
-        store.put("a", ten(2))
-        store.put("b", ten(3))
-        return store, mark
-
-    straight, _ = prepared("straight")
-    wanted = straight.commit(1)
-    real = os.write
-    for at in range(10):
-        store, before = prepared(str(at))
-        calls = 0
-
-        def failing(handle: int, data: bytes, limit: int = at) -> int:
-            nonlocal calls
-            calls += 1
-            if calls > limit:
-                real(handle, bytes(data)[: len(data) // 2])
-                raise OSError(28, "No space left on device")
-            return real(handle, data)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "write", failing)
-            try:
-                store.commit(1)
-                break
-            except OSError:
-                assert not named(store, ".partial")
-        assert list(verify(tmp_path / str(at), before).entries) == ["a"]
-        assert store.commit(1) == wanted
-        for path in (tmp_path / "straight").iterdir():
-            assert (tmp_path / str(at) / path.name).read_bytes() == path.read_bytes()
-        assert named(store, "") == named(straight, "")
-    assert at == 3  # b's file and the manifest twice; a was spilled before
 
 
 def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
