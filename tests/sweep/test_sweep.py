@@ -234,14 +234,6 @@ def test_only_and_seeds_add_up(mine: Path) -> None:
     assert len(folder.read()["cells"]) == 3
 
 
-def test_seeds_of_one_cell_add_up(mine: Path) -> None:
-    played(mine, "amount=few,method=fedavg", seeds=(4,))
-    folder, _, _ = played(mine, "amount=few,method=fedavg", seeds=(2,))
-    (cell,) = folder.read()["cells"]
-    assert sorted(run["seed"] for run in cell["runs"]) == [2, 4]
-    assert all("accuracy" in run for run in cell["runs"])
-
-
 def test_a_sweep_that_ends_meanwhile_is_not_forgotten(mine: Path) -> None:
     """While one sweep plays, another one, of other cells, writes the same sweep.json: both stand there at the end."""
     inner: list[str] = []
