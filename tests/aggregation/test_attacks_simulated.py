@@ -42,9 +42,7 @@ def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
     return AggregationContext(round, 0, query, "train", down, {}, CLIENTS, 3, True), up
 
 
-def attacked(
-    attack: Attack, round: int = 0, query: int = 0, bad: tuple[int, ...] = (5,), seed: int = 7
-) -> tuple[Tree, Upload, Upload]:
+def attacked(attack, round=0, query=0, bad=(5,), seed=7):
     question, up = cohort(round, query)
     places, new = Hostile(attack, bad, seed).uploads(question, up)
     assert list(places) == [0, 1, 2]

@@ -71,9 +71,7 @@ def test_dealing_is_random_inside_a_class() -> None:
     assert 50 < (a == b).sum() < 150
 
 
-def oracle(
-    labels: np.ndarray, clients: int, dirichlet_alpha: float, draw: np.random.Generator, min_size: int
-) -> list[list[int]]:
+def oracle(labels, clients, dirichlet_alpha, draw, min_size):
     """The routine in words of section 1.3 of the notes on FedDure: lists of rows, one comparison at a time."""
     while True:
         held: list[list[int]] = [[] for _ in range(clients)]

@@ -17,7 +17,6 @@ from halfmoon.runs import factory
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """Return an image file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
@@ -69,7 +68,6 @@ def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkey
 
 
 def test_mapped_images_give_the_clients_the_same(tmp_path: Path) -> None:
-    """The tensors that a run trains on equal those in memory, and lie where they are."""
     folder, how = str(mixed(tmp_path / "set")), {"resize": 16, "channels": 3}
     for cache in (None, tmp_path / "cache"):
         source = factory.images(Config(data=folder, cache=cache, **how))
@@ -113,7 +111,6 @@ def test_twelve_bits_do_not_become_black() -> None:
 
 
 def test_the_configuration_says_it(tmp_path: Path) -> None:
-    """Ranges are checked, and a model's card takes over what predict needs."""
     assert factory.preparation(Config(resize=20, channels=3, crop=True, window=(0.0, 9.0))) == Preparation(
         (20, 20), 3, True, (0.0, 9.0)
     )
@@ -145,10 +142,8 @@ def dicom(path: Path, pixels: np.ndarray, **header: object) -> bytes:
 
 def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
     """Stored 0, 1000, 2000 with slope 2 and intercept -1000 are -1000, 1000, 3000.
-
     Without a window the extremes are black and white: 0, 127.5, 255. A window of center 1000 and width 2001 is black at
-    or below -0.5 ... the ends 999.5 -+ 1000: (1000 + 0.5) / 2000 * 255 = 127.56. MONOCHROME1 is the other way round.
-    """
+    or below -0.5 ... the ends 999.5 -+ 1000: (1000 + 0.5) / 2000 * 255 = 127.56. MONOCHROME1 is the other way round."""
     stored = np.array([[0, 1000, 2000]])
     slope = {"RescaleSlope": 2, "RescaleIntercept": -1000}
     read = lambda **header: fitted(dicom(tmp_path / "a.dcm", stored, **slope, **header), "a", 1, 3, 1)[0, :, 0].tolist()  # noqa: E731
@@ -252,9 +247,7 @@ def test_no_patient_is_on_both_sides(tmp_path: Path) -> None:
     assert len(set.union(*groups.values())) == 20
 
 
-def test_images_in_the_bytes_of_a_file_give_no_warning(
-    recwarn: pytest.WarningsRecorder, request: pytest.FixtureRequest
-) -> None:
+def test_images_in_the_bytes_of_a_file_give_no_warning(recwarn, request):
     """PyTorch warns, once a process, of arrays that nobody may write to, as an idx file's are."""
     request.addfinalizer(lambda: torch.set_warn_always(False))
     torch.set_warn_always(True)

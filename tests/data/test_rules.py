@@ -77,9 +77,7 @@ def test_shards_that_do_not_come_out_even_are_refused() -> None:
         rules.cut_shards(np.array([0] * 9 + [1] * 3), "ab", 4, 2, stream(0, "x"))
 
 
-def in_words(
-    labels: np.ndarray, classes: int, clients: int, dirichlet_alpha: float, draw: np.random.Generator
-) -> tuple[list[list[int]], list[int], list[int]]:
+def in_words(labels, classes, clients, dirichlet_alpha, draw):
     """FedLoKe's split as section 1.3 of the notes says it, a row at a time: rows, rest, top-ups of each client."""
     pools = [draw.permutation([r for r in range(len(labels)) if labels[r] == c]).tolist() for c in range(classes)]
     size = len(labels) // clients

@@ -28,21 +28,17 @@ def local(labeled: int, unlabeled: int, start: int = 0) -> Local:
     return Local(x, torch.arange(labeled) % 4, u, torch.tensor(labeled), torch.tensor(unlabeled))
 
 
-def visit(
-    client: Local, amount: Amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)
-) -> DrawnUpdate:
+def visit(client, amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)):
     """Draw a visit of seed 0."""
     return draw(amount, client, views or Views(), Needs(names), keep, 0, *path)
 
 
 def same_draws(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    """Say whether two draws of a view are equal in every bit."""
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @given(st.integers(1, 12), st.integers(1, 60), st.integers(0, 5))
 def test_a_cycle_is_pass_after_pass(count, length, seed):
-    """Every full pass holds each row once, and the cut one none twice."""
     rows = torch.arange(count) * 3 + 1
     made = cycle(rows, length, rng.generator(seed, "cycle"))
     assert len(made) == length
@@ -59,7 +55,6 @@ def test_a_cycle_shuffles_every_pass_anew():
 
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40))
 def test_a_longer_visit_begins_like_a_shorter_one(count, one, two):
-    """Rows of the first steps do not depend on how many follow."""
     a, b = (cycle(torch.arange(count), n, rng.generator(1, "x")) for n in (one, two))
     shared = min(one, two)
     assert torch.equal(a[:shared], b[:shared])
@@ -88,7 +83,6 @@ def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
 
 
 def test_a_path_of_its_own_draws_its_own():
-    """Another seed, round, trip or client gives other rows and other views."""
     client = local(30, 90)
     visits = [
         draw(Amount(6, 5, 10), client, Views(), Needs(("weak",)), None, seed, *path)
@@ -99,7 +93,6 @@ def test_a_path_of_its_own_draws_its_own():
 
 
 def test_a_batch_holds_the_rows_it_names():
-    """Without augmentation, images and labels are those at x_rows and u_rows, in every step."""
     client = local(7, 23)
     made = visit(client, Amount(5, 4, 6), views=PLAIN)
     steps = list(batches([client], [made], PLAIN, PIXELS, 512))
@@ -114,7 +107,6 @@ def test_a_batch_holds_the_rows_it_names():
 
 
 def listed(steps) -> list[torch.Tensor]:
-    """Return the tensors of batches in order."""
     return [t for b in steps for t in (b.x, b.y, b.x_rows, *(b.u[name] for name in sorted(b.u)), b.u_rows)]
 
 
@@ -259,7 +251,6 @@ def test_a_client_that_may_draw_nothing_does_not_stop_the_others():
     ],
 )
 def test_impossible_batch_rules_are_refused(wrong, words):
-    """Each in a sentence that names the option."""
     with pytest.raises(UserError, match=words):
         Batching(**wrong)
 
@@ -269,9 +260,7 @@ SHOWN = Views(Plain(), {"plain": Plain(), "weak": Weak(), "strong": Strong()})
 
 def test_labeled_images_have_the_views_that_are_asked_for():
     """`x_views` shows the very rows of `x`: the plain one is `x` itself, the others are that name's recipe on it.
-
-    Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw.
-    """
+    Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw."""
     clients = [local(7, 23), local(3, 9, 50)]
     asked = Needs(("weak", "strong"), labeled_views=("plain", "strong", "weak", "weak2"))
     visits = [draw(Amount(n, 4, 5), c, SHOWN, asked, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)]
@@ -293,7 +282,6 @@ def test_labeled_images_have_the_views_that_are_asked_for():
 
 
 def test_a_client_without_labels_has_no_labeled_views():
-    """They are there by name, without an image."""
     client = local(0, 6)
     asked = Needs(("weak",), labeled_views=("weak", "strong"))
     (batch, *_) = batches([client], [draw(Amount(2, 0, 3), client, SHOWN, asked, None, 0)], SHOWN, PIXELS, 512)
@@ -312,7 +300,6 @@ def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
 
 
 def mixing(amount: Amount, wanted: Needs, seed: int = 0, client: Local | None = None) -> DrawnUpdate:
-    """Draw a visit of a work that mixes."""
     return draw(amount, client or local(20, 30), PLAIN, wanted, None, seed, "visit", 0)
 
 
@@ -394,7 +381,6 @@ def test_a_client_without_labels_has_empty_labeled_batches():
 
 
 def test_a_sweep_shows_every_row_once():
-    """The views of all rows, in their order; another visit draws them anew."""
     client = local(6, 30)
     swept = sweep(client, PLAIN, ("plain",), PIXELS, 0, "visit", 0)
     assert torch.equal(swept.views["plain"], PIXELS(client.u))

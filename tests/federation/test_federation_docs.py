@@ -48,12 +48,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> dict[str, str]:
-    """Return the commands in a text, in order, each with what stands below it."""
     parts = [part for block in blocks(text, "shell") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     return {line: printed for line, _, printed in (part.partition("\n") for part in parts)}
-
-
-# The rehearsal
 
 
 def form(line: str) -> str:
@@ -97,7 +93,6 @@ class Terminals:
         return self.output(line).read_text()
 
     def end(self, lines: list[str]) -> list[int]:
-        """Press Ctrl-C in each terminal, and return the exit codes."""
         for line in lines:
             self.started[line].send_signal(signal.SIGINT)
         return [self.started[line].wait(30) for line in lines]
@@ -117,9 +112,7 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
 
 def adapted(port: int) -> tuple[list[str], str]:
     """Return the page's commands with another port, and the first lines of federation.toml with less to train on.
-
-    Two rounds of three steps at two sites make a model as well that is the simulator's or is not.
-    """
+    Two rounds of three steps at two sites make a model as well that is the simulator's or is not."""
     text = chapter(RUN).split("### With chest X-rays")[0]
     lines = [line.replace("9092", str(port)).replace("--sites 3", "--sites 2") for line in commands(text)]
     lines = [line for line in lines if "site-02" not in line]
@@ -128,9 +121,7 @@ def adapted(port: int) -> tuple[list[str], str]:
 
 
 @pytest.mark.skipif(not (SHARED / "pneumonia_mnist").is_dir(), reason="the chest X-rays are not here")
-def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(tmp_path, monkeypatch, capsys):
     """With a fifth of the images: labels and test images as many as the page says, and a file that takes its lines."""
     monkeypatch.chdir(tmp_path)
     text = chapter(RUN).split("### With chest X-rays")[1]
@@ -154,11 +145,8 @@ def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
-def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
-    terminals: Terminals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(terminals, monkeypatch, capsys):
     """Every command of the page does what is said there, the model is the simulator's to the bit, nothing stays.
-
     What has a terminal of its own on the page are processes; a command that only has to come to its end is called here.
     """
     pytest.importorskip("flwr")
@@ -169,7 +157,6 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
     monkeypatch.setenv("COLUMNS", "100")
 
     def here(line: str) -> str:
-        """Run a command to its end, and return what it printed."""
         code = cli.main(shlex.split(line)[1:])
         said = capsys.readouterr()
         assert code == 0, said
@@ -199,7 +186,6 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
     while (left := processes(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
-
     logs = [block for block in blocks(chapter(RUN), "text") if "joins" in block or "finished" in block]
     for log, line in zip(logs, (serve, joins[0]), strict=True):
         said = {form(each) for each in terminals.said(line).splitlines()}
@@ -217,9 +203,6 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(
     for name, leaf in served.items():
         assert leaf.dtype == simulated[name].dtype
         assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
-
-
-# What is said
 
 
 @cache
@@ -261,11 +244,7 @@ def test_a_sentence_that_nobody_says_is_seen():
     assert not any(each.fullmatch("site-02 is not connected any more") for each in templates())
 
 
-# The file, the flags, what leaves
-
-
 def test_the_pages_file_is_a_federation(tmp_path: Path):
-    """The file for three machines is read as it stands, with the defaults of its limits."""
     (words,) = blocks(chapter("On three machines"), "toml")
     (tmp_path / "wards.toml").write_text(words)
     plan = load(tmp_path / "wards.toml")
@@ -286,7 +265,6 @@ def generator() -> ModuleType:
 
 
 def test_every_part_that_leaves_a_site_is_explained():
-    """Each name in the generated column "sent" has a row in the table below it."""
     text = chapter("What leaves a site", "#")
     table, below = text.split("<!-- /generated -->")
     columns = [line.split(" | ") for line in (*table.splitlines(), "end", *below.splitlines())]

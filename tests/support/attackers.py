@@ -98,12 +98,10 @@ class Besieged:
         return self.access / "sites" / name / f"{name}.key"
 
     def prepare(self) -> None:
-        """Make the keys, and start nginx."""
         make.init(self.access, [*self.names, MALLORY], ["localhost"], port=self.port, listen=self.listen)
         self.proxy(self.access)
 
     def proxy(self, access: Path) -> None:
-        """Start the nginx of a folder."""
         assert NGINX is not None
         done = subprocess.run([NGINX, "-c", access / "nginx.conf"], capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
@@ -123,14 +121,12 @@ class Besieged:
         atomic_io.replace(self.folder / "evil", (self.evil + held).encode())
 
     def begin(self) -> None:
-        """Start the server and its sites."""
         self.prepare()
         self.serve()
         for name in self.names:
             self.join(name)
 
     def start(self, who: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command of halfmoon, whose output is kept under a name."""
         self.home(who).mkdir(parents=True, exist_ok=True)
         held = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with self.output(who).open("ab") as out:
@@ -176,7 +172,6 @@ class Besieged:
         return re.sub(r"\x1b\[\d*m", "", (atomic_io.read(path) or b"").decode(errors="replace"))
 
     def answered(self, words: str) -> None:
-        """Keep what a caller was answered."""
         atomic_io.append(self.folder / "caller", f"{words}\n".encode())
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -279,7 +274,6 @@ def wrong_authority(fed: Besieged) -> None:
 
 
 def expired(fed: Besieged) -> None:
-    """Let a site call a server whose certificate has run out."""
     old, listen = fed.folder / "run-out", free_port()
     make.init(
         old, [], ["localhost"], days=365, port=fed.port, listen=listen, now=datetime.now(UTC) - timedelta(days=400)
@@ -294,7 +288,6 @@ def other_host(fed: Besieged) -> None:
 
 
 def twice(fed: Besieged) -> None:
-    """Start a site that takes part already once more, elsewhere, with the same key."""
     fed.join("twice", name="site-00")
 
 
@@ -469,5 +462,4 @@ LAST = "removed"
 
 
 def executed(fed: Besieged) -> list[Path]:
-    """Return the files that only an executed pickle creates."""
     return sorted(fed.folder.rglob("pwned"))

@@ -67,7 +67,6 @@ def until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
 
 
 def sized(browser: Any, width: int, height: int = 900, dark: bool = False) -> None:
-    """Give the browser's window a size and a color scheme."""
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700},
@@ -77,7 +76,6 @@ def sized(browser: Any, width: int, height: int = 900, dark: bool = False) -> No
 
 
 def press(browser: Any, *keys: str) -> None:
-    """Press keys, wherever the focus is."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     for key in keys:

@@ -55,7 +55,6 @@ class Disk:
         raise OSError(self.number, os.strerror(self.number))
 
     def touch(self, path: Path) -> None:
-        """Take note that a file's bytes are about to change."""
         self.durable.setdefault(path, path.read_bytes() if path.is_file() else b"")
 
     def lose(self, chance: random.Random) -> None:

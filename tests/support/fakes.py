@@ -52,7 +52,6 @@ def weight(value: float) -> Tree:
 
 
 def value(params: Tree) -> float:
-    """Return w."""
     return float(params["pixel"]["norm"]["bias"])
 
 

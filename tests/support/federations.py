@@ -21,7 +21,6 @@ Comes = tuple[float, bytes | None]
 
 
 def terms(sites: Sequence[str] = SITES, form: ImageSpec = FORM, **values: Any) -> Terms:
-    """Return terms of a small federation."""
     return Terms.of("test", tuple(sites), form, {**SMALL, **values}, "the test")
 
 
@@ -49,12 +48,10 @@ def node(name: str, takes: float = 1.0, said: bytes | None = None) -> Node:
 
 
 def mute(answer: bytes) -> Node:
-    """Return a node that answers an offer with some bytes, and nothing else."""
     return Node(lambda: [(0.3, answer)], lambda data: [])
 
 
 def refusal(kind: str, reason: str = "no") -> bytes:
-    """Return the bytes of a refusal."""
     return write(Refusal(VERSION, kind, reason))
 
 
@@ -82,11 +79,9 @@ class Street:
         )
 
     def at(self, time: float, happens: Callable[[], Any]) -> None:
-        """Let something happen at a time."""
         self.events.append((time, lambda: (happens(), None)[1]))
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, and what it brings."""
         self.time += seconds
         due = [happens for time, happens in self.events if time <= self.time]
         self.events = [each for each in self.events if each[0] > self.time]
@@ -100,12 +95,10 @@ class Street:
         self.nodes_[new] = there
 
     def nodes(self) -> Sequence[int]:
-        """Return who is connected."""
         self._connect("nodes")
         return list(self.nodes_)
 
     def holders(self) -> Mapping[int, NodeIdentity] | None:
-        """Return whose keys the nodes have."""
         return self.keys
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -138,7 +131,6 @@ class Street:
         ]
 
     def heard(self, words: str) -> int:
-        """Return how many sentences had these words."""
         return sum(words in said for said in self.said)
 
     def _connect(self, what: str) -> None:
@@ -147,5 +139,4 @@ class Street:
 
 
 def ask(manager: ClientManager, *names: str, words: bytes = b"do", what: str = "round 1") -> dict[str, Answer]:
-    """Ask sites for something."""
     return manager.exchange(dict.fromkeys(names or SITES, words), what)

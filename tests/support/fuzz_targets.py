@@ -88,7 +88,6 @@ TOKENS = st.one_of(
 
 
 def lines(names: Sequence[str], most: int) -> st.SearchStrategy[str]:
-    """Draw lines of a TOML table."""
     keys = st.one_of(st.sampled_from(names), st.sampled_from(names), WORDS.map(lambda word: toml.key(clean(word))))
     return st.dictionaries(keys, TOKENS, max_size=most).map(
         lambda held: "".join(f"{k} = {v}\n" for k, v in held.items())
@@ -209,12 +208,10 @@ def picture(mode: str, size: tuple[int, int], form: str, **options: Any) -> byte
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
-    """Return a chunk of a PNG, with its right checksum."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def png(width: int, height: int, depth: int, color: int, *chunks: bytes) -> bytes:
-    """Return a PNG that says to be so large, with these chunks after its header."""
     head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + b"".join(chunks) + chunk(b"IEND", b"")
 
@@ -295,7 +292,6 @@ def read_image(scene: Scene) -> None:
 
 
 def predict_scene(folder: Path) -> Scene:
-    """Make a trained model beside a folder with one good image and the fuzzed one."""
     copied(finished_run(), folder / "run")
     (folder / "images").mkdir()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / "images" / "good.png")
@@ -304,7 +300,6 @@ def predict_scene(folder: Path) -> Scene:
 
 @cache
 def model() -> Any:
-    """Return the trained model, read once."""
     return load_model(finished_run())
 
 
@@ -341,7 +336,6 @@ def idx_seed() -> bytes:
 
 
 def idx_scene(folder: Path) -> Scene:
-    """Make a folder with labels whose images are fuzzed."""
     folder.mkdir(parents=True, exist_ok=True)
     labels = b"\0\0\x08\x01" + struct.pack(">I", 4) + bytes([0, 1, 1, 0])
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels, mtime=0))
@@ -349,7 +343,6 @@ def idx_scene(folder: Path) -> Scene:
 
 
 def parquet_bytes(columns: Mapping[str, Any], metadata: Any = None) -> bytes:
-    """Return a parquet file of these columns."""
     table = pa.table(dict(columns))
     if metadata is not None:
         table = table.replace_schema_metadata(metadata)
@@ -424,7 +417,6 @@ SPLIT_FACTS = {"scenario": {"seed": 0}, "source": "digits", "labels_sha256": "",
 
 
 def split_bytes(facts: Any, columns: Mapping[str, Any]) -> bytes:
-    """Return the file of a split that says these facts."""
     return parquet_bytes(columns, {"halfmoon": rendered(facts)})
 
 
@@ -470,14 +462,12 @@ TINY: dict[str, Any] = {
 
 @cache
 def finished_run() -> Path:
-    """Return the folder of a finished run of FedLoKe, whose clients remember."""
     folder = Path(mkdtemp(prefix="fuzz-")) / "run"
     runner.start(Config(**TINY, run_dir=folder))
     return folder
 
 
 def run_scene(name: str) -> Callable[[Path], Scene]:
-    """Return what makes a finished run whose file of this name is fuzzed."""
 
     def scene(folder: Path) -> Scene:
         copied(finished_run(), folder / "run", "*.png", "*.md", "*.csv", "checkpoint-*", "clients", "model.*")
@@ -487,7 +477,6 @@ def run_scene(name: str) -> Callable[[Path], Scene]:
 
 
 def seed_of(name: str) -> Callable[[], Sequence[bytes]]:
-    """Return what reads a file of the finished run."""
     return lambda: ((finished_run() / name).read_bytes(),)
 
 
@@ -509,7 +498,6 @@ def json_files(name: str, spread: bool = False) -> Callable[[], st.SearchStrateg
 
 
 def encoded(value: Any) -> bytes:
-    """Return a line of JSON, with whole numbers of any length."""
     return (rendered(value) + "\n").encode()
 
 
@@ -583,7 +571,6 @@ def sweep_seed() -> bytes:
 
 
 def sweep_files() -> st.SearchStrategy[bytes]:
-    """Draw a changed sweep.json of each kind."""
     seed = json.loads(sweep_seed())
     kinds = [{**seed, "kind": kind} for kind in ("table", "lines", "curves", "splits")]
     values = one_of(kinds).flatmap(changed).map(encoded)
@@ -635,7 +622,6 @@ FACTS = ("method", "fedloke", "params", "server", "halfmoon", "shape", "message"
 
 @cache
 def about() -> Terms:
-    """Return the terms of two sites that play FedLoKe."""
     small: dict[str, Any] = {"cohort": 2, "rounds": 3, "labeled_batch": 2, "unlabeled_batch": 2, "steps": 1}
     return terms(("north", "south"), method="fedloke", labeled_view="weak", **small)
 
@@ -664,7 +650,6 @@ class Wire:
         self.pairs: list[tuple[str, bytes, bytes]] = []
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
-        """Return what every site answers."""
         found = {}
         for site, data in requests.items():
             said = self.answers(site, data)
@@ -721,12 +706,10 @@ def script() -> tuple[tuple[str, bytes, bytes], ...]:
 
 
 def offer() -> bytes:
-    """Return the server's offer."""
     return write(Offer(VERSION, about().text))
 
 
 def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the header of a message, with the JSON in it read, and its tensors."""
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
     head["__metadata__"] = {name: json.loads(words) for name, words in head["__metadata__"].items()}
@@ -734,7 +717,6 @@ def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def message(head: Any, rest: bytes) -> bytes:
-    """Return a message with a header that says anything."""
     meta = head.get("__metadata__") if isinstance(head, dict) else None
     if isinstance(meta, dict):
         head = {**head, "__metadata__": {name: rendered(value) for name, value in meta.items()}}
@@ -764,7 +746,6 @@ def answered() -> Sequence[bytes]:
 
 
 def message_seeds() -> Sequence[bytes]:
-    """Return a message of every kind."""
     return (*asked(), *answered())
 
 
@@ -788,14 +769,12 @@ def read_terms(scene: Scene) -> None:
 
 
 def terms_files() -> st.SearchStrategy[bytes]:
-    """Draw changed terms."""
     facts = json.loads(about().text)
     values = changed(facts).map(encoded)
     return st.one_of(values, values, spoiled([about().text.encode()], JSON_WORDS))
 
 
 def member_scene(folder: Path) -> Scene:
-    """Make a site that has joined."""
     ward(folder / "site")
     read(member_at(folder).answer(offer()), Acceptance)
     return Scene(folder, folder / "message")
@@ -817,16 +796,7 @@ def server_judges(scene: Scene) -> None:
         raise Broken("the model holds values that are not finite")
 
 
-def target(
-    name: str,
-    reads: str,
-    scene: Callable[[Path], Scene],
-    seeds: Callable[[], Sequence[bytes]],
-    play: Callable[[Scene], object],
-    drawn: Callable[[], st.SearchStrategy[bytes]] | None = None,
-    words: Sequence[bytes] = (),
-    loose: Sequence[str] = (),
-) -> Target:
+def target(name, reads, scene, seeds, play, drawn=None, words=(), loose=()):
     """Return a target whose inputs are drawn, where something draws them, or made by spoiling the seeds."""
 
     def inputs() -> st.SearchStrategy[bytes]:
@@ -837,7 +807,6 @@ def target(
 
 
 def run_file(name: str, play: Callable[[Scene], object], reads: str, spread: bool = False) -> Target:
-    """Return the target of a file in a finished run's folder."""
     return target(f"run-{name}", reads, run_scene(name), seed_of(name), play, json_files(name, spread), JSON_WORDS)
 
 

@@ -125,7 +125,6 @@ def attempt(target: Target, scene: Scene, data: bytes) -> Verdict:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file in a folder and below it, by its path."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -142,7 +141,6 @@ def bounded() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what is printed and warned about to itself."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -199,7 +197,6 @@ def _peak() -> int:
 
 
 def _status(name: str) -> int | None:
-    """Return a number of bytes that Linux tells of this process, None elsewhere."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

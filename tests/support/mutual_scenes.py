@@ -48,7 +48,6 @@ def pixels(*values: float) -> Tensor:
 
 
 def local(labeled: int = 5, unlabeled: int = 6) -> Local:
-    """Return a client of these counts."""
     nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     return Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))
 
@@ -102,7 +101,6 @@ def tracked(stats: Tree, moments: list[Tree]) -> Tree:
 
 
 def differentiable(params: Tree) -> Tree:
-    """Return copies that autograd follows."""
     return tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), params)
 
 

@@ -98,7 +98,6 @@ def write_run(
 
 
 def note_sums(path: Path) -> None:
-    """Write down the checksums of a run that is made up."""
     integrity.note_files(path, "config.toml", "metrics.jsonl", "summary.json", "split.json")
 
 

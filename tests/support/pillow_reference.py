@@ -196,7 +196,5 @@ def strong(images: np.ndarray, rows: list[dict], mean: np.ndarray, std: np.ndarr
     return torch.stack(scaled)
 
 
-def _affine(
-    image: Image.Image, matrix: tuple[float, ...], resample: Image.Resampling = Image.Resampling.NEAREST
-) -> Image.Image:
+def _affine(image, matrix, resample=Image.Resampling.NEAREST):
     return image.transform(image.size, Image.Transform.AFFINE, matrix, resample)

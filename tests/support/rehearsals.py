@@ -65,12 +65,10 @@ class Letter:
 
     @property
     def asked(self) -> Offer | Request | Final:
-        """Return what was asked."""
         return read(unwrapped(self.message.content), Offer, Request, Final)
 
     @property
     def said(self) -> Acceptance | Reply | Refusal | Receipt:
-        """Return what was answered."""
         return read(unwrapped(self.reply.content), Acceptance, Reply, Refusal, Receipt)
 
 
@@ -85,12 +83,10 @@ class Town:
 
     @cached_property
     def form(self) -> ImageSpec:
-        """Return what the images are like."""
         return load(self.folder / "federation.toml").terms.form
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the sites."""
         return sorted(each.name for each in self.folder.glob("site-*"))
 
     def images(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -173,14 +169,11 @@ def eager(method: str) -> dict[str, Any]:
 
 
 def round_key(asked: Request) -> tuple[int, int]:
-    """Return the round and the trip of a request."""
     return asked.round, asked.query
 
 
 @contextmanager
-def stopping(
-    visit: tuple[int, int | str], after: bool = False, place: Callable[[Request], tuple[int, int | str]] = round_key
-) -> Iterator[None]:
+def stopping(visit, after=False, place=round_key):
     """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
     original = GridPost.send
 
@@ -220,12 +213,10 @@ def bits(run: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def parts(up: dict[str, Any]) -> set[str]:
-    """Return the names of the parts of an upload that travels."""
     return set(Upload.of(up).parts)
 
 

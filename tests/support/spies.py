@@ -78,7 +78,6 @@ class Spy:
         return self.inner.solution(task, server)
 
     def of(self, kind: str) -> list[Any]:
-        """Return what was written down under a name."""
         return [what for name, what in self.seen if name == kind]
 
 

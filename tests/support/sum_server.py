@@ -17,7 +17,6 @@ HEAD = struct.Struct(">III")
 
 
 def put(pipe: BinaryIO, node: int, message_id: int, data: bytes) -> None:
-    """Send a parcel."""
     pipe.write(HEAD.pack(node, message_id, len(data)) + data)
     pipe.flush()
 

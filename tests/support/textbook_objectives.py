@@ -122,14 +122,7 @@ def mixmatch(book: Textbook, batch: Batch, weight: float, temperature: float) ->
     return cross_entropy(x, targets[:count]) + weight * apart.sum() / apart.numel()
 
 
-def remixmatch(
-    book: Textbook,
-    head: tuple[Tensor, Tensor],
-    batch: Batch,
-    ratio: Tensor,
-    weights: tuple[float, float, float],
-    temperature: float,
-) -> Tensor:
+def remixmatch(book, head, batch, ratio, weights, temperature):
     """Return ReMixMatch's loss (Algorithm 1) with two strong views; `ratio` is labels' over predictions' share."""
     weak, strong, second = (batch.u[name] for name in ("weak", "strong", "strong2"))
     labeled = batch.x_views["strong"]

@@ -51,7 +51,6 @@ def written(folder: Path, count: int, side: int = 32, where: str = "{label}/{num
 
 
 def a_ward(folder: Path, count: int, labeled: int) -> None:
-    """Write a site's folder of which so many images of each class have a label."""
     rows = written(folder, count, where="scans/{label}-{number}.png")
     with (folder / "labels.csv").open("w", newline="") as file:
         lines = [row for row in rows if int(row[0].split("-")[1].split(".")[0]) < labeled]
@@ -62,18 +61,15 @@ def test_what_a_folder_holds_is_seen_without_decoding_it(tmp_path: Path) -> None
     written(tmp_path / "a" / "Training", 5, 224)
     written(tmp_path / "a" / "Testing", 2, 224)
     found = look(tmp_path / "a")
-    assert found is not None
     assert (found.labeled, found.tests, found.side, found.channels, found.site) == (15, 6, 224, 1, False)
     Image.new("RGB", (9, 7)).save(tmp_path / "a" / "Training" / "0" / "wide.png")
     found = look(tmp_path / "a")
-    assert found is not None
     assert (found.channels, dict(found.sizes)) == (3, {(224, 224): 15, (7, 9): 1})
     assert found.sentence == (
         "a: 22 images, each in the folder of its class, 6 of them for the test; 3 classes; 224x224, 9x7, gray and RGB"
     )
     a_ward(tmp_path / "ward", 4, 1)
     ward = look(tmp_path / "ward")
-    assert ward is not None
     assert (ward.labeled, len(ward.paths), ward.site) == (3, 12, True)
     (tmp_path / "ward" / "labels.csv").write_text("path,label\n")
     (tmp_path / "ward" / "classes.txt").write_text("0\n1\n")
@@ -105,9 +101,7 @@ def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: N
     assert plan({**flags, "resize": 16}, found, 1e3).config.resize == 16
 
 
-def test_one_command_plans_plays_and_decides(
-    tmp_path: Path, pretrained: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_plans_plays_and_decides(tmp_path, pretrained, capsys):
     written(tmp_path / "photos", 30)
     assert main(["run", "--data", "photos", "--plan", "--clients", "3"]) == 0
     said = capsys.readouterr().out
@@ -121,7 +115,6 @@ def test_one_command_plans_plays_and_decides(
 
 
 def test_a_lone_site_trains_and_is_judged_on_its_labels(tmp_path: Path, pretrained: None) -> None:
-    """Its model labels the site's own images, most of them rightly."""
     a_ward(tmp_path / "ward", 30, 8)
     assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
     decision = json.loads((tmp_path / "run" / "decision.json").read_text())
@@ -148,7 +141,6 @@ def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_data_shows_a_folder_as_run_would_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gray and RGB, and several sizes, need no flags; a site's folder is shown by its labels."""
     written(tmp_path / "photos", 12, 40)
     Image.new("RGB", (90, 70)).save(tmp_path / "photos" / "0" / "wide.png")
     assert main(["data", "photos", "--clients", "2", "--labels-per-class", "1", "--json"]) == 0

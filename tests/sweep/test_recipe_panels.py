@@ -108,10 +108,7 @@ PANELS: dict[str, dict[str, Panel]] = {
     # "Convergence curve on CIFAR100. (a) IID, (b) Non-IID with delta = 0.3"
     "feddb-figure5": {"a": Panel({"cifar100"}, EVEN, {}), "b": Panel({"cifar100"}, UNEVEN, {})},
     # "Accuracy of pseudo labels on CIFAR100"
-    "feddb-figure6": {
-        "a": Panel({"cifar100"}, EVEN, {}, "pseudo"),
-        "b": Panel({"cifar100"}, UNEVEN, {}, "pseudo"),
-    },
+    "feddb-figure6": {"a": Panel({"cifar100"}, EVEN, {}, "pseudo"), "b": Panel({"cifar100"}, UNEVEN, {}, "pseudo")},
     # "Ratio of unlabeled samples that are finally assigned with pseudo-labels on CIFAR100"
     "feddb-figure7": {"a": Panel({"cifar100"}, EVEN, {}, "used"), "b": Panel({"cifar100"}, UNEVEN, {}, "used")},
     # "Results of CIFAR10 dataset with (a) IID and (b) Non-IID, K=2 data partition and N_S = 4000"
@@ -120,10 +117,7 @@ PANELS: dict[str, dict[str, Panel]] = {
         "b": Panel({"cifar10"}, {}, {"setting": {"semifl-iid", "semifl-shards"}}),  # in one place there is no split
     },
     # "Results of CIFAR10 dataset with (a) N_S = 250 and (b) N_S = 4000"
-    "semifl-figure5": {
-        "a": Panel({"cifar10"}, {"labels": 250}, {}),
-        "b": Panel({"cifar10"}, {"labels": 4000}, {}),
-    },
+    "semifl-figure5": {"a": Panel({"cifar10"}, {"labels": 250}, {}), "b": Panel({"cifar10"}, {"labels": 4000}, {})},
     # "measuring the quality of Pseudo Labeling with CIFAR10 dataset": (a) to (c) IID, (d) to (f) Non-IID, K = 2
     "semifl-figure6": {
         "a, b, c": Panel({"cifar10"}, {"setting": "semifl-iid", "labels": 4000}, {}, "pseudo"),
@@ -218,7 +212,6 @@ def test_local_models_of_figure_2_learn_from_their_labels_alone() -> None:
 
 
 def test_the_figures_whose_values_stand_in_the_picture_alone_say_so() -> None:
-    """What caption and text name is not called unknown."""
     for name in PANELS:
         words = recipe.load(name).reading
         assert "could not be read" not in words, name

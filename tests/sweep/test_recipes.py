@@ -75,9 +75,6 @@ def cell_at(name: str, scale: str | None = None, **at: str) -> Cell:
     return found
 
 
-# What ships
-
-
 def test_every_table_and_figure_has_its_recipe() -> None:
     wanted = {f"{paper}-{item}" for paper, items in ASKED.items() for item in items}
     assert wanted <= set(NAMES)
@@ -88,10 +85,8 @@ def test_every_table_and_figure_has_its_recipe() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_cell_is_a_valid_configuration_and_a_run_of_its_own(name: str, scale: str | None) -> None:
     """Scales that set what an axis sets would make equal runs of different cells.
-
     Training in one place is the same in both settings of SemiFL's Figure 2; the local and the global model of FedLoKe's
-    Figure 4 are measured in one run; FedDure's Figure 5 begins at the same point in both panels.
-    """
+    Figure 4 are measured in one run; FedDure's Figure 5 begins at the same point in both panels."""
     found = every_cell(name, scale)
     marks = Counter((mark(cell), cell.measure) for cell in found)
     same = {cell.at["method"] for cell in found if marks[mark(cell), cell.measure] > 1}
@@ -133,7 +128,6 @@ def test_the_scales_say_how_many_rounds_they_play() -> None:
 
 
 def test_every_when_of_the_bases_meets_a_cell() -> None:
-    """One that meets none is a mistake in the name of an axis or a value."""
     bases = {path.stem: tomllib.loads(path.read_text()) for path in FOLDER.glob("_*.toml")}
     assert sorted(bases) == ["_cbafed", "_feddb", "_feddure", "_fedloke", "_proxyfl", "_semifl", "_twinsight"]
     for base, keys in bases.items():
@@ -204,8 +198,6 @@ def test_the_papers_images_can_be_shared_out() -> None:
             assert (held > 0).sum() == some, (name, config.data)
     assert {data for data, _ in seen} == set(COUNTS)
 
-
-# The published numbers
 
 DATASETS = {
     "CIFAR-10": "cifar10",
@@ -343,9 +335,6 @@ def test_numbers_of_the_ablation_are_those_of_the_tables() -> None:
 def test_a_number_that_two_rows_claim_is_none() -> None:
     assert lookup({"paper": "FedDure", "table": "1"}) is None
     assert lookup({"paper": "FedDure", "table": "9"}) is None
-
-
-# Protocols, from the notes on the papers
 
 
 def test_protocols_by_hand() -> None:
@@ -503,9 +492,6 @@ def test_figure_7_of_fedloke_takes_the_steps_of_all_images() -> None:
     assert none.options == {"fedrgd": {"unlabeled_weight": 0.0}}
 
 
-# Cells that recipes share
-
-
 def test_recipes_share_runs_of_equal_configuration(tmp_path: Path) -> None:
     """FedDure's row of its Table 2 is the one of Table 1, and the folder is one."""
     one = cell_at("feddure-table1", dataset="cifar10", setting="dir-dir", method="feddure")
@@ -531,12 +517,7 @@ def test_recipes_share_runs_of_equal_configuration(tmp_path: Path) -> None:
         ("feddb-figure6", "feddb-table2", {"setting": "dir-0_3"}, {"setting": "dir-0_3"}),
         ("feddb-figure7", "feddb-table2", {"setting": "dir-0_3"}, {"setting": "dir-0_3"}),
         ("semifl-figure6", "semifl-table2", {"setting": "k2"}, {"setting": "k2"}),
-        (
-            "semifl-figure5",
-            "semifl-table1",
-            {"setting": "k2", "labels": "low"},
-            {"setting": "k2", "labels": "low"},
-        ),
+        ("semifl-figure5", "semifl-table1", {"setting": "k2", "labels": "low"}, {"setting": "k2", "labels": "low"}),
     ],
 )
 def test_figures_share_the_runs_of_tables(figure: str, table: str, at: dict[str, str], there: dict[str, str]) -> None:
@@ -544,8 +525,6 @@ def test_figures_share_the_runs_of_tables(figure: str, table: str, at: dict[str,
     common = {"dataset": "cifar100" if method == "feddb" else "cifar10", "method": method}
     assert mark(cell_at(figure, **common, **at)) == mark(cell_at(table, **common, **there))
 
-
-# One's own recipes
 
 MINE = """
 title = "Mine, Table 1"
@@ -831,7 +810,6 @@ def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def paths(node: Any, here: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Return the paths of all keys and entries below a node."""
     below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     return [at for key, value in below for at in [(*here, key), *paths(value, (*here, key))]]
 
@@ -875,9 +853,6 @@ def inline(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(inline, value)) + "]"
     return toml.value(value)
-
-
-# Played
 
 
 @pytest.mark.parametrize(
@@ -941,7 +916,6 @@ def test_sweep_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_a_scale_does_not_read_a_preset_that_it_unsets(name: str) -> None:
-    """The paper's preset is named only where runs have it."""
     found = recipe.load(name)
     for scale in found.scales.values():
         unset = scale.set.get("unset", ())
