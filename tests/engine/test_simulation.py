@@ -2,12 +2,11 @@
 
 import itertools
 from dataclasses import astuple, replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from scenes import CLASSES, NETWORK, SIZES, Played, begin, dataset, examples, furthest, play, same, simulate, task
+from scenes import CLASSES, NETWORK, SIZES, begin, dataset, examples, furthest, play, same, simulate, task
 from spies import Counting, Echo, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, twin
@@ -31,9 +30,6 @@ from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import ResNet9
 
 BOTH = pytest.mark.parametrize("executor", ["loop", "vmap"])
-HIDING = pytest.mark.parametrize(
-    "name", [name for name in registry.names() if not registry.entry(name).all_labels], scope="module"
-)
 
 
 def cohorts(simulation, rounds: int = 12) -> list[list[int]]:
@@ -278,40 +274,27 @@ def test_passes_of_resnet9():
         assert passed(client_update, network) == tuple(client_update.passes(3, 5))
 
 
-@cache
-def blind(name: str) -> list[tuple[list[Played], Spy]]:
-    """Return two runs of two rounds that differ in the hidden labels alone, with what a client was given."""
-    entry, shared, runs = registry.entry(name), task(), []
+@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.entry(name).all_labels])
+def test_hidden_labels_change_nothing(name):
+    """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics.
+    Everything a client is given in two rounds has the same bits, too."""
+    entry, shared, runs, given = registry.entry(name), task(), [], []
     held = dataset(place=entry.places[0], pooled=entry.pooled)
     hidden = torch.from_numpy(~held.split.labeled)
     for shift in (0, 1):
         labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
         spy = Spy(registry.make(name))
         changed = replace(held, train=Examples(held.train.images, labels))
-        runs.append((play(spy, simulate(spy, shared, changed), begin(spy, shared), range(2)), spy))
-    return runs
-
-
-@HIDING
-def test_hidden_labels_change_nothing(name):
-    """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics."""
-    (one, _), (two, _) = blind(name)
-    for a, b in zip(one, two, strict=True):
+        runs.append(play(spy, simulate(spy, shared, changed), begin(spy, shared), range(2)))
+        kinds = ("begin", "keep", "step", "finish")
+        given.append([leaf for kind in kinds for what in spy.of(kind) for leaf in tensors(what)])
+    for a, b in zip(*runs, strict=True):
         assert same(a.server, b.server)
         assert same(a.state, b.state)
         assert a.report.samples == b.report.samples
         if a.report.pseudo is not None:
             assert a.report.pseudo != b.report.pseudo
             assert a.report.pseudo["share_used"] == b.report.pseudo["share_used"]
-
-
-@HIDING
-def test_no_tensor_given_to_a_method_depends_on_a_hidden_label(name):
-    """Everything a client is given in two rounds has the same bits when the hidden labels are others."""
-    given = [
-        [leaf for kind in ("begin", "keep", "step", "finish") for what in spy.of(kind) for leaf in tensors(what)]
-        for _, spy in blind(name)
-    ]
     assert len(given[0]) == len(given[1]) > 200
     assert all(torch.equal(one, two) for one, two in zip(*given, strict=True))
     assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "mixing", "x_views", "real")

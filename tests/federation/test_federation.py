@@ -118,8 +118,14 @@ def compare(there: Played) -> None:
 
 @pytest.mark.parametrize(("method", "place"), CASES)
 def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: Callable[..., Played]) -> None:
-    """Every method, wherever it can have its labels: the model, losses, costs and the test are equal in every bit."""
-    compare(play(method, place))
+    """Every method, wherever it can have its labels: the model, losses, costs and the test are equal in every bit.
+    What crosses the grid is what the method's file says, and no image, label, path or name of a machine."""
+    there = play(method, place)
+    compare(there)
+    check_table(there, method)
+    assert len(there.letters) >= 3 + 2 * 2
+    check_replies(there)
+    check_requests(there)
 
 
 @pytest.mark.parametrize(
@@ -213,11 +219,9 @@ def shapes(town: Town) -> dict[str, tuple[int, ...]]:
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
 
 
-@pytest.mark.parametrize(("method", "place"), CASES)
-def test_replies_hold_what_the_table_says(method: str, place: str, play: Callable[..., Played]) -> None:
+def check_table(there: Played, method: str) -> None:
     """Every tensor of every reply is named in the method's file; a part of the model has the model's names and shapes.
     Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`)."""
-    there = play(method, place)
     known, table = shapes(there.town), SENT.get(method, AVERAGED)
     replies = [letter.said for letter in there.letters if isinstance(letter.asked, Request)]
     assert {reply.client_update for reply in replies if isinstance(reply, Reply)} == set(table)
@@ -301,14 +305,6 @@ def check_requests(there: Played) -> None:
             assert secret not in data, secret
         if isinstance(read(data, Offer, Request, Final), Request):
             assert not [name for name in mine if name in data]
-
-
-@pytest.mark.parametrize(("method", "place"), CASES)
-def test_no_image_label_path_or_name_crosses_the_grid(method: str, place: str, play: Callable[..., Played]) -> None:
-    there = play(method, place)
-    assert len(there.letters) >= 3 + 2 * 2
-    check_replies(there)
-    check_requests(there)
 
 
 def noted(data: bytes, secret: bytes) -> bytes:
