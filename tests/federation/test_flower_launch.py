@@ -25,7 +25,7 @@ from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import internals, processes, site_process
 from halfmoon.federation.flower.contact import Absent, Address, reach
-from halfmoon.federation.flower.launch import Halted, Server, _last, connection, finished, run_config, serve, superlink
+from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.flower.node import RAISED, Worker
 from halfmoon.federation.flower.processes import ENVIRONMENT, SERVER_APP, SUPERLINK, Home, alone, free_port
 from halfmoon.federation.flower.site_process import Joining, facts

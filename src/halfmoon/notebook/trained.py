@@ -14,7 +14,7 @@ from halfmoon.data import Images
 from halfmoon.engine.calibration import temperature
 from halfmoon.notebook.progress import warn
 from halfmoon.notebook.wording import paths, python_errors
-from halfmoon.sites.inference import calibrate, export, load, measure, predict
+from halfmoon.sites.inference import export, image_folder, load, measure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,9 +36,9 @@ class Model(load.Model):
         """
         if isinstance(images, str | Path):
             with tempfile.TemporaryDirectory() as place:
-                result = predict.predict(self, Path(images), Path(place) / "table.csv", sure)
+                result = image_folder.predict(self, Path(images), Path(place) / "table.csv", sure)
                 return _warned(pd.read_csv(result.out, dtype={"label": str, "runner_up": str}), result.unreadable)
-        predict.check_share(sure)
+        image_folder.check_share(sure)
         values = self.probabilities(images.images if isinstance(images, Images) else images)
         order = np.argsort(-values, axis=1, kind="stable")
         columns: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class Model(load.Model):
 
         `images` are labeled: `Images`, such as a data set's test part, or a folder.
         """
-        predict.check_share(sure)
+        image_folder.check_share(sure)
         truth, logits = self._labeled(images)
         values = self.scaled(logits)
         scores = measure.scores(truth, values.argmax(1), values.max(1), classes=self.classes, sure=sure)
@@ -70,7 +70,7 @@ class Model(load.Model):
         """
         truth, logits = self._labeled(images)
         value = temperature(torch.from_numpy(logits), torch.from_numpy(truth))
-        calibrate.write_temperature(self.path, self, value)
+        measure.write_temperature(self.path, self, value)
         return replace(self, card=replace(self.card, temperature=value))
 
     @python_errors

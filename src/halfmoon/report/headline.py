@@ -58,7 +58,8 @@ def _interval(study: Study, first: str, second: str, columns: int) -> str:
     both = [seed for seed in seeds[0] if all(len(each.get(seed, ())) == columns for each in seeds)]
     if len(both) < 2:
         return ""
-    difference = paired(*([float(each[seed].mean()) for seed in both] for each in seeds))
+    ours, base = ([float(each[seed].mean()) for seed in both] for each in seeds)
+    difference = paired(ours, base)
     doubt = "" if difference.low > 0 else f", so {len(both)} seeds cannot tell them apart"
     return f" (95 % interval {difference.low:+.1f} to {difference.high:+.1f}{doubt})"
 

@@ -350,8 +350,8 @@ def _blank(config: Config, contents: Contents) -> Problem:
         labels = contents.labels[np.argsort(contents.labels < 0, kind="stable")][:SYNTHETIC]
     held = np.arange(min(_tested(contents), SYNTHETIC)) % len(contents.classes)
     shape = (height, width, channels)
-    parts = [Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, held)]
-    found = Source(contents.folder.name, *parts, contents.classes, False, form.mean, form.std)
+    train, test = (Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, held))
+    found = Source(contents.folder.name, train, test, contents.classes, False, form.mean, form.std)
     return factory.problem(config, one_holder(labels) if contents.site else None, found=found)
 
 
