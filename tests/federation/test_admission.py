@@ -368,9 +368,7 @@ def test_contradictions_are_refused_in_a_sentence(door, tmp_path, capsys, words,
 
 
 @contextmanager
-def supernode_saying(
-    said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, shown: list[str], seconds: float = 600.0
-) -> Iterator[tuple[site_process._Member, list[subprocess.Popen[bytes]]]]:
+def supernode_saying(said, folder, monkeypatch, shown, seconds=600.0):
     """Give a site whose node says something and ends after some seconds, and the processes that it starts."""
     started: list[subprocess.Popen[bytes]] = []
 
@@ -395,9 +393,7 @@ def supernode_saying(
 
 def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An answer 500 of the server ends a node, and the site joins again.
-
-    Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back.
-    """
+    Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back."""
     said = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
     shown: list[str] = []
     with supernode_saying(said, tmp_path, monkeypatch, shown, seconds=0.1) as (member, _):
@@ -408,9 +404,7 @@ def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("lines", "lingers"), [([RECEIVING, SENT], False), ([RECEIVING, SENT, RECEIVING], True), ([RECEIVING], True)]
 )
-def test_a_site_goes_as_soon_as_its_last_answer_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], lingers: bool
-):
+def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, lines, lingers):
     """A site whose part is over waits for its node to send what it answers, longer where it does not say so."""
     monkeypatch.setattr(site_process, "PARTING", 600.0 if lingers else 0.2)
     monkeypatch.setattr(site_process, "LINGER", 0.2 if lingers else 600.0)

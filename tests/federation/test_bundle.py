@@ -115,7 +115,6 @@ class Fleet:
 
 
 def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
-    """Each reason stands in the site's log once, in however many runs it comes."""
     pytest.importorskip("flwr")
     from halfmoon.federation.flower.node import Checker
     from halfmoon.federation.protocol.log import EventLog

@@ -110,7 +110,6 @@ def member(folder: Path, **given: object) -> Joining:
 
 
 def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_are(tmp_path: Path):
-    """What is not there is not said; paths are absolute."""
     folder = tmp_path / "ward 'x' = \"7\""
     config = {"name": "site-00", "folder": str(folder), "home": f"{folder}/home", "device": "auto"}
     apps = list(bundle.APPS)
@@ -301,7 +300,6 @@ def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
 
 
 def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
-    """Start a process that holds the lock of a script and sleeps."""
     code = "import sys, time; from pathlib import Path; from halfmoon.federation.flower import processes; "
     code += "processes.hold(processes.lock_of(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
     return subprocess.Popen([sys.executable, "-c", code, str(folder), script], start_new_session=True)
