@@ -38,7 +38,12 @@ sites = [
     )
     for name in ("site-00", "site-01", "site-02")
 ]
-[process.wait(300) for process in (server, *sites)]
+try:
+    codes = [process.wait(900) for process in (server, *sites)]
+finally:
+    for process in (server, *sites):
+        process.terminate()
+codes
 # %% [markdown]
 # The server's run folder is one like any other: results, model, and what was sent.
 # %%

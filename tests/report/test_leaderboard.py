@@ -95,10 +95,11 @@ def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "sweep.json").write_text(json.dumps(summary()))
+    """In a folder without results, a sweep becomes a page at the default place."""
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "sweep.json").write_text(json.dumps(summary()))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["leaderboard", "--add", "r"]) == 0
+    assert cli.main(["leaderboard"]) == 0
     assert PAGE.read_text() == board(tmp_path / "results")
 
 

@@ -64,9 +64,10 @@ def gather(paths: Sequence[Path]) -> list[Study]:
     if loose:
         studies.append(from_runs(loose))
     if not has_numbers(studies):
+        sites = any(run.federated for study in studies for run in study.runs.values())
+        going = "halfmoon serve FILE --run-dir FOLDER" if sites else "halfmoon resume or halfmoon sweep"
         raise UserError(
-            f"{', '.join(map(str, paths))}: nothing is finished, so there is nothing to report; "
-            "go on with halfmoon resume or halfmoon sweep."
+            f"{', '.join(map(str, paths))}: nothing is finished, so there is nothing to report; go on with {going}."
         )
     return studies
 

@@ -54,7 +54,9 @@ def board(results: Path) -> str:
     """
     files = sorted((results / SWEEPS).glob("*.json"))
     if not files:
-        raise UserError(f"{results / SWEEPS} holds no sweep; add one with halfmoon leaderboard --add SWEEP.")
+        raise UserError(
+            f"{results / SWEEPS} holds no sweep; play one with halfmoon sweep, or give its folder as --add."
+        )
     studies = sorted(((read_sweep(file), file) for file in files), key=lambda pair: (pair[0].sweep.paper, pair[1].name))
     parts = [HEAD]
     for study, file in studies:

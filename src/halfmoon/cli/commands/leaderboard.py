@@ -13,7 +13,9 @@ RESULTS, PAGE = Path("results"), Path("results/published.md")
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = command(commands, "leaderboard", "write the page of committed results", "", run)
-    about = "first copy the summaries of these sweeps' folders into the results"
+    about = (
+        "first copy the summaries of these sweeps' folders into the results (default: those in runs/)"
+    )
     parser.add_argument("--add", metavar="SWEEP", nargs="+", type=Path, default=[], help=about)
     about = f"the folder of committed results (default: {RESULTS})"
     parser.add_argument("--results", metavar="DIR", type=Path, default=RESULTS, help=about)
@@ -28,7 +30,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.check and args.add:
         raise UserError("--check writes nothing, so it cannot --add: give one of them.")
-    added = [leaderboard.add(folder, args.results) for folder in args.add]
+    here = (
+        [] if args.check or args.results.is_dir() else sorted(path.parent for path in Path("runs").glob("*/sweep.json"))
+    )
+    added = [leaderboard.add(folder, args.results) for folder in args.add or here]
     page = leaderboard.board(args.results).encode()
     if args.check:
         if atomic_io.read(args.out) == page:
