@@ -20,7 +20,7 @@ subprocess.run(
     command("site", "export", "digits", "--sites", 3, "--labels-per-class", 4, "--out", "rehearsal"), check=True
 )
 plan = Path("rehearsal/federation.toml")
-plan.write_text("rounds = 6\n" + plan.read_text())
+plan.write_text("rounds = 4\n" + plan.read_text())
 sorted(path.name for path in Path("rehearsal").iterdir())
 # %% [markdown]
 # Start the server and the sites. A site calls the server, nobody calls a site. They end by themselves.

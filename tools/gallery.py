@@ -35,17 +35,20 @@ def lesson(text: str) -> str:
 @cache
 def pages() -> Pages:
     """Return the content of every page and picture of the gallery, by its address below examples/."""
-    scripts = [SCRIPTS / f"{name}.py" for name in ORDER]
-    made: Pages = {}
-    for script in scripts:
-        made |= page(script.stem, script.read_text(encoding="utf-8"))
+    made: Pages = {"index.md": index()}
+    for name in ORDER:
+        made |= page(name, (SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
+    return made
+
+
+def index() -> str:
+    """Return the page that names all scripts and what one learns."""
     lines = ["# Examples", "", "Short scripts that run from top to bottom, in seconds, on embedded data.", ""]
-    for script in scripts:
+    for script in (SCRIPTS / f"{name}.py" for name in ORDER):
         text = script.read_text(encoding="utf-8")
         title = cells(text)[0][1].partition("\n")[0].removeprefix("# ")
         lines.append(f"- **[{title}]({script.stem}.md)**: {lesson(text).removeprefix('Learn ')}")
-    made["index.md"] = "\n".join([*lines, ""])
-    return made
+    return "\n".join([*lines, ""])
 
 
 def page(name: str, text: str) -> Pages:
