@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from halfmoon.report.gain import FLOOR
 
@@ -37,10 +37,10 @@ def paired(ours: Sequence[float], base: Sequence[float], overlap: float = 0.0) -
     differences = np.asarray(ours, float) - np.asarray(base, float)
     mean, count = float(differences.mean()), len(differences)
     error = math.sqrt((1 / count + overlap) * differences.var(ddof=1))
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+    reach = float(special.stdtrit(count - 1, (1 + LEVEL) / 2)) * error
     if error == 0:
         return Difference(mean, mean, mean, float(mean == 0))
-    return Difference(mean, mean - reach, mean + reach, float(2 * stats.t.sf(abs(mean) / error, count - 1)))
+    return Difference(mean, mean - reach, mean + reach, float(2 * special.stdtr(count - 1, -abs(mean) / error)))
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -131,6 +131,8 @@ def ranks(scores: Mapping[str, Sequence[float]]) -> Ranks:
     The critical difference is Nemenyi's at 5 %: q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
     Raises ValueError for fewer methods or data sets.
     """
+    from scipy import stats  # slow to import
+
     table = np.array(list(scores.values()), float)
     count, sets = table.shape
     if count < 3 or sets < 2:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from scipy.stats import kendalltau
-
 from halfmoon.report import frame
 from halfmoon.report.study import TEST, Column, Published, Study
 from halfmoon.report.tables import Spread, mean_of
@@ -44,6 +42,8 @@ def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order."""
     if len(left) < 2:
         return None
+    from scipy.stats import kendalltau  # slow to import
+
     result: Any = kendalltau(left, right)
     return None if math.isnan(result.statistic) else float(result.statistic)
 

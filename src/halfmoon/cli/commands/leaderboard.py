@@ -13,9 +13,7 @@ RESULTS, PAGE = Path("results"), Path("results/published.md")
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = command(commands, "leaderboard", "write the page of committed results", "", run)
-    about = (
-        "first copy the summaries of these sweeps' folders into the results (default: those in runs/)"
-    )
+    about = "first copy the summaries of these sweeps' folders into the results (default: those in runs/)"
     parser.add_argument("--add", metavar="SWEEP", nargs="+", type=Path, default=[], help=about)
     about = f"the folder of committed results (default: {RESULTS})"
     parser.add_argument("--results", metavar="DIR", type=Path, default=RESULTS, help=about)
