@@ -132,6 +132,7 @@ def test_links_of_the_repository_hold_on_the_site() -> None:
         ("docs/cli.md", "[r](../results/robust.md) [h](../README.md#x)", "[r](results/robust.md) [h](index.md#x)"),
         ("results/robust.md", "[c](../docs/cli.md), [b](README.md)", "[c](../cli.md), [b](index.md)"),
         ("docs/cli.md", "[`t`](../tests/test_fuzz.py), [s](#here)", "`t`, [s](#here)"),
+        ("results/robust.md", "[`[t]`](../docs/cli.md#x)", "[`[t]`](../cli.md#x)"),
         ("docs/cli.md", "[w](https://a.b/c)", "[w](https://a.b/c)"),
         ("docs/cli.md", "```text\n[c](../README.md)\n```\n", "```text\n[c](../README.md)\n```\n"),
     ):  # fmt: skip

@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "halfmoon"
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
            "requirements/dependencies.md": "dependencies.md"}  # fmt: skip
 """Pages outside docs/ and results/, and their addresses on the site."""
-LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
