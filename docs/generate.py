@@ -46,7 +46,7 @@ from halfmoon.methods import registry
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
 from halfmoon.models.normalize import Normalize
-from halfmoon.sweep import grid, recipe
+from halfmoon.sweeps import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -9,9 +9,9 @@ import pytest
 
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.recipes import duration
-from halfmoon.sweep import cost, recipe
-from halfmoon.sweep.cost import words_of
-from halfmoon.sweep.grid import cells
+from halfmoon.sweeps import cost, recipe
+from halfmoon.sweeps.cost import words_of
+from halfmoon.sweeps.grid import cells
 
 RECIPE = """
 title = "Toy"

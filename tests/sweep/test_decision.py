@@ -11,7 +11,7 @@ from halfmoon import Config
 from halfmoon.engine.evaluation import Examples
 from halfmoon.report.paired import Difference, paired
 from halfmoon.runs import factory
-from halfmoon.sweep.decision import DRAWS, FOLDS, REPEATS, Fold, decide, draws, folds, head_accuracy, more_labels
+from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, decide, draws, folds, head_accuracy, more_labels
 
 
 def test_the_interval_is_nadeau_and_bengios_by_hand() -> None:

@@ -11,9 +11,9 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
-from halfmoon.sweep import own_plan
-from halfmoon.sweep.own_folder import look
-from halfmoon.sweep.own_plan import plan
+from halfmoon.sweeps import own_plan
+from halfmoon.sweeps.own_folder import look
+from halfmoon.sweeps.own_plan import plan
 
 CLASSES = ("0", "1", "2")
 

@@ -18,7 +18,7 @@ from halfmoon.config import schema as settings
 from halfmoon.data import load
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.sweep import own_sites
+from halfmoon.sweeps import own_sites
 
 
 def site(place: Path, labels: int, count: int) -> Path:

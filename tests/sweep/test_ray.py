@@ -17,11 +17,11 @@ from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError, install
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.sweep import grid, recipe
-from halfmoon.sweep.engines import TRIES, Done, Here, SweepTask
-from halfmoon.sweep.play import Step, sweep
-from halfmoon.sweep.ray_engine import Rays, Share, share
-from halfmoon.sweep.sweep_folder import SweepFolder
+from halfmoon.sweeps import grid, recipe
+from halfmoon.sweeps.engines import TRIES, Done, Here, SweepTask
+from halfmoon.sweeps.play import Step, sweep
+from halfmoon.sweeps.ray_engine import Rays, Share, share
+from halfmoon.sweeps.sweep_folder import SweepFolder
 
 RECIPE = """
 title = "Mine, Table 1"

@@ -24,14 +24,14 @@ from halfmoon.methods import registry
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.runs import factory, runner
 from halfmoon.storage import toml
-from halfmoon.sweep import recipe
-from halfmoon.sweep.engines import Here
-from halfmoon.sweep.grid import Cell, cells, selection
-from halfmoon.sweep.play import Step, sweep
-from halfmoon.sweep.published import lookup
-from halfmoon.sweep.recipe import Recipe
-from halfmoon.sweep.recipe_file import INHERITED, layered, read
-from halfmoon.sweep.sweep_folder import SweepFolder
+from halfmoon.sweeps import recipe
+from halfmoon.sweeps.engines import Here
+from halfmoon.sweeps.grid import Cell, cells, selection
+from halfmoon.sweeps.play import Step, sweep
+from halfmoon.sweeps.published import lookup
+from halfmoon.sweeps.recipe import Recipe
+from halfmoon.sweeps.recipe_file import INHERITED, layered, read
+from halfmoon.sweeps.sweep_folder import SweepFolder
 
 FOLDER = Path(str(resources.files("halfmoon"))) / "recipes"
 NAMES = recipe.names()
@@ -702,7 +702,7 @@ def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ('rows = "method"', 'rows = "method"\nrow = 1', "mine.toml: unknown field 'row': did you mean 'rows'?"),
-        ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; see halfmoon.sweep.recipe"),
+        ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; see halfmoon.sweeps.recipe"),
         ("rounds = 2", "rouns = 2", "mine.toml, protocol: unknown option 'rouns': did you mean 'rounds'?"),
         ("rounds = 2", "rounds = 2.5", "cell method=fedavg, amount=few: rounds in mine is 2.5: it must be"),
         ("rounds = 2", "cohort = 9\nrounds = 2", "mine.toml is not valid TOML: Cannot overwrite a value"),

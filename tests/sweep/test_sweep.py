@@ -20,12 +20,12 @@ from halfmoon.engine import driver
 from halfmoon.engine.loop import Row
 from halfmoon.runs import runner, seeds
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
-from halfmoon.sweep import play as playing
-from halfmoon.sweep import recipe
-from halfmoon.sweep.engines import Done, Engine, Here, Note, Processes, SweepTask
-from halfmoon.sweep.grid import cells, selection
-from halfmoon.sweep.play import Step, sweep
-from halfmoon.sweep.sweep_folder import FORMAT, SweepFolder
+from halfmoon.sweeps import play as playing
+from halfmoon.sweeps import recipe
+from halfmoon.sweeps.engines import Done, Engine, Here, Note, Processes, SweepTask
+from halfmoon.sweeps.grid import cells, selection
+from halfmoon.sweeps.play import Step, sweep
+from halfmoon.sweeps.sweep_folder import FORMAT, SweepFolder
 
 RECIPE = """
 title = "Mine, Table 1"

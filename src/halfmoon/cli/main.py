@@ -57,8 +57,8 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
-    from halfmoon.sweep.own_images import Played
-    from halfmoon.sweep.own_plan import Plan
+    from halfmoon.sweeps.own_images import Played
+    from halfmoon.sweeps.own_plan import Plan
 
 Outcome = TypeVar("Outcome")
 
@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.sites:
         config, folders = own_sites.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
-        from halfmoon.sweep.own_sites import rehearse
+        from halfmoon.sweeps.own_sites import rehearse
 
         root, again = config.run_dir, "the same command goes on"
         return _play(args, root, lambda watch: rehearse(config, folders, root, watch), own_sites.print_rows, again)
@@ -236,7 +236,7 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
     if args.plan:
         return 0
     folder = plan.config.run_dir or settings.free_folder(plan.config, plan.config.method)
-    from halfmoon.sweep.own_images import play
+    from halfmoon.sweeps.own_images import play
 
     def show(args: argparse.Namespace, folder: Path, played: Played) -> None:
         if played.outcome is not None:

@@ -9,7 +9,7 @@ from halfmoon.cli.commands.base import print_json, say, show
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import RunResult
-    from halfmoon.sweep.decision import Decision
+    from halfmoon.sweeps.decision import Decision
 
 
 def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:

@@ -13,8 +13,8 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.sweep.own_images import Played
-    from halfmoon.sweep.own_plan import Plan
+    from halfmoon.sweeps.own_images import Played
+    from halfmoon.sweeps.own_plan import Plan
 
 ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
 """Options that say themselves what is played."""
@@ -45,8 +45,8 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
     """
     name = flags.get("data", Config.data)
     if args.config is None and not ELSEWHERE & flags.keys() and Path(name).is_dir():
-        from halfmoon.sweep.own_folder import look
-        from halfmoon.sweep.own_plan import MINUTES, plan
+        from halfmoon.sweeps.own_folder import look
+        from halfmoon.sweeps.own_plan import MINUTES, plan
 
         contents = look(Path(name))
         if contents is not None:

@@ -16,7 +16,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from halfmoon.sweep.own_sites import Played
+    from halfmoon.sweeps.own_sites import Played
 
 
 RECIPE: dict[str, Any] = {
@@ -61,7 +61,7 @@ def print_rows(args: argparse.Namespace, folder: Path, table: Sequence[Played]) 
     if args.json:
         print_json({"folder": str(folder), "rows": [asdict(each) for each in table]})
         return
-    from halfmoon.sweep.own_sites import HELD_OUT
+    from halfmoon.sweeps.own_sites import HELD_OUT
 
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
     show(["trained on", "labels", "right"], rows)

@@ -21,8 +21,8 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import RunFolder
-from halfmoon.sweep import engines, grid, play, recipe
-from halfmoon.sweep.sweep_folder import SweepFolder
+from halfmoon.sweeps import engines, grid, play, recipe
+from halfmoon.sweeps.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
 problem = python_errors(factory.problem)

@@ -21,7 +21,7 @@ from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
 from halfmoon.storage.run_folder import MODEL
-from halfmoon.sweep import sweep_folder
+from halfmoon.sweeps import sweep_folder
 
 NAMES = 4
 """Methods that a line names at most."""

@@ -14,7 +14,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.sweep.own_folder import Contents
+    from halfmoon.sweeps.own_folder import Contents
 
 SPLIT_OPTIONS = (
     *("data_dir", "cache", *settings.IMAGES, *settings.PIXELS, "flip", "shrink", "image_size", "data_share"),
@@ -68,13 +68,13 @@ def _contents(values: Mapping[str, Any]) -> Contents | None:
     """Return what a folder of one's own holds, None for another data set."""
     if not Path(name := values.get("data", Config.data)).is_dir():
         return None
-    from halfmoon.sweep.own_folder import look
+    from halfmoon.sweeps.own_folder import look
 
     return look(Path(name))
 
 
 def _image_options(contents: Contents) -> dict[str, Any]:
-    from halfmoon.sweep.own_plan import image_options, pretrained
+    from halfmoon.sweeps.own_plan import image_options, pretrained
 
     return image_options(contents, pretrained())
 

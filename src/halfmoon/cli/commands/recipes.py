@@ -11,7 +11,7 @@ from halfmoon.cli.commands.base import command, option, print_json, requested, s
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.sweep.recipe import Recipe
+    from halfmoon.sweeps.recipe import Recipe
 
 PLACE = ("data_dir", "cache", "device", "executor", "compile", "threads", "workers")
 """The options of a run that change how long it takes and none of its numbers."""
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List the recipes."""
-    from halfmoon.sweep import recipe
+    from halfmoon.sweeps import recipe
 
     loaded = [recipe.load(name) for name in args.names or recipe.names()]
     if args.time and len(loaded) != 1:
@@ -65,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 def _facts(loaded: Recipe) -> dict[str, Any]:
     """Return what there is to say of a recipe, ready for JSON."""
-    from halfmoon.sweep import grid
+    from halfmoon.sweeps import grid
 
     return {
         "name": loaded.name,
@@ -92,8 +92,8 @@ def _axis(axis: str, values: Sequence[Any]) -> dict[str, Any]:
 def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     """Return what the cells that are asked for cost on this machine: a timed round of each row, multiplied."""
     from halfmoon.config import schema
-    from halfmoon.sweep import cost, grid
-    from halfmoon.sweep.sweep_folder import machine
+    from halfmoon.sweeps import cost, grid
+    from halfmoon.sweeps.sweep_folder import machine
 
     scale = loaded.scale(args.scale) if args.scale else None
     over = requested(args, PLACE)

@@ -15,9 +15,9 @@ from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.sweep.engines import Engine
-    from halfmoon.sweep.play import Step
-    from halfmoon.sweep.sweep_folder import SweepFolder
+    from halfmoon.sweeps.engines import Engine
+    from halfmoon.sweeps.play import Step
+    from halfmoon.sweeps.sweep_folder import SweepFolder
 
 PLACE = (
     *("data_dir", "cache", "device", "executor", "compile", "threads", "workers", "seeds_together", "memory_cap"),
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from halfmoon.cli.console import say, show
-    from halfmoon.sweep import grid, recipe
-    from halfmoon.sweep.sweep_folder import SweepFolder, cores, table
+    from halfmoon.sweeps import grid, recipe
+    from halfmoon.sweeps.sweep_folder import SweepFolder, cores, table
 
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
@@ -88,7 +88,7 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
     from rich.console import Console
 
     from halfmoon.cli.console import duration, say, watcher
-    from halfmoon.sweep.play import sweep
+    from halfmoon.sweeps.play import sweep
 
     console = Console(stderr=True)
 
@@ -117,13 +117,13 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
 
 def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
     from halfmoon.runs.callbacks import Callbacks
-    from halfmoon.sweep import engines
+    from halfmoon.sweeps import engines
 
     if args.ray_address is not None and args.engine != "ray":
         raise UserError("--ray-address goes with --engine ray.")
     watching = Callbacks(*trackers(args))
     if args.engine == "ray":
-        from halfmoon.sweep.ray_engine import Rays
+        from halfmoon.sweeps.ray_engine import Rays
 
         rays = Rays(jobs, args.ray_address, watching)
         ends.callback(rays.close)

@@ -21,8 +21,8 @@ def tune(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from halfmoon.cli.console import say, show
-    from halfmoon.sweep.tuning import BEST, KNOBS, TABLE, Knob
-    from halfmoon.sweep.tuning import tune as search
+    from halfmoon.sweeps.tuning import BEST, KNOBS, TABLE, Knob
+    from halfmoon.sweeps.tuning import tune as search
 
     if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")

@@ -10,8 +10,8 @@ from halfmoon.config.schema import Config, identity
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.sweep.grid import Cell
-from halfmoon.sweep.recipe import Recipe
+from halfmoon.sweeps.grid import Cell
+from halfmoon.sweeps.recipe import Recipe
 
 
 @dataclass(frozen=True)

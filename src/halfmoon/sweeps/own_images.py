@@ -17,9 +17,9 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES
-from halfmoon.sweep.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
-from halfmoon.sweep.own_folder import site_source
-from halfmoon.sweep.own_plan import Plan, one_holder
+from halfmoon.sweeps.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
+from halfmoon.sweeps.own_folder import site_source
+from halfmoon.sweeps.own_plan import Plan, one_holder
 
 DECISION = "decision.json"
 

@@ -8,9 +8,9 @@ from typing import Any
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.sweep.published import COLUMNS, Published, lookup
-from halfmoon.sweep.recipe import Recipe, Scale, Value, meets
-from halfmoon.sweep.recipe_file import Layer, layered
+from halfmoon.sweeps.published import COLUMNS, Published, lookup
+from halfmoon.sweeps.recipe import Recipe, Scale, Value, meets
+from halfmoon.sweeps.recipe_file import Layer, layered
 
 Selection = Mapping[str, tuple[str, ...]]
 """The values of some axes that are asked for."""
@@ -20,7 +20,7 @@ Selection = Mapping[str, tuple[str, ...]]
 class Cell:
     """One cell of a table: its values by axis, what the paper prints there, and a configuration for every seed.
 
-    `measure` is what is compared there, one of `halfmoon.sweep.recipe.MEASURES`.
+    `measure` is what is compared there, one of `halfmoon.sweeps.recipe.MEASURES`.
     """
 
     at: Mapping[str, str]

@@ -52,8 +52,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.sweep.published import COLUMNS
-from halfmoon.sweep.recipe_file import INHERITED, Layer, check_layer, folder, read
+from halfmoon.sweeps.published import COLUMNS
+from halfmoon.sweeps.recipe_file import INHERITED, Layer, check_layer, folder, read
 
 Kind = Literal["table", "lines", "curves", "splits"]
 At = Mapping[str, tuple[str, ...]]
@@ -172,7 +172,7 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
     where = f"recipe {name}"
     missing = [key for key in _NEEDED if key not in keys]
     if missing:
-        raise UserError(f"{where}: {missing[0]} is missing; see halfmoon.sweep.recipe for what a recipe holds.")
+        raise UserError(f"{where}: {missing[0]} is missing; see halfmoon.sweeps.recipe for what a recipe holds.")
     axes = {axis: _values(axis, values, where) for axis, values in keys["axes"].items()}
     axis_values = {axis: [value.name for value in values] for axis, values in axes.items()}
     inherited = keys.get(INHERITED, {})

@@ -26,8 +26,8 @@ from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.runner import cell
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.sweep.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.sweep.own_folder import Contents
+from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
+from halfmoon.sweeps.own_folder import Contents
 
 MINUTES = 10.0
 """What a run on images of one's own takes at most where nobody says how long."""

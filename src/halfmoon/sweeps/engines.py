@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are played: in this process, in several, or (`halfmoon.sweep.ray_engine`) on a Ray cluster.
+"""Where the runs of a sweep are played: in this process, in several, or (`sweeps.ray_engine`) on a Ray cluster.
 
 A run is one `SweepTask`, which is data alone: it can be sent to another process or machine that sees the same folders.
 What a worker had played when it was killed stands in the run's folder, and whoever takes the task next goes on from

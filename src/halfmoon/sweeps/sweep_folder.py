@@ -12,8 +12,8 @@ from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError
 from halfmoon.report import tables
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.sweep.grid import Cell
-from halfmoon.sweep.recipe import MEASURES, Recipe, Scale
+from halfmoon.sweeps.grid import Cell
+from halfmoon.sweeps.recipe import MEASURES, Recipe, Scale
 
 SWEEP, CELLS, SPLITS = "sweep.json", "cells", "splits"
 FORMAT = 1

@@ -8,9 +8,9 @@ from typing import Any
 from halfmoon.config.schema import Config, identity, text
 from halfmoon.core.errors import UserError
 from halfmoon.runs import runner
-from halfmoon.sweep.engines import Done, Engine, SweepTask
-from halfmoon.sweep.grid import Cell, cells
-from halfmoon.sweep.sweep_folder import SweepFolder, entry
+from halfmoon.sweeps.engines import Done, Engine, SweepTask
+from halfmoon.sweeps.grid import Cell, cells
+from halfmoon.sweeps.sweep_folder import SweepFolder, entry
 
 PAUSE = 2.0
 """Seconds between looks at a run that another process plays."""

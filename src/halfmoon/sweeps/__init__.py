@@ -1,0 +1,1 @@
+"""Sweeps: grids of runs with published numbers beside them."""
