@@ -38,6 +38,10 @@ Small = tuple[str, dict[str, Any]]
 
 SMALLEST: dict[str, Small] = {
     "accountants": ("", {"PLANS": ((10, 10, 8.0),), "ROUNDS": (1,)}),
+    "attacks": (
+        "--seeds 0 --sites 4 --methods fedavg-fixmatch --settings uneven --attacks none --out {out}/attacks",
+        {"ROUNDS": 1},
+    ),
     "calibration": ("{data}/pneumonia_mnist {run}", {}),
     "client_store": ("--clients 8 --width 4 --cap-mib 1 --cohort 2 --rounds 1", {}),
     "compiled_step": ("--methods fedavg --scenes small-loop --turns 1", {}),
@@ -47,6 +51,7 @@ SMALLEST: dict[str, Small] = {
     "dicom_files": ("--files 20", {}),
     "failing_disks": ("--every 60", {}),
     "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
+    "faults": ("--minutes 1", {}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
     "federation_cost": ("--rounds 4 --steps 1 --out {out}/cost", {"MODELS": {"small, width 16": ("small", 16)}}),

@@ -11,7 +11,7 @@ from test_contract import scene
 from test_robust import SMALL, stopping
 
 from halfmoon.aggregation import AggregationContext
-from halfmoon.aggregation.attacks import FLIP, NOISE, Attack, Hostile, hostile
+from halfmoon.aggregation.attacks import NOISE, Attack, Hostile, hostile
 from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
@@ -66,7 +66,6 @@ def test_honest_clients_and_what_is_no_update_keep_their_bits(attack: Attack):
 
 
 def test_a_flipped_update_points_the_other_way_and_is_as_long():
-    assert FLIP == 1
     down, up, new = attacked("sign-flip")
     assert change(new, down, 1).tolist() == pytest.approx((-change(up, down, 1)).tolist(), abs=1e-6)
 
@@ -201,7 +200,7 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
     assert furthest(played.server, mean) < 1e-12
 
 
-@pytest.mark.parametrize("rule", ["clip", "median", "trimmed", "krum"])
+@pytest.mark.parametrize("rule", ["clip", "cosine", "median", "trimmed", "krum"])
 def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
     made, shared, simulation = scene("fedavg", "both", aggregators=[Hostile("nan", [1], 0), Robust(rule, 0.2)])
     met = False
@@ -212,6 +211,17 @@ def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
     assert met
 
 
+@pytest.mark.parametrize(("rule", "least", "most"), [("mean", 0.0, 0.2), ("cosine", 0.7, 1.0)])
+def test_one_of_five_that_flips_its_signs_does_not_decide(rule: Any, least: float, most: float, tmp_path: Path):
+    """Four times its update with the sign turned destroys the mean's model in 10 rounds, and not the default's."""
+    config = Config(
+        method="fedavg-soft-labels", data="digits", clients=5, cohort=5, steps=6, rounds=10, labels_per_class=1.0,
+        attack="sign-flip", attackers=0.2, attack_factor=4.0, aggregation=rule, weight_cap=2.0, evaluate_every=10,
+        threads=1, device="cpu",
+    )  # fmt: skip
+    assert least <= runner.cell(config, tmp_path / "run")["accuracy"]["last"] <= most
+
+
 def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = "run --method fedavg --rounds 2 --clients 5 --cohort 5 --steps 1 --width 2 --threads 1 --device cpu"
     words += f" --attack nan --attackers 0.2 --run-dir {tmp_path / 'run'}"
@@ -219,7 +229,7 @@ def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(words.split()) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"the upload of client {bad} in round 1 (train) is not finite" in said
-    assert "--aggregation clip, median, trimmed or krum" in said
+    assert "--aggregation cosine, clip, median, trimmed or krum" in said
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 

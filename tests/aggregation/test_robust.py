@@ -17,7 +17,7 @@ from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.robust import Robust, Rule, distances, finite, krum, median, tolerated, trimmed
-from halfmoon.api.uploads import Upload
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -27,7 +27,7 @@ from halfmoon.runs import runner
 from halfmoon.runs.factory import aggregators, method
 from halfmoon.storage.checkpoints import METRICS
 
-RULES: tuple[Rule, ...] = ("clip", "median", "trimmed", "krum")
+RULES: tuple[Rule, ...] = ("clip", "cosine", "median", "trimmed", "krum")
 EVERY = pytest.mark.parametrize("rule", RULES)
 ONE: tuple[Rule, ...] = ("median", "trimmed", "krum")  # the rules that make one aggregate
 ROUNDS = range(2)
@@ -77,6 +77,42 @@ def test_statistics_are_clipped_by_themselves():
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
     assert new.update["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
     assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
+
+
+def test_who_points_against_the_others_is_left_out():
+    """The last one's cosines are -1, -0.6 and -0.8, of which -0.8 is the median; the others' lie above 0.6."""
+    down, up = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
+    aggregator = Robust("cosine", 0.2)
+    places, new = aggregator.uploads(ask(4, down), up)
+    assert list(places) == [0, 1, 2]
+    assert (new.update["params"]["w"] - 1).tolist() == [[2, 0], pytest.approx([3, 4]), pytest.approx([4, 3])]
+    assert aggregator.row()["outside"] == [{"client": 30, "part": "parameters", "cosine": -0.8, "others": 0.6}]
+
+
+def test_statistics_that_point_against_the_others_are_left_out():
+    down, up = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
+    places, _ = Robust("cosine", 0.2).uploads(ask(5, down), up)
+    assert list(places) == [0, 1, 2, 3]
+
+
+def test_of_three_nobody_is_left_out():
+    """Two against one says nothing: whoever is wrong may be the two."""
+    assert ruled("cosine", [[1, 0], [1, 0], [-1, 0]])[0] == [[1, 0], [1, 0], [-1, 0]]
+
+
+def test_who_is_as_unlike_as_everyone_stays():
+    """Where nobody agrees, being against the others betrays nobody."""
+    values = [[1, -0.1, -0.1, -0.1], [-0.1, 1, -0.1, -0.1], [-0.1, -0.1, 1, -0.1], [-0.1, -0.1, -0.1, 1]]
+    assert np.allclose(ruled("cosine", values)[0], values)
+
+
+def test_sums_too_large_for_their_images_are_left_out():
+    """Four clients of 1 to 4 images send 1 to 4 in sum; one of 5 images sends 100, twenty for each of its images."""
+    up = Upload({}, torch.arange(1.0, 6.0).double(), {"moments": torch.tensor([[1.0], [2], [3], [4], [100]])})
+    context = ask(5, {})._replace(uplink=Uplink((), (), aux={"moments": Aux("sum", "statistic")}))
+    aggregator = Robust("cosine", 0.2)
+    assert list(aggregator.uploads(context, up)[0]) == [0, 1, 2, 3]
+    assert aggregator.row()["outside"][0]["part"] == "sums"
 
 
 def test_median_of_an_even_number_is_the_mean_of_the_middle_two():
@@ -188,7 +224,7 @@ def test_trimmed_of_nothing_is_the_mean():
 
 @EVERY
 def test_the_order_of_clients_changes_nothing(rule: Rule):
-    values = torch.randn(5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).tolist()
+    values = (2 + torch.randn(5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).tolist()
     first, _ = ruled(rule, values)
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
         new, _ = ruled(rule, [values[k] for k in order])
@@ -211,14 +247,14 @@ def test_what_is_below_the_median_keeps_its_bits():
 @pytest.mark.parametrize("size", [1e3, 1e30, 3e38])
 @EVERY
 def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule: Rule, size: float):
-    """Of five in float32, one as far as numbers go: clip leaves it the median norm, the others the honest's range."""
+    """Of five in float32, one as far as numbers go: it has the median norm, or lies in the range of the honest."""
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
     down = {"params": {"w": torch.full((6,), -1.0)}}
     up = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
     places, new = Robust(rule, 0.2).uploads(ask(5, down), up)
     assert list(places) == list(range(5))
     moved = new.update["params"]["w"] + 1
-    if rule == "clip":
+    if rule in ("clip", "cosine"):
         assert float(moved.norm(dim=1).max()) <= float(honest.norm(dim=1).max()) * (1 + 1e-6)
     else:
         assert bool((moved >= honest.min(0).values - 1e-6).all())
@@ -292,12 +328,14 @@ ALONE = {name for name in registry.names() if name.startswith(SINGLE) and name !
 @EVERY
 def test_the_methods_that_a_rule_cannot_stand_before(rule: Rule):
     """By name: those that need single models, and those whose statistics no rule would look at."""
-    assert refused(rule) == (CENSUS if rule == "clip" else CENSUS | ALONE)
-    assert refused(rule, "group") == (set() if rule == "clip" else ALONE)
+    single = rule in ("clip", "cosine")
+    assert refused(rule) == (CENSUS if single else CENSUS | ALONE)
+    assert refused(rule, "group") == (set() if single else ALONE)
 
 
 PLAYED: dict[Rule, tuple[str, ...]] = {
     "clip": ("feddb", "fedmatch", "semifed", "fml"),
+    "cosine": ("feddb", "fedmatch"),
     "median": ("fedavg-fixmatch", "feddb", "fedrgd"),
     "trimmed": ("fedavg-fixmatch", "feddb"),
     "krum": ("feddure", "feddb", "fedrgd"),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import resource
 import shutil
 import time
 import tracemalloc
@@ -48,12 +49,13 @@ from halfmoon.federation.protocol.tree_spec import UplinkSpec, spec_of
 from halfmoon.federation.server.calls import Inspection
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.site import consent
+from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.downlink_spec import DownlinkSpec
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.models import SmallCNN
+from halfmoon.models import SmallCNN, modules
 from halfmoon.runs.factory import task
 
 IMAGE = (1, 8, 8)
@@ -469,8 +471,7 @@ def test_terms_are_bounded(name: str):
         assert getattr(terms(**{name: most}, **more).config, name) == most
     with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {most:,} at most"):
         terms(**{name: most + 1}, **more)
-    beyond = "width is 1(0{30}): network small would take" if name == "width" else f"{name} is more than 10.18: "
-    with pytest.raises(UserError, match=beyond):
+    with pytest.raises(UserError, match=f"{name} is more than 10.18: "):
         terms(**{name: 10**30}, **more)
 
 
@@ -558,6 +559,51 @@ def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
     long = made("fedavg-fixmatch", steps=10**6, labeled_batch=10, unlabeled_batch=10)
     said = told(member.answer(offer(long)))
     assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"num_hidden_layers": 3_000_000}, "a configuration's numbers go up to 65,536"),
+        ({"num_hidden_layers": 65_536}, "has more than 4,096 layers"),
+        ({"hidden_size": 65_536, "num_attention_heads": 1}, "has more than 268,435,456 parameters"),
+        ({"strides": [1] * 1000}, "its lists to 256 entries"),
+    ],
+)
+def test_a_network_of_the_terms_is_bounded_before_it_is_made(more: dict[str, Any], words: str):
+    """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
+    pytest.importorskip("transformers")
+    vit = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+    facts = json.loads(terms().text)
+    facts["config"]["network"] = "transformers:" + json.dumps(vit | more)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=words):
+        Terms.parse(json.dumps(facts))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "kilobytes"
+
+
+def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before people agree a module is only counted: no tensor of it is made."""
+    pytest.importorskip("transformers")
+    vit = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+    about = terms(("north",), network="transformers:" + json.dumps(vit), width=None, cohort=1)
+    made: list[str] = []
+    make = modules.make_named
+
+    def noted(name: str, **facts: Any) -> Any:
+        made.append(name)
+        return make(name, **facts)
+
+    monkeypatch.setattr(modules, "make_named", noted)
+    site = SiteClient.at(folder(tmp_path / "images", {0: "sound", 3: "ill"}), "north", tmp_path / "home", terms="")
+    assert told(site.answer(offer(about))).reason == NOT_AGREED
+    assert not made
+    summary = consent.offer(site.home)
+    assert summary is not None
+    counted = {name: value for name, value, _ in summary.rows}["numbers"]
+    network = task(about.config, about.form).network
+    assert counted == f"{limits.numbers(network):,}"
+    assert made
 
 
 def test_terms_are_no_longer_than_a_megabyte():

@@ -15,6 +15,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.plan import Plan, Rules, Table, about, load
+from halfmoon.federation.server.server import round_line, undefended
 from halfmoon.methods import registry
 from halfmoon.storage import toml
 
@@ -333,3 +334,42 @@ def test_the_sentence_for_people_has_no_option_of_the_machine() -> None:
     assert said.startswith(f"federation test ({TERMS.hash[:8]}): ")
     assert "2 of 3 sites a round" in said
     assert str(SITES[0]) not in said
+
+
+SEVEN = """
+rounds = 3
+[federation]
+name = "wards"
+sites = ["a", "b", "c", "d", "e", "f", "g"]
+classes = ["sound", "ill"]
+image = [1, 16, 16]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "words"),
+    [
+        (SEVEN, "cosine", None),
+        ('aggregation = "mean"\n' + SEVEN, "mean", "its file says aggregation mean"),
+        ('aggregation = "median"\n' + SEVEN, "median", None),
+        ("cohort = 3\n" + SEVEN, "mean", "of fewer than 4 sites a round no rule can tell which one is wrong"),
+        ("secure_aggregation = true\n" + SEVEN, "mean", "hide who sent what"),
+        ('method = "semifl"\nlabels_at = "server"\n' + SEVEN, "mean", "with semifl it counts statistics in a query"),
+    ],
+)
+def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str, words: str | None, tmp_path: Path):
+    """Where none can, the server says so at its start, and how to go on; a simulation of the file has the same rule."""
+    path = tmp_path / "wards.toml"
+    path.write_text(text)
+    terms = load(path).terms
+    assert terms.config.aggregation == rule
+    assert settings.load(path)["aggregation"] == rule
+    warning = undefended(terms.config)
+    assert warning is None if words is None else words in (warning or "")
+
+
+def test_the_log_names_who_was_left_out():
+    fact = {"client": 1, "site": "west", "part": "parameters", "cosine": -0.54, "others": 0.04}
+    row = {"round": 2, "cohort": [0, 1, 2], "train": {}, "aggregation": {"outside": [fact]}}
+    words = "west was left out: its parameters point against the others (cosine -0.540, median 0.040)"
+    assert words in round_line(row, 3)

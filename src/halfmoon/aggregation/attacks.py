@@ -2,7 +2,7 @@
 
 Every attack is the plain one of the literature, by clients that know nothing of one another and of the defense:
 
-- "sign-flip": the update times -`FLIP`, so that the model is led away from what was learned (Li et al. 2019, RSA).
+- "sign-flip": the update times -`factor`, so that the model is led away from what was learned (Li et al. 2019, RSA).
 - "noise": the update and Gaussian noise of `NOISE` times its norm (Blanchard et al. 2017 send noise alone).
 - "stale": the model that was sent comes back as it is, the last round's model: a free rider that has the others work
   (Fraboni, Vidal and Lorenzi 2021).
@@ -32,10 +32,6 @@ Attack = Literal[
     "sign-flip", "noise", "label-flip", "stale", "nan", "false-counts", "sign-flip-false-counts"
 ]  # fmt: skip
 
-FLIP = 1.0
-"""What a flipped update is multiplied by beside -1. 1 is the plain attack, which no norm betrays; variants that scale
-it up (Li et al. 2019) do more harm to a mean and are easier to find."""
-
 NOISE = 10.0
 """Norm of the noise in norms of the update. Blanchard et al. 2017 draw with a standard deviation of 200 in every
 coordinate; in units of the update an attack means the same to every network."""
@@ -51,8 +47,8 @@ class Hostile:
     All that it draws comes from (`seed`, "attack", round, query, client). Its row names the hostile clients of a round.
     """
 
-    def __init__(self, attack: Attack, clients: Sequence[int], seed: int) -> None:
-        self.attack, self.clients, self.seed = attack, frozenset(clients), seed
+    def __init__(self, attack: Attack, clients: Sequence[int], seed: int, factor: float = 1.0) -> None:
+        self.attack, self.clients, self.seed, self.factor = attack, frozenset(clients), seed, factor
         self._met: set[int] = set()
 
     def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
@@ -84,7 +80,7 @@ class Hostile:
     def _spoiled(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Return what a hostile client says that it has changed, for what it would have said."""
         if self.attack.startswith("sign-flip"):
-            return {path: -FLIP * leaf for path, leaf in change.items()}
+            return {path: -self.factor * leaf for path, leaf in change.items()}
         if self.attack == "noise":
             return _noisy(change, generator)
         value = 0.0 if self.attack == "stale" else math.nan

@@ -4,7 +4,11 @@ The rules look at `update`: what clients changed of what they were sent. "clip" 
 cohort's median norm: norm bounding (Sun et al. 2019, "Can you really backdoor federated learning?"), with a bound that
 is taken anew from each cohort. "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al.
 2018), "krum" is the one update that is nearest to its neighbors (Blanchard et al. 2017). The last three give every
-client the one aggregate, so that a method's weights have no say: they are unweighted, as published.
+client the one aggregate, so that a method's weights have no say: they are unweighted, as published. "cosine" leaves
+out who points against the others, and scales down the rest as "clip" does: a client's score is the median of its
+cosines with the others, and it is outside where that is negative and more than `SPREADS` median deviations under the
+cohort's (`AGAINST`, where the cohort's is under `ALIKE`). Parameters, statistics and auxiliary sums are compared apart;
+fewer than `LEAST` clients are only scaled.
 
 Two kinds of clients have no part in a rule: those whose upload is not finite, who are left out altogether, and those
 who weigh 0, because they had nothing to learn from and sent back what they got.
@@ -13,11 +17,12 @@ What an upload holds beside an update:
 
 - Counts of rows ("weight") stay each client's own. They have a say under "clip" alone.
 - FedDB's mean predictions ("appu") stay too: under "clip" they decide the weights as always, under the others they
-  cannot, and its debiased averaging has no effect.
+  cannot, and its debiased averaging has no effect. "cosine" also compares auxiliary sums and means.
 - FedRGD averages its groups as always; under the rules that make one aggregate, all groups move by the same.
-- FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" can stand before them. SemiFL and HeteroFL
-  also count statistics in a query of their own (`methods.static`), which is no update, so that no rule would look at
-  it: none can stand before them where clients count such statistics (`halfmoon.api.method_entry.MethodEntry.unrobust`).
+- FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" and "cosine" can stand before them. SemiFL
+  and HeteroFL also count statistics in a query of their own (`methods.static`), which is no update, so that no rule
+  would look at it: none can stand before them where clients count such statistics
+  (`halfmoon.api.method_entry.MethodEntry.unrobust`).
 """
 
 import math
@@ -33,10 +38,18 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 
-Rule = Literal["clip", "median", "trimmed", "krum"]
+Rule = Literal["clip", "cosine", "median", "trimmed", "krum"]
 
 CHUNK = 2**18
 """Coordinates of an update that are looked at together: k x CHUNK numbers in float64 are all the memory Krum takes."""
+
+LEAST, SPREADS, LONG = 4, 3.0, 4.0
+"""The fewest clients of whom one can be outside; how many median deviations of cosines it is away then, or how many
+median lengths its sums have for each image."""
+
+ALIKE, AGAINST = 0.02, -0.25
+"""The median cosine from which a cohort agrees, and the one from which a client is outside where it does not: sites
+with other classes than the others' point elsewhere without being hostile."""
 
 Change = Mapping[str, Tensor]
 """The update of each client, {path: (k, ...)}."""
@@ -61,9 +74,14 @@ class Robust:
         lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
-            up = up.map(lambda leaf: leaf[places])
-            change = {path: leaf[places] for path, leaf in change.items()}
-            context = context.only(places)
+            context, up, change = only(places, context, up, change)
+        if self.rule == "cosine":
+            found = outside(context, up, change)
+            inside = [place for place in range(len(places)) if place not in found]
+            if found:
+                self._row["outside"] = [*self._row.get("outside", ()), *found.values()]
+                context, up, change = only(inside, context, up, change)
+                places = [places[place] for place in inside]
         voters = (up.weight > 0).nonzero().flatten().tolist()
         if change and voters:
             up, said = self._ruled(context, up, change, voters)
@@ -80,7 +98,7 @@ class Robust:
     def _ruled(
         self, context: AggregationContext, up: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
-        if self.rule == "clip":
+        if self.rule in ("clip", "cosine"):
             return clipped(context, up, change, voters)
         mine = {path: leaf[voters] for path, leaf in change.items()}
         if self.rule == "krum":
@@ -118,7 +136,7 @@ class Finite:
     @property
     def _advice(self) -> str:
         if self.robust:
-            return "leave it out with --aggregation clip, median, trimmed or krum"
+            return "leave it out with --aggregation cosine, clip, median, trimmed or krum"
         return (
             "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play without the "
             "attack, or without them"
@@ -135,6 +153,60 @@ def finite(leaves: Sequence[Tensor]) -> list[int]:
     """Return the places k at which every number of some leaves (k, ...) is finite."""
     good = torch.stack([leaf.flatten(1).isfinite().all(1) if leaf.dim() > 1 else leaf.isfinite() for leaf in leaves])
     return good.all(0).nonzero().flatten().tolist()
+
+
+def only(
+    places: Sequence[int], context: AggregationContext, up: Upload, change: Change
+) -> tuple[AggregationContext, Upload, Change]:
+    """Return a question, its uploads and updates as if those at `places` alone had answered."""
+    chosen = list(places)
+    change = {path: leaf[chosen] for path, leaf in change.items()}
+    return context.only(chosen), up.map(lambda leaf: leaf[chosen]), change
+
+
+def outside(context: AggregationContext, up: Upload, change: Change) -> dict[int, dict[str, Any]]:
+    """Return what was measured of each client that points against the others, by its place."""
+    voters = (up.weight > 0).nonzero().flatten().tolist()
+    if len(voters) < LEAST:
+        return {}
+    uplink = context.uplink
+    aux = {f"aux/{name}": {"": up.aux[name]} for name in (*uplink.names(reduce="sum"), *uplink.names(reduce="mean"))}
+    beside = {path: leaf for path, leaf in tree.flatten(aux).items() if leaf.is_floating_point()}
+    groups = {**_groups(change, uplink.statistics), "sums": list(beside)}
+    found: dict[int, dict[str, Any]] = {}
+    for part, paths in groups.items():
+        leaves = [{**change, **beside}[path][voters] for path in paths]
+        if not leaves:
+            continue
+        square = gram(leaves)
+        scores = agreement(square)
+        middle = median(scores)
+        bound = min(0.0, float(middle - SPREADS * median((scores - middle).abs()))) if middle > ALIKE else AGAINST
+        lengths = square.diagonal().sqrt() / (up.weight[voters].double().cpu() if part == "sums" else math.inf)
+        long = lengths > LONG * median(lengths)
+        for place, score, too_long in zip(voters, scores.tolist(), long.tolist(), strict=True):
+            if score < bound or too_long:
+                facts = {"client": context.clients[place], "part": part}
+                found.setdefault(place, {**facts, "cosine": round(score, 4), "others": round(float(middle), 4)})
+    return found
+
+
+def agreement(square: Tensor) -> Tensor:
+    """Return of each client the median of its cosines with the others (k,), from their inner products (k, k)."""
+    norms, k = square.diagonal().sqrt(), len(square)
+    cosines = square / (norms[:, None] * norms[None, :]).clamp_min(torch.finfo(torch.float64).tiny)
+    others = cosines.flatten()[1:].view(k - 1, k + 1)[:, :-1].reshape(k, k - 1)
+    return median(others.T)
+
+
+def gram(leaves: Sequence[Tensor]) -> Tensor:
+    """Return the inner products (k, k), float64, of vectors in pieces (k, ...)."""
+    total = torch.zeros((len(leaves[0]), len(leaves[0])), dtype=torch.float64)
+    for leaf in leaves:
+        for part in leaf.flatten(1).split(CHUNK, 1):
+            wide = part.double()
+            total += (wide @ wide.T).cpu()
+    return total
 
 
 def share(byzantine: float, count: int) -> int:
@@ -200,16 +272,10 @@ def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
 
 def distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
     """Return the squared distances (k, k), float64, between the updates' parameters, from their inner products."""
-    leaves = [change[path].flatten(1) for path in _groups(change, statistics)["parameters"]]
-    k = len(next(iter(change.values())))
-    gram = torch.zeros((k, k), dtype=torch.float64)
-    for leaf in leaves:
-        for part in leaf.split(CHUNK, 1):
-            wide = part.double()
-            gram += (wide @ wide.T).cpu()
-    own = gram.diagonal()
+    square = gram([change[path] for path in _groups(change, statistics)["parameters"]])
+    own = square.diagonal()
     # Of two numbers beyond what squares in float64 the difference is none: they are as far as can be.
-    return (own[:, None] + own[None, :] - 2 * gram).clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    return (own[:, None] + own[None, :] - 2 * square).clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _groups(change: Change, statistics: Sequence[str]) -> dict[str, list[str]]:

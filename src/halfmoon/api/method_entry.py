@@ -44,7 +44,7 @@ class MethodEntry:
         needed = requirements_of(self.method, norm)
         if needed.counts_statistics:
             return f"it counts statistics in a query of their own, where no rule looks; use {needed.counts_statistics}"
-        return needed.reason if needed.personal and aggregation != "clip" else ""
+        return needed.reason if needed.personal and aggregation not in ("clip", "cosine") else ""
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -23,7 +23,7 @@ from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import check_preset, paper_run, protocol_run
 from halfmoon.config.sections import SECTIONS
-from halfmoon.config.validation import check, check_cohort
+from halfmoon.config.validation import check, check_cohort, defense
 from halfmoon.core import hubs, plugins, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.storage import toml
@@ -73,7 +73,7 @@ def names_of(*parts: type) -> tuple[str, ...]:
 # What a saved split decides in place of the options.
 SCENARIO = tuple(name for name in names_of(sections.PartitionOptions) if name != "split")
 # Hostile clients exist in simulations alone.
-ATTACKS = ("attack", "attackers", "weight_cap")
+ATTACKS = ("attack", "attackers", "attack_factor", "weight_cap")
 # What stands between the clients' uploads and a method.
 GUARDS = names_of(sections.AggregationOptions, sections.PrivacyOptions)
 # How images are brought to one form while they are decoded.
@@ -175,8 +175,8 @@ def ranges() -> Mapping[str, Range]:
 def load(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file without its table [federation]; its relative paths start at the file's folder.
 
-    A simulation of a federation caps weights as its server does, where that sees single weights, and trains clients one
-    by one, as its sites do, where neither the file nor the command line says otherwise: so it has the same bits.
+    A simulation of a federation caps weights and aggregates as its server does, and trains clients one by one, as its
+    sites do, where neither the file nor the command line says otherwise: so it has the same bits.
 
     Raise UserError where the file cannot be read or is no TOML. Names and types are checked by `resolve`.
     """
@@ -186,6 +186,9 @@ def load(path: Path) -> dict[str, Any]:
         values.setdefault("executor", "loop")
         if not values.get("secure_aggregation") and values.get("dp_clip") is None:
             values.setdefault("weight_cap", table.get("weight_cap", WEIGHT_CAP))
+        count = len(sites) if isinstance(sites := table.get("sites"), list) else 1
+        here = {} if "split" in values else {"clients": count}
+        values.setdefault("aggregation", defense(merge({**here, **values}, {}, path), _registry().entry))
     return anchored(values, path.parent)
 
 

@@ -213,8 +213,9 @@ class AggregationOptions:
     """What the server makes of uploads, and what hostile clients of a simulation do to them."""
 
     aggregation: Annotated[
-        Literal["mean", "clip", "median", "trimmed", "krum"],
-        "what the server makes of uploads before it averages them; clip: to the cohort's median norm",
+        Literal["mean", "clip", "cosine", "median", "trimmed", "krum"],
+        "what the server makes of uploads before it averages them; clip: to the cohort's median norm; cosine: also "
+        "leaves out who points against the others, the default of a federation's server",
     ] = "mean"
     byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile", BELOW_HALF] = 0.2
     secure_aggregation: Annotated[bool, "the server learns the sum of a cohort's uploads alone"] = False
@@ -223,6 +224,7 @@ class AggregationOptions:
         "what hostile clients of a simulation do",
     ] = "none"
     attackers: Annotated[float, "share of the clients that is hostile", BELOW_HALF] = 0.0
+    attack_factor: Annotated[float, "by how much a flipped update is multiplied beside -1", POSITIVE] = 1.0
     weight_cap: Annotated[
         float, "largest weight of a simulated upload, in its cohort's medians; 0: no cap", at_least(0)
     ] = 0.0

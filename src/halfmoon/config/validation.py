@@ -1,11 +1,27 @@
 """Options that exclude each other, and values that no range can tell (`halfmoon.api.ranges`)."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
+
+DEFENSE, DEFENDED = "cosine", 4
+"""How a federation aggregates where its file does not say, and the smallest cohort for which a rule can help."""
+
+
+def defense(c: Any, entry: Callable[[str], Any]) -> str:
+    """Return how a federation aggregates whose file does not say: the mean where no rule can help or stand."""
+    summed = c.secure_aggregation or c.dp_clip is not None
+    alone = summed or c.cohort < DEFENDED or entry(c.method).unrobust(DEFENSE, normalization(c))
+    return "mean" if alone else DEFENSE
+
+
+def normalization(c: Any) -> str:
+    """Return how the trained part of a configuration's network normalizes; a head alone does not."""
+    return "none" if "backbone" in hubs.frozen(c) and c.norm == "batch" else c.norm
 
 
 def check(c: Any) -> None:

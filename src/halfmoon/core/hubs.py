@@ -32,6 +32,9 @@ EARLY = ("stem", "blocks/?", "blocks/10", "blocks/11")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """What a model's folder of `transformers` holds."""
 
+NUMBER, ENTRIES, WORD = 2**16, 256, 100
+"""The largest number in a configuration of `transformers`, the most entries of a list, and letters of a word."""
+
 _ASIDE = (
     *("id2label", "label2id", "num_labels", "num_channels", "transformers_version", "torch_dtype", "dtype"),
     *("auto_map", "architectures", "quantization_config", "attn_implementation", "problem_type"),
@@ -83,10 +86,25 @@ def check_portable(name: str) -> None:
         try:
             facts: Any = json.loads(rest)
             fine = isinstance(facts, dict) and isinstance(cast(dict[str, Any], facts).get("model_type"), str)
-        except ValueError:
+            fine = fine and _bounded(facts)
+        except (ValueError, RecursionError):
             fine = False
     if not fine:
-        raise UserError(f"network {name[:80]} is no name of a network that another machine could make.")
+        raise UserError(
+            f"network {name[:80]} is no name of a network that another machine could make: a configuration's numbers "
+            f"go up to {NUMBER:,}, its lists to {ENTRIES} entries, its words to {WORD} letters."
+        )
+
+
+def _bounded(value: Any) -> bool:
+    """Return whether every number, word and list of a configuration is within the bounds."""
+    if isinstance(value, dict):
+        value = [each for pair in cast(dict[str, Any], value).items() for each in pair]
+    if isinstance(value, list):
+        return len(cast(list[Any], value)) <= 2 * ENTRIES and all(map(_bounded, cast(list[Any], value)))
+    if isinstance(value, str):
+        return len(value) <= WORD
+    return value is None or abs(value) <= NUMBER
 
 
 def portable(name: str) -> str:

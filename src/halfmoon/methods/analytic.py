@@ -48,7 +48,7 @@ class RidgeHead:
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""
         reason = "its sums travel beside an update, where neither secure sums nor robust rules look"
-        return Requirements(reason=reason, places=ANYWHERE, personal=True)  # personal: no robust rule before it
+        return Requirements(reason=reason, places=ANYWHERE, counts_statistics="aggregation 'mean' among trusted sites")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the queries."""

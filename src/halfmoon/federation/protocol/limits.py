@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from halfmoon.api.types import ClientUpdate, Task
+from halfmoon.api.types import ClientUpdate
 from halfmoon.config.schema import Config, method_options
+from halfmoon.core import hubs as names
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol.log import size
 from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.models import Network
-from halfmoon.runs.factory import ImageSpec
+from halfmoon.models import Network, hubs
+from halfmoon.runs.factory import ImageSpec, task
 from halfmoon.storage import toml
 
 TERMS = 2**20
@@ -62,8 +63,11 @@ SPARE = 2**28
 """Bytes of a site's disk that stay free (a hundredth of a disk that is smaller than 25 GiB)."""
 
 
-def check_terms(config: Config, form: ImageSpec, sites: int, task: Task) -> None:
-    """Raise UserError, with one sentence, for the first thing that no site should be asked for."""
+def check_terms(config: Config, form: ImageSpec, sites: int) -> None:
+    """Raise UserError, with one sentence, for the first thing that no site should be asked for.
+
+    All numbers are checked before anything is counted, and a network is counted without being made.
+    """
     for name, count, most in (("sites", sites, SITES), ("classes", len(form.classes), CLASSES)):
         if count > most:
             raise UserError(f"{name} names {count:,} {name}: a federation has {most:,} at most.")
@@ -77,14 +81,14 @@ def check_terms(config: Config, form: ImageSpec, sites: int, task: Task) -> None
     options = method_options(config, config.method)
     for name, value in options.items():
         _check_option(name, value)
-    # The regulator of FedDure is a network of its own.
-    count = numbers(task.network) + (len(form.classes) + 2) * options.get("hidden", 0)
-    if count > NETWORK:
-        raise UserError(f"the network has {count:,} numbers, of {NETWORK:,} at most: choose a smaller width.")
     for name in ("labeled_batch", "unlabeled_batch"):
         batch = getattr(config, name)
         if isinstance(batch, int) and batch * math.prod(form.image) > STEP:
             raise UserError(_too_large(f"{name} is {batch:,}", form.image))
+    # The regulator of FedDure is a network of its own.
+    count = sizes(config, form)[0] + (len(form.classes) + 2) * options.get("hidden", 0)
+    if count > NETWORK:
+        raise UserError(f"the network has {count:,} numbers, of {NETWORK:,} at most: choose a smaller width.")
 
 
 def _check_option(name: str, value: Any) -> None:
@@ -105,12 +109,17 @@ def numbers(network: Network) -> int:
     return tree.size(abstract(network))
 
 
-def frozen(network: Network) -> int:
-    """Return how many numbers of a network stay as its weights have them, and never travel."""
-    model = abstract(network)
-    with torch.device("meta"):
-        whole = network.whole(model)[0].init(torch.Generator())
-    return tree.size(whole) - tree.size(model)
+def sizes(config: Config, form: ImageSpec) -> tuple[int, int]:
+    """Return how many numbers of a network travel, and how many stay as its weights have them.
+
+    A module of another package is counted whole: what is trained of it shows when it is made.
+    """
+    channels, height, width = form.image
+    if names.package(config.network) and config.network not in names.PRETRAINED:
+        return hubs.size(config.network, channels, len(form.classes), (height, width)), 0
+    network = task(config, form).network
+    whole = network.whole(abstract(network))[0]
+    return numbers(network), numbers(whole) - numbers(network)
 
 
 def abstract(network: Network) -> tree.Tree:

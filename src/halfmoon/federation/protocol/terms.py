@@ -55,8 +55,12 @@ class Terms:
         if entry.pooled:
             raise UserError(f"method {entry.name} needs all images in one place: it cannot be played between sites.")
         method(config)
-        limits.check_terms(config, form, len(sites), task(config, form))
+        limits.check_terms(config, form, len(sites))
         return cls(name, sites, form, config)
+
+    def check(self) -> None:
+        """Raise UserError where the network cannot be made: a site makes it once its people have agreed."""
+        task(self.config, self.form)
 
     @classmethod
     def parse(cls, text: str) -> "Terms":
@@ -132,13 +136,12 @@ class Terms:
         names = [name for name in settings.kinds() if name in shared() and name != "method"]
         rows = [(name, toml.shown(getattr(config, name)), about[name]) for name in names]
         rows += [(name, toml.shown(value), f"an option of {config.method}") for name, value in self._options().items()]
-        network = task(config, self.form).network
-        count = limits.numbers(network)
+        count, frozen = limits.sizes(config, self.form)
         rows += [("halfmoon", program["halfmoon"], "the version that runs at the server and at every site")]
         rows += [("bundle", program["bundle"][:16], "hash of the app bundle, without code, that a site accepts")]
         rows += [(name, hash[:16], "hash of a plugin") for name, hash in program["plugins"].items()]
         rows += [("numbers", f"{count:,}", f"of the network that are trained ({size(4 * count)})")]
-        if frozen := limits.frozen(network):
+        if frozen:
             rows += [("frozen", f"{frozen:,}", "numbers of the weights that stay as they are, and never travel")]
         return TermsSummary(self.hash, self.sentence(), tuple(rows), self._brief(4 * count))
 

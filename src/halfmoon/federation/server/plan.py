@@ -9,10 +9,12 @@ from typing import Annotated, Any, get_args, get_type_hints
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import typed
 from halfmoon.config.schema import PLACE, TABLE, Config
+from halfmoon.config.validation import defense
 from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared
+from halfmoon.methods import registry
 from halfmoon.models.hubs import weights as published
 from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import place_of
@@ -104,6 +106,7 @@ def load(path: Path) -> Plan:
             "attack and attackers out."
         )
     values = {name: raw[name] for name in raw if name in shared() or name == "options"}
+    values.setdefault("aggregation", defense(whole, registry.entry))
     if whole.split is not None:  # it says where the labels are, and no option may
         values["labels_at"] = place_of(Split.load(settings.anchored(raw, path.parent)["split"]))
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
@@ -114,6 +117,7 @@ def load(path: Path) -> Plan:
     means, deviations = (values * channels if len(values) == 1 else values for values in (table.mean, table.std))
     form = ImageSpec(table.image, table.classes, table.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
     terms = Terms.of(table.name or path.stem, table.sites, form, values, path.name)
+    terms.check()
     if rules.images is not None and len(rules.images) != count:
         raise UserError(f"{TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")
     if rules.min_replies is not None and rules.min_replies > terms.config.cohort:

@@ -129,6 +129,8 @@ class RemoteRuntime(ServerRuntime):
         report = super().close()
         if self.calls.cap is not None and (row := self.calls.cap.row()):
             report = report._replace(aggregator={**row, **(report.aggregator or {})})
+        for fact in (report.aggregator or {}).get("outside", ()):
+            fact["site"] = self.names[fact["client"]]
         if self._evaluations is None:
             return report
         tests, validations = (part.row(self._round) for part in self._evaluations)

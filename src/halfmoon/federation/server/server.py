@@ -14,6 +14,8 @@ import numpy as np
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.types import ClientUpdate, Task
 from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.config.validation import DEFENDED, DEFENSE, normalization
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -164,6 +166,8 @@ class FederationServer:
         for warning in [*(checkpoint.warnings if checkpoint else []), *([folder.remark] if folder.remark else [])]:
             say(warning)
         say(f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}")
+        if (trusting := undefended(config)) is not None:
+            say(trusting)
         atomic_io.replace(self.path / TERMS, terms.text.encode())
         spool = Spool(self.path / SPOOL)
         spool.clear()
@@ -303,6 +307,25 @@ def _config_text(plan: Plan) -> str:
     return settings.text(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
 
 
+def undefended(config: Config) -> str | None:
+    """Return why nothing defends a federation against a hostile site, and what to do; None where a rule does."""
+    if config.aggregation != "mean":
+        return None
+    why = registry.entry(config.method).unrobust(DEFENSE, normalization(config))
+    reasons = {
+        "sums of masked or noised uploads hide who sent what; leave secure_aggregation and dp_clip out": (
+            config.secure_aggregation or config.dp_clip is not None
+        ),
+        f"of fewer than {DEFENDED} sites a round no rule can tell which one is wrong; have more take part": (
+            config.cohort < DEFENDED
+        ),
+        f"with {config.method} {why}": bool(why),
+        f"its file says aggregation mean; {DEFENSE} is the default": True,
+    }
+    reason = next(words for words, active in reasons.items() if active)
+    return f"one hostile site can spoil this model: {reason}, or admit only sites that you trust."
+
+
 def round_line(row: Row, rounds: int) -> str:
     """Return a round's line in the log."""
     test = row.get("test")
@@ -318,6 +341,9 @@ def round_line(row: Row, rounds: int) -> str:
     aggregator = row.get("aggregation") or {}
     if "epsilon" in aggregator:
         words += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
+    for fact in aggregator.get("outside", ()):
+        words += f"; {fact['site']} was left out: its {fact['part']} point against the others (cosine "
+        words += f"{fact['cosine']:.3f}, median {fact['others']:.3f})"
     return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{mean}{words}"
 
 

@@ -6,8 +6,8 @@ Whatever comes, `SiteClient.answer` answers; its words about a failure name no p
 import json
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -180,14 +180,14 @@ class SiteClient:
         return terms, site
 
     def _join(self, offer: Offer) -> Acceptance:
-        try:
+        with _possible():
             terms = Terms.parse(offer.terms)
-        except UserError as error:
-            raise Impossible(str(error)) from error
         if self.name not in terms.sites:
             near = meant(self.name, terms.sites)
             raise Impossible(f"federation {terms.name} has no site {self.name}{near}.")
         self._agree_to(terms, UNFIT)
+        with _possible():
+            terms.check()
         place = self._place(terms.hash)
         site = self._runtime(terms)
         place.mkdir(parents=True, exist_ok=True)
@@ -257,6 +257,15 @@ class SiteClient:
         key = self.keys.load(self.home)
         part = secure_sum.Part(key, memory.folder, site.number, sites, even, terms.config.cohort)
         return part.answer(request, lambda plain: site.reply(plain, memory))
+
+
+@contextmanager
+def _possible() -> Iterator[None]:
+    """Turn a UserError about the terms into the end of this site's part: they stay as they are."""
+    try:
+        yield
+    except UserError as error:
+        raise Impossible(str(error)) from error
 
 
 def terms_in(place: Path, say: Callable[[str], None]) -> Terms | None:

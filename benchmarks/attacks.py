@@ -1,0 +1,263 @@
+"""Attacks by sites that know the rule, against the mean and a federation's default: accuracy on the digits.
+
+    python benchmarks/attacks.py [--sites 5 10 ...] [--methods NAME ...] [--seeds 0 1 ...] [--rules mean cosine]
+        [--out results/attacks]
+
+One site in five is hostile, and all hostile sites work together: they see the honest updates of a round before they
+send theirs. Each also claims twice the median number of images, which is the most that a server's cap lets through. A
+finished cell is a line of OUT.jsonl and is not played again; OUT.md is written after each cell.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfmoon import Config
+from halfmoon.aggregation.base import AggregationContext, changed, update
+from halfmoon.aggregation.robust import Robust
+from halfmoon.aggregation.weights import FACTOR, WeightCap
+from halfmoon.api.uploads import Upload
+from halfmoon.core import rng
+from halfmoon.data import Split
+from halfmoon.engine.allocator import keep_memory
+from halfmoon.engine.driver import Diverged
+from halfmoon.engine.evaluation import Examples, tally
+from halfmoon.engine.local_clients import FederatedDataset, Training
+from halfmoon.engine.loop import initial_model
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.engine.simulation import Simulation
+from halfmoon.runs import factory
+
+METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
+RULES = ("mean", "cosine")
+SETTINGS = ("iid-dir", "uneven")
+ROUNDS, LABELS, BOUND = 15, 50, 9.9  # BOUND: a server refuses updates of ten median norms
+
+Forge = Callable[[Tensor, Tensor], Tensor]
+"""(honest updates (k, D), the hostile site's own (D,)) -> what it sends."""
+
+
+def _unit(vector: Tensor) -> Tensor:
+    return vector / vector.norm()
+
+
+def _bias(honest: Tensor, own: Tensor) -> Tensor:
+    """Return a site's update and the same direction in every round, as long as an honest update."""
+    steady = torch.randn(len(own), generator=rng.generator(0, "bias"), dtype=own.dtype)
+    return own + honest.norm(dim=1).median() * _unit(steady)
+
+
+def _orthogonal(honest: Tensor, own: Tensor) -> Tensor:
+    """Return the own update without what it shares with the others', and a twentieth of theirs: just inside."""
+    mean = _unit(honest.mean(0))
+    rest = own - (own @ mean) * mean
+    return honest.norm(dim=1).median() * _unit(rest + 0.05 * rest.norm() * mean)
+
+
+FORGED: dict[str, tuple[str, Forge]] = {
+    "sign flip x1": ("params", lambda honest, own: -own),
+    "sign flip x4": ("params", lambda honest, own: -4 * own),
+    "sign flip at the bound": ("params", lambda honest, own: -BOUND * honest.norm(dim=1).median() * _unit(own)),
+    "statistics flip x1": ("stats", lambda honest, own: -own),
+    "statistics flip x4": ("stats", lambda honest, own: -4 * own),
+    "others' mean reversed": (
+        "params",
+        lambda honest, own: -honest.norm(dim=1).median() * _unit(honest.mean(0)),
+    ),
+    "a little is enough (1.5 sd)": ("params", lambda honest, own: honest.mean(0) - 1.5 * honest.std(0)),
+    "steady bias": ("params", _bias),
+    "just inside the rule": ("params", _orthogonal),
+}
+"""What is sent in place of an update, and the part of it that is forged."""
+
+ATTACKS = ("none", *FORGED, "label flip", "back door")
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    seed: int
+    method: str
+    setting: str
+    sites: int
+    attack: str
+    rule: str
+
+
+class Forgers:
+    """The first aggregator: the uploads of the first `hostile` clients become what `attack` makes of them."""
+
+    def __init__(self, attack: str, hostile: int) -> None:
+        self.attack, self.hostile = attack, hostile
+
+    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+        everyone = range(len(context.clients))
+        if self.attack == "none":
+            return everyone, up
+        weight = up.weight.clone()
+        weight[: self.hostile] = FACTOR * weight[self.hostile :].median()
+        up = up._replace(weight=weight)
+        if self.attack not in FORGED:
+            return everyone, up
+        part, forge = FORGED[self.attack]
+        change = {path: leaf for path, leaf in update(up, context).items() if path.split("/")[0] == part}
+        if not change:
+            return everyone, up
+        flat = torch.cat([leaf.flatten(1).double() for leaf in change.values()], 1)
+        honest = flat[self.hostile :]
+        sent = torch.cat([torch.stack([forge(honest, own) for own in flat[: self.hostile]]), honest])
+        pieces = sent.split([leaf[0].numel() for leaf in change.values()], 1)
+        new = {
+            path: piece.to(leaf).reshape(leaf.shape) for (path, leaf), piece in zip(change.items(), pieces, strict=True)
+        }
+        return everyone, changed(up, context, {**update(up, context), **new})
+
+    def row(self) -> dict[str, Any]:
+        return {}
+
+    def ended(self, round: int) -> str | None:
+        return None
+
+
+def uneven(split: Split, seed: int) -> Split:
+    """Return a split in which the last site has most images, and the first ones hardly any."""
+    client, generator = split.client.copy(), np.random.default_rng(rng.number(seed, "uneven"))
+    for site in range(split.clients - 1):
+        for labeled in (True, False):
+            rows = split.rows(site, labeled)
+            moved = rows[generator.random(len(rows)) < 1 - (site + 1) / split.clients]
+            client[moved[: len(rows) - 2] if labeled else moved] = split.clients - 1
+    return Split(client, split.labeled, split.clients)
+
+
+def patched(images: Tensor) -> Tensor:
+    """Return images with a white square of 2x2 pixels in their last corner."""
+    images = images.clone()
+    images[..., -2:, -2:] = images.max()
+    return images
+
+
+def played(cell: Cell) -> dict[str, Any]:
+    """Return what came of a cell: accuracy, and how often a patch opens the back door (percent)."""
+    began, n = time.process_time(), cell.sites
+    config = Config(
+        method=cell.method, data="digits", clients=n, cohort=n, dirichlet_alpha=0.5, labels_per_class=LABELS / 10 / n,
+        setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=6, rounds=ROUNDS, seed=cell.seed,
+        split_seed=cell.seed, device="cpu", threads=1,
+    )  # fmt: skip
+    shared, method = factory.problem(config), factory.method(config)
+    split = uneven(shared.split, cell.seed) if cell.setting == "uneven" else shared.split
+    hostile = 0 if cell.attack == "none" else max(1, n // 5)
+    train = shared.train
+    if cell.attack == "back door":
+        images, labels = train.images.clone(), train.labels.clone()
+        for site in range(hostile):
+            for labeled in (True, False):
+                rows = split.rows(site, labeled)
+                rows = rows[: math.ceil(0.05 * len(rows))]
+                images[rows], labels[rows] = patched(images[rows]), 0
+        train = Examples(images, labels)
+    liars = frozenset(range(hostile) if cell.attack == "label flip" else ())
+    training = Training(shared.batching, factory.budget(config, shared.task), shared.serving, "vmap")
+    rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
+    rules += [] if cell.rule == "mean" else [Robust(cell.rule, 0.2)]  # type: ignore[list-item]
+    simulation = Simulation(
+        method, shared.task, FederatedDataset(train, split, liars=liars, classes=10), shared.views, training,
+        RuntimeSettings(n, config.seed), None, rules,
+    )  # fmt: skip
+    server = method.start(shared.task, initial_model(shared.task, config.seed, torch.device("cpu")))
+    outside = [0, 0]
+    try:
+        for number in range(ROUNDS):
+            simulation.open(number)
+            server = method.round(shared.task.at(number), server, simulation)
+            for fact in (simulation.close().aggregator or {}).get("outside", ()):
+                outside[fact["client"] < hostile] += 1
+    except Diverged:
+        return {**cell._asdict(), "accuracy": 10.0, "diverged": True}
+
+    def accuracy(images: Examples) -> float:
+        model = method.solution(shared.task, server)
+        return round(100 * tally(shared.task.network, model, shared.task.normalize, images).row()["accuracy"], 2)
+
+    row: dict[str, Any] = {**cell._asdict(), "accuracy": accuracy(shared.test), "outside": outside}
+    if cell.attack == "back door":
+        others = shared.test.labels != 0
+        row["opened"] = accuracy(Examples(patched(shared.test.images[others]), 0 * shared.test.labels[others]))
+    return {**row, "seconds": round(time.process_time() - began, 1)}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the tables as Markdown: points lost to what the mean reaches without an attack, over all seeds."""
+    words: list[str] = []
+    kinds = dict.fromkeys((row["setting"], row["method"], row["sites"]) for row in rows)
+    for setting in SETTINGS:
+        columns = [kind for kind in kinds if kind[0] == setting]
+        if not columns:
+            continue
+        heads = [f"{method.removeprefix('fedavg-')}, {sites} sites" for _, method, sites in columns]
+        words += [f"## {setting}", "", "| attack | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+        for attack in ATTACKS:
+            words.append(f"| {attack} | " + " | ".join(_lost(rows, kind, attack) for kind in columns) + " |")
+        words.append("")
+    return "\n".join(words)
+
+
+def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int], attack: str) -> str:
+    """Return a cell: points that the mean loses, and those of each other rule, with the number of seeds."""
+    own = [row for row in rows if (row["setting"], row["method"], row["sites"]) == kind]
+    calm = {row["seed"]: row["accuracy"] for row in own if row["attack"] == "none" and row["rule"] == "mean"}
+    parts: list[str] = []
+    for rule in RULES:
+        found = {r["seed"]: r for r in own if r["attack"] == attack and r["rule"] == rule and r["seed"] in calm}
+        if not found:
+            parts.append("-")
+            continue
+        lost = [calm[seed] - row["accuracy"] for seed, row in found.items()]
+        mean = statistics.mean(calm[s] for s in found) if (attack, rule) == ("none", "mean") else statistics.mean(lost)
+        opened = [row["opened"] for row in found.values() if "opened" in row]
+        parts.append(f"{mean:.1f}" + (f" (opens {statistics.mean(opened):.0f} %)" if opened else ""))
+    return " / ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attack federations of digits by sites that know the rule.")
+    parser.add_argument("--sites", type=int, nargs="+", default=[5, 10, 20, 3])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
+    parser.add_argument("--rules", nargs="+", default=list(RULES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--out", type=Path, default=Path("results/attacks"))
+    options = parser.parse_args()
+    keep_memory()
+    torch.set_num_threads(1)
+    kept, page = options.out.with_suffix(".jsonl"), options.out.with_suffix(".md")
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
+    head = page.read_text().split(f"## {SETTINGS[0]}")[0] if page.exists() else "# Attacks that know the rule\n\n"
+    for sites in options.sites:
+        for method in options.methods:
+            for seed in options.seeds:
+                for setting in options.settings:
+                    for attack in options.attacks:
+                        for rule in options.rules:
+                            cell = Cell(seed, method, setting, sites, attack, rule)
+                            if cell not in done:
+                                rows.append(played(cell))
+                                with kept.open("a") as file:
+                                    file.write(json.dumps(rows[-1]) + "\n")
+                                page.write_text(head + table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Everything that can go wrong, played again and again, as one table: the same bytes, a sentence, or a fault of ours.
+
+    python benchmarks/faults.py [--minutes 10] [--only KIND ...] [--seed 0] [--out results/faults]
+
+Each kind of fault is played in a process of its own for its share of the minutes. A trial ends with the same bytes as
+an undisturbed run, or with a refusal in one sentence ("refused"). "Silent" is other bytes without a word, "traceback"
+any other exception, "hung" a process that did not end. OUT.json adds up all calls, with the seeds of their trials, so
+that the benchmark can be stopped and gone on with; OUT.md shows it. Faults between real servers and sites over the
+network have scripts of their own: `federation_faults.py` and `federation_attacks.py`.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
+
+import test_failing_disks as disks  # noqa: E402
+import test_integrity as folders  # noqa: E402
+from fuzz_targets import TARGETS  # noqa: E402
+from fuzzing import Broken, attempt  # noqa: E402
+
+from halfmoon.config.schema import Config  # noqa: E402
+from halfmoon.core.errors import UserError  # noqa: E402
+from halfmoon.engine import compiled  # noqa: E402
+from halfmoon.runs import runner  # noqa: E402
+from halfmoon.runs.callbacks import NullCallback  # noqa: E402
+from halfmoon.runs.pools import Workers  # noqa: E402
+from halfmoon.storage import atomic_io  # noqa: E402
+
+SAME, REFUSED, SILENT, TRACEBACK, HUNG = VERDICTS = ("same", "refused", "silent", "traceback", "hung")
+PATIENCE = 180
+"""Seconds that a process may take over its share before it counts as hung."""
+
+Trial = Callable[[random.Random], str]
+"""Plays one trial and returns its verdict; an AssertionError is "silent", another exception "traceback"."""
+
+
+@contextmanager
+def _killed(place: Path) -> Iterator[Trial]:
+    """A run's process is killed at a random moment, and gone on with."""
+    options = {**folders.SMALL, "rounds": folders.ROUNDS}
+    runner.cell(Config(**options), place / "straight")
+    wanted, number = folders.numbers(place / "straight"), iter(range(10**9))
+    code = "import sys; from pathlib import Path; from halfmoon import Config; from halfmoon.runs import runner; "
+    code += f"print(1, flush=True); runner.cell(Config(**{options!r}), Path(sys.argv[1]))"
+
+    def trial(chance: random.Random) -> str:
+        path = place / f"run-{next(number)}"
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(chance.uniform(0, 2))
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        runner.cell(Config(**options), path)
+        assert folders.numbers(path) == wanted
+        return SAME
+
+    yield trial
+
+
+@contextmanager
+def _failing(place: Path, number: int | None) -> Iterator[Trial]:
+    """Each call that changes a run's folder fails once, or the power goes."""
+    wanted, count, serial = disks.outcome(place / "straight"), disks.calls(place / "counted"), iter(range(10**9))
+
+    def trial(chance: random.Random) -> str:
+        found = disks.played(place / f"run-{next(serial)}", chance.randrange(count), number, wanted)
+        return SAME if found == "same" else REFUSED
+
+    yield trial
+
+
+@contextmanager
+def _damaged(place: Path, act: str) -> Iterator[Trial]:
+    """A file of a finished or of a stopped run is damaged."""
+
+    class Ending(NullCallback):
+        def round(self, run: object, row: dict) -> None:
+            if row["round"] == folders.ROUNDS - 1:
+                raise folders.Stop
+
+    config = Config(**folders.SMALL, rounds=folders.ROUNDS)
+    runner.cell(config, place / "finished")
+    with suppress(folders.Stop):
+        runner.cell(config, place / "stopped", Ending())
+    folders.WANTED[:] = [folders.numbers(place / "finished")]
+
+    def trial(chance: random.Random) -> str:
+        name, read = chance.choice((("finished", folders.numbers), ("stopped", folders.resumed)))
+        file = chance.choice(folders.names(place / name))
+        found = folders.damaged(place / name, place / "run", file, act, chance, read)
+        return SAME if found == "equal" else REFUSED
+
+    yield trial
+
+
+@contextmanager
+def _hostile(place: Path, names: tuple[str, ...]) -> Iterator[Trial]:
+    """Somebody else's bytes are read: a valid input with a few of its bytes changed, left out or doubled."""
+    chosen = [target for target in TARGETS if target.name in names]
+    scenes = {target.name: (target.scene(place / target.name), list(target.seeds())) for target in chosen}
+
+    def trial(chance: random.Random) -> str:
+        target = chance.choice(chosen)
+        scene, seeds = scenes[target.name]
+        data = bytearray(chance.choice(seeds))
+        for _ in range(chance.randint(1, 6)):
+            at = chance.randint(0, len(data))
+            data[at : at + chance.randint(0, 4)] = chance.randbytes(chance.randint(0, 4))
+        try:
+            return REFUSED if attempt(target, scene, bytes(data)) == "refused" else SAME
+        except Broken as broken:
+            return TRACEBACK if broken.__cause__ else SILENT
+
+    yield trial
+
+
+@contextmanager
+def _worker(place: Path) -> Iterator[Trial]:
+    """One of the processes that train clients dies."""
+
+    def trial(chance: random.Random) -> str:
+        pool = Workers(2)
+        try:
+            list(pool(os._exit, [chance.randint(1, 9)] * chance.randint(2, 4)))
+        except UserError:
+            return REFUSED
+        finally:
+            pool.close()
+        return SILENT
+
+    yield trial
+
+
+@contextmanager
+def _cache(place: Path) -> Iterator[Trial]:
+    """Others can write the folder of compiled programs, or it is a link to such a folder."""
+    serial = iter(range(10**9))
+
+    def trial(chance: random.Random) -> str:
+        folder = place / str(next(serial))
+        folder.mkdir()
+        folder.chmod(0o700 | chance.randint(1, 0o77))
+        if chance.random() < 0.5:
+            link = folder.with_suffix(".link")
+            link.symlink_to(folder)
+            folder = link
+        os.environ[compiled.CACHE] = str(folder)
+        try:
+            compiled.private_cache()
+        except UserError:
+            return REFUSED
+        return SILENT
+
+    yield trial
+
+
+FILES = {
+    "hostile image": ("image", "predict", "idx", "parquet", "records"),
+    "hostile CSV or TOML": ("config", "federation", "labels", "classes"),
+    "hostile model or run folder": (
+        *("model", "split", "run-metrics.jsonl", "run-timings.jsonl", "run-summary.json", "run-split.json"),
+        *("run-run.json", "run-config.toml", "sweep.json"),
+    ),
+    "hostile server": ("message", "terms", "member"),
+    "hostile site": ("reply",),
+}
+EIO, FULL, FILES_OPEN = disks.REFUSALS
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "kill": _killed,
+    "power loss": lambda place: _failing(place, None),
+    "failing call": lambda place: _failing(place, EIO),
+    "full disk": lambda place: _failing(place, FULL),
+    "too many files": lambda place: _failing(place, FILES_OPEN),
+    "bit flip": lambda place: _damaged(place, "flip"),
+    "cut file": lambda place: _damaged(place, "cut"),
+    "deleted file": lambda place: _damaged(place, "delete"),
+    **{kind: lambda place, names=names: _hostile(place, names) for kind, names in FILES.items()},
+    "dead worker": _worker,
+    "planted cache": _cache,
+}
+
+
+def child(kind: str, seed: int, seconds: float) -> None:
+    """Play one kind until its time is up; print the number of trials with each verdict after each trial."""
+    counts, notes = dict.fromkeys(VERDICTS, 0), list[str]()
+    with tempfile.TemporaryDirectory(prefix="halfmoon-faults-") as place, KINDS[kind](Path(place)) as trial:
+        until, number = time.monotonic() + seconds, 0
+        while number == 0 or time.monotonic() < until:
+            try:
+                verdict = trial(random.Random(f"{kind} {seed} {number}"))
+            except AssertionError as error:
+                verdict = SILENT
+                notes.append(f"{kind}, seed {seed}, trial {number}: {str(error)[:200]}")
+            except Exception as error:
+                verdict = TRACEBACK
+                notes.append(f"{kind}, seed {seed}, trial {number}: {type(error).__name__}: {str(error)[:200]}")
+            counts[verdict] += 1
+            number += 1
+            print(json.dumps({"counts": counts, "notes": notes[:5]}), flush=True)
+
+
+def started(kind: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Return what came of a kind in a process of its own."""
+    words = [sys.executable, __file__, "--child", kind, "--seed", str(seed), "--seconds", str(seconds)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=seconds + PATIENCE)
+        lines, fault, last = done.stdout, TRACEBACK if done.returncode else "", done.stderr[-500:]
+    except subprocess.TimeoutExpired as error:
+        lines, fault, last = (error.stdout or b"").decode(), HUNG, "did not end"
+    facts = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    found = facts[-1] if facts else {"counts": dict.fromkeys(VERDICTS, 0), "notes": []}
+    if fault:
+        found["counts"][fault] += 1
+        found["notes"].append(f"{kind}, seed {seed}: {last}")
+    return found
+
+
+def page(facts: dict[str, Any]) -> str:
+    """Return the table as Markdown."""
+    rows = ["| fault | trials | same bytes | refused with a sentence | silent | traceback | hung |", "|---" * 7 + "|"]
+    for kind in (kind for kind in KINDS if kind in facts["counts"]):
+        counts = [facts["counts"][kind][verdict] for verdict in VERDICTS]
+        rows.append(f"| {kind} | {sum(counts):,} | " + " | ".join(f"{count:,}" for count in counts) + " |")
+    total = [sum(counts[verdict] for counts in facts["counts"].values()) for verdict in VERDICTS]
+    rows.append(f"| all | {sum(total):,} | " + " | ".join(f"{count:,}" for count in total) + " |")
+    notes = "".join(f"- {note}\n" for note in facts["notes"])
+    how = "Of hostile bytes, the same bytes are those that could be read and changed nothing else."
+    return f"# Faults\n\n    python benchmarks/faults.py\n\n{chr(10).join(rows)}\n\n{how}\n\n{notes}".rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all kinds together, without their starts")
+    parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", default=list(KINDS))
+    parser.add_argument("--seed", type=int, default=0, help="of the first call; the next one goes on")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        child(given.child, given.seed, given.seconds)
+        return
+    kept = given.out and given.out.with_suffix(".json")
+    facts = (kept and atomic_io.read_json(kept)) or {"seed": given.seed, "counts": {}, "notes": []}
+    for kind in given.only:
+        found = started(kind, facts["seed"], 60 * given.minutes / len(given.only))
+        before = facts["counts"].get(kind, dict.fromkeys(VERDICTS, 0))
+        facts["counts"][kind] = {verdict: before[verdict] + found["counts"][verdict] for verdict in VERDICTS}
+        facts["notes"] += found["notes"]
+        print(kind, found["counts"], *found["notes"], flush=True)
+        if kept:
+            kept.write_text(json.dumps(facts, indent=1) + "\n")
+            given.out.with_suffix(".md").write_text(page(facts))
+    print(page(facts))
+    facts["seed"] += 1
+    if kept:
+        kept.write_text(json.dumps(facts, indent=1) + "\n")
+    if any(counts[verdict] for counts in facts["counts"].values() for verdict in (SILENT, TRACEBACK, HUNG)):
+        sys.exit("\n".join(facts["notes"]) or "a trial was silent, raised, or did not end")
+
+
+if __name__ == "__main__":
+    main()
