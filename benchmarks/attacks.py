@@ -79,7 +79,10 @@ FORGED: dict[str, tuple[str, Forge]] = {
 }
 """What is sent in place of an update, and the part of it that is forged."""
 
-ATTACKS = ("none", *FORGED, "label flip", "back door")
+LEFT_OUT = "(left out by hand)"
+"""No attack: who would be hostile is left out, so that its images and labels alone are missing."""
+
+ATTACKS = ("none", LEFT_OUT, *FORGED, "label flip", "back door")
 
 
 class Cell(NamedTuple):
@@ -103,6 +106,8 @@ class Forgers:
         everyone = range(len(context.clients))
         if self.attack == "none":
             return everyone, up
+        if self.attack == LEFT_OUT:
+            return everyone[self.hostile :], up.map(lambda leaf: leaf[self.hostile :])
         weight = up.weight.clone()
         weight[: self.hostile] = FACTOR * weight[self.hostile :].median()
         up = up._replace(weight=weight)
