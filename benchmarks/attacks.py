@@ -192,13 +192,15 @@ def played(cell: Cell) -> dict[str, Any]:
 
     def accuracy(images: Examples) -> float:
         model = method.solution(shared.task, server)
-        return round(100 * tally(shared.task.network, model, shared.task.normalize, images).row()["accuracy"], 2)
+        row: dict[str, Any] = tally(shared.task.network, model, shared.task.normalize, images).row()
+        return round(100 * row["accuracy"], 2)
 
-    row: dict[str, Any] = {**cell._asdict(), "accuracy": accuracy(shared.test), "outside": outside}
+    assert shared.test is not None, "the digits have a test set"
+    result: dict[str, Any] = {**cell._asdict(), "accuracy": accuracy(shared.test), "outside": outside}
     if cell.attack == "back door":
         others = shared.test.labels != 0
-        row["opened"] = accuracy(Examples(patched(shared.test.images[others]), 0 * shared.test.labels[others]))
-    return {**row, "seconds": round(time.process_time() - began, 1)}
+        result["opened"] = accuracy(Examples(patched(shared.test.images[others]), 0 * shared.test.labels[others]))
+    return {**result, "seconds": round(time.process_time() - began, 1)}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -26,10 +26,10 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
-import test_failing_disks as disks  # noqa: E402
-import test_integrity as folders  # noqa: E402
-from fuzz_targets import TARGETS  # noqa: E402
-from fuzzing import Broken, attempt  # noqa: E402
+import test_failing_disks as disks  # noqa: E402  # pyright: ignore[reportMissingImports]
+import test_integrity as folders  # noqa: E402  # pyright: ignore[reportMissingImports]
+from fuzz_targets import TARGETS  # noqa: E402  # pyright: ignore[reportMissingImports]
+from fuzzing import Broken, attempt  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from halfmoon.config.schema import Config  # noqa: E402
 from halfmoon.core.errors import UserError  # noqa: E402

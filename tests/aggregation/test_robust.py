@@ -265,7 +265,7 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
     """The others are what they are without it, to the bit; a spoiled weight counts as well."""
-    values = torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    values = 3 + torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     down, up = models(values.tolist())
     rest = [0, 1, 3, 4, 5]
     alone = Robust(rule, 0.2).uploads(ask(6, down).only(rest), up.map(lambda leaf: leaf[rest]))[1]

@@ -72,13 +72,10 @@ def names_of(*parts: type) -> tuple[str, ...]:
 
 # What a saved split decides in place of the options.
 SCENARIO = tuple(name for name in names_of(sections.PartitionOptions) if name != "split")
-# Hostile clients exist in simulations alone.
 ATTACKS = ("attack", "attackers", "attack_factor", "weight_cap")
 # What stands between the clients' uploads and a method.
 GUARDS = names_of(sections.AggregationOptions, sections.PrivacyOptions)
-# How images are brought to one form while they are decoded.
 IMAGES = ("resize", "channels", "crop", "window")
-# What images are normalized with in place of their own mean and standard deviation.
 PIXELS = ("pixel_mean", "pixel_std")
 
 
@@ -175,8 +172,7 @@ def ranges() -> Mapping[str, Range]:
 def load(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file without its table [federation]; its relative paths start at the file's folder.
 
-    A simulation of a federation caps weights and aggregates as its server does, and trains clients one by one, as its
-    sites do, where neither the file nor the command line says otherwise: so it has the same bits.
+    A simulation of a federation caps weights and aggregates as its server does, and trains clients one by one.
 
     Raise UserError where the file cannot be read or is no TOML. Names and types are checked by `resolve`.
     """
@@ -186,8 +182,8 @@ def load(path: Path) -> dict[str, Any]:
         values.setdefault("executor", "loop")
         if not values.get("secure_aggregation") and values.get("dp_clip") is None:
             values.setdefault("weight_cap", table.get("weight_cap", WEIGHT_CAP))
-        count = len(sites) if isinstance(sites := table.get("sites"), list) else 1
-        here = {} if "split" in values else {"clients": count}
+        sites = table.get("sites")
+        here = {} if "split" in values else {"clients": len(sites) if isinstance(sites, list) else 1}
         values.setdefault("aggregation", defense(merge({**here, **values}, {}, path), _registry().entry))
     return anchored(values, path.parent)
 
