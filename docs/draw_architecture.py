@@ -13,8 +13,9 @@ from halfmoon.report.figures import GRAY, figure
 PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 
 ROWS = (
+    {"notebook": "results as objects"},
     {"cli": "commands and flags", "pages": "label, review, watch"},
-    {"sweep": "grids of runs", "federation": "server, sites, Flower", "contract": "check-method"},
+    {"sweeps": "grids of runs", "federation": "server, sites, Flower", "contract": "check-method"},
     {"sites": "folders, keys, trained models"},
     {"runs": "factory and runner: what a configuration describes, played"},
     {"config": "every option once", "methods": "one file a method or a loss, registry"},
@@ -29,7 +30,7 @@ ROWS = (
 PANEL, BLUE, ORANGE = "#f4f4f4", "#dbe7f5", "#fbe6d0"
 ROUND = (
     ("Server state", "a tree: params, stats, ..."),
-    ("Method.round", "asks: Federation.ask(work, down)"),
+    ("Method.round", "asks: Federation.ask(name, down)"),
     ("ServerRuntime", "cohort; memories; counts the cost"),
     ("ClientUpdate, for each client", "begin, step by step, finish"),
     ("Aggregators", "clip, median, Krum, sums, noise"),

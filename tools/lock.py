@@ -47,7 +47,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         listed, locked = Path(folder) / "ci.in", Path(folder) / "ci.txt"
         listed.write_text("\n".join(str(each) for each in [*wanted(), *of_torch()]), encoding="utf-8")
-        how = ["--quiet", "--universal", "--python-version", "3.11"]
+        without = Path(folder) / "without.txt"  # other packages may need PyTorch, too
+        without.write_text("torch ; python_version < '3'\n", encoding="utf-8")
+        how = ["--overrides", str(without), "--quiet", "--universal", "--python-version", "3.11"]
         how += ["--generate-hashes", "--no-header", "--no-annotate"]
         subprocess.run(["uv", "pip", "compile", *how, "--output-file", str(locked), str(listed)], check=True)
         LOCK.parent.mkdir(exist_ok=True)
