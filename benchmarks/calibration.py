@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from halfmoon.data import load
-from halfmoon.engine.calibration import temperature
+from halfmoon.engine.evaluation import temperature
 from halfmoon.sites.inference.load import load_model
 from halfmoon.sites.inference.measure import fit
 

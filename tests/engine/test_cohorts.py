@@ -11,7 +11,7 @@ from halfmoon.aggregation.mean import UploadMean
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.engine.cohorts import first_of_permutation
+from halfmoon.engine.runtime import first_of_permutation
 from halfmoon.methods.fedavg import FedAvg
 
 

@@ -15,8 +15,8 @@ import halfmoon
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
-from halfmoon.engine.calibration import COLDEST, HOTTEST
-from halfmoon.engine.calibration import temperature as of_tensors
+from halfmoon.engine.evaluation import COLDEST, HOTTEST
+from halfmoon.engine.evaluation import temperature as of_tensors
 from halfmoon.report import reliability
 from halfmoon.runs import factory
 from halfmoon.sites.inference import Model, export, load_model, measure

@@ -4,11 +4,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from halfmoon.api.types import Federation, Method, Task, WeightedMetric
+from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
@@ -16,93 +16,14 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, Tally, tally
+from halfmoon.engine.runtime import Report, Row, ServerRuntime, TooFew
 from halfmoon.engine.spread import Spread
 from halfmoon.storage.checkpoints import METRICS, Loaded
-from halfmoon.storage.manifest import Contents
 from halfmoon.storage.run_folder import RunFolder
-from halfmoon.storage.state_store import Store
 
 _COUNTS = {each.name for each in fields(Cost)}
 
 NOTHING: Tree = {}
-Row = dict[str, Any]
-"""One round's line of metrics.jsonl."""
-
-
-class TooFew(UserError):
-    """A round that too few clients have answered: nothing of it counts, and it is played again."""
-
-
-class Report(NamedTuple):
-    """What a runtime measured in one round."""
-
-    cohort: list[int]
-    samples: dict[str, WeightedMetric]
-    pseudo: Row | None
-    cost: dict[str, int]  # of the run so far
-    evaluation: Row | None = None  # how the model before this round did on test images that only the clients have
-    validation: Row | None = None  # the same on validation images that only the clients have
-    aggregator: Row | None = None  # what stood between the uploads and the method says of the round
-
-
-class Runtime(Federation, Protocol):
-    """A federation that the round loop can drive: on this machine, or over a network."""
-
-    store: Store  # what has to be saved beside the server's tree
-    device: torch.device  # where the server computes
-
-    def open(self, round: int) -> None:
-        """Begin a round, or begin it again: draw its cohort."""
-        ...
-
-    def again(self, few: TooFew) -> None:
-        """Make ready to play the round again that too few have answered, or raise `few`."""
-        ...
-
-    def ended(self, round: int) -> str | None:
-        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
-        ...
-
-    def bring(self, model: Tree) -> None:
-        """Have the model tested with the next query, where clients have test or validation images of their own."""
-        ...
-
-    def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
-        """Return what the last model does on clients' own test and validation images; None where none chooses."""
-        ...
-
-    def saved(self, round: int) -> None:
-        """Take note that the first `round` rounds are on the disk."""
-        ...
-
-    def stored(self, server: int) -> None:
-        """Take note of the bytes of the server's tree."""
-        ...
-
-    def close(self) -> Report:
-        """End a round: what it measured."""
-        ...
-
-    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Return what the model {"params", "stats"} leans to: the row of `halfmoon.engine.evaluation.leaning`.
-
-        It is measured on the unlabeled rows of this round's cohort and adds nothing to the cost; None where there is
-        no such row. `per_class` (classes,) is the model's test accuracy by class.
-        """
-        ...
-
-    def client_priors(
-        self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
-    ) -> Row | None:
-        """Return what the models that single clients have sent lean to, and what `model` does on their images.
-
-        `test` returns the test accuracy by class of a model. None where that is not wanted or cannot be known.
-        """
-        ...
-
-    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
-        """Go on from a checkpoint: with what the store held then."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +38,7 @@ class Experiment:
 
     method: Method
     task: Task
-    runtime: Runtime
+    runtime: ServerRuntime
     test: Examples | None
     seed: int
     evaluate_every: int = 1
@@ -312,7 +233,7 @@ def _is_round(row: Row, number: int) -> bool:
     return row.get("round") == number and isinstance(row.get("cost"), dict) and loss
 
 
-def _save(folder: RunFolder, number: int, state: _State, runtime: Runtime, cost: dict[str, int]) -> None:
+def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime, cost: dict[str, int]) -> None:
     parts = {name: part for name, part in state._asdict().items() if part or name == "server"}
     folder.save(number, parts, {"cost": cost}, runtime.store)
     runtime.saved(number)

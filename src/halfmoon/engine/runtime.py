@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,21 +12,41 @@ from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.mean import UploadMean, mean_of
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
 from halfmoon.api.uploads import Upload, stack
-from halfmoon.core import tree
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
-from halfmoon.engine.cohorts import answering, cohort
 from halfmoon.engine.driver import ClientContext, ClientResult, add, images_a_call
 from halfmoon.engine.evaluation import Quality
-from halfmoon.engine.loop import Report, Row, TooFew
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.manifest import Contents
 from halfmoon.storage.state_store import StateView, Store
 
+WORD = 2**32
+
+Row = dict[str, Any]
+"""One round's line of metrics.jsonl."""
+
 Visited = Iterator[tuple[int, ClientResult]]
 """Clients, and what came of their updates, one after the other."""
+
+
+class TooFew(UserError):
+    """A round that too few clients have answered: nothing of it counts, and it is played again."""
+
+
+class Report(NamedTuple):
+    """What a runtime measured in one round."""
+
+    cohort: list[int]
+    samples: dict[str, WeightedMetric]
+    pseudo: Row | None
+    cost: dict[str, int]  # of the run so far
+    evaluation: Row | None = None  # how the model before this round did on test images that only the clients have
+    validation: Row | None = None  # the same on validation images that only the clients have
+    aggregator: Row | None = None  # what stood between the uploads and the method says of the round
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,7 @@ class RuntimeSettings:
 
 
 class ServerRuntime(ABC):
-    """A `halfmoon.engine.loop.Runtime` whose clients are somewhere: `_visit` knows where.
+    """A federation that the round loop drives, on this machine or over a network: `_visit` knows where clients are.
 
     A round is `open`, any number of queries, `close`. Everything drawn depends on (seed, round, query, client) alone. A
     client of the cohort fails to answer with probability `settings.client_dropout`, for a whole round; one always
@@ -91,12 +112,19 @@ class ServerRuntime(ABC):
 
     @abstractmethod
     def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Return what the model leans to (`halfmoon.engine.evaluation.leaning`), None where that cannot be known."""
+        """Return what the model leans to (`halfmoon.engine.evaluation.leaning`), None where that cannot be known.
+
+        It is measured on the unlabeled rows of this round's cohort and adds nothing to the cost. `per_class` (classes,)
+        is the model's test accuracy by class.
+        """
 
     def client_priors(
         self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
     ) -> Row | None:
-        """Return what models lean to at single clients, None where that is not wanted or cannot be known."""
+        """Return what the models that single clients have sent lean to, and what `model` does on their images.
+
+        `test` returns the test accuracy by class of a model. None where that is not wanted or cannot be known.
+        """
         return None
 
     @abstractmethod
@@ -124,7 +152,8 @@ class ServerRuntime(ABC):
 
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort, the same for every method of one seed."""
-        self.cohort = cohort(self.clients, self.size, self.seed, "cohort", round).sort().values
+        draw = rng.generator(self.seed, "cohort", round)
+        self.cohort = first_of_permutation(self.clients, self.size, draw).sort().values
         self.task = self.base.at(round)
         self.client_updates = self.method.client_updates(self.task)
         self._round, self._query = round, 0
@@ -136,7 +165,7 @@ class ServerRuntime(ABC):
         Of `to` nobody may answer; then the weights are (0,), and nothing else is there.
         """
         asked = self.cohort if to is None else to.cpu()
-        there = self._there(asked)
+        there = answering(asked, self.settings.client_dropout, self.seed, self._round)
         private = {} if each is None else each
         chosen = tree.map(lambda leaf: leaf[there], private)
         ups = {
@@ -168,7 +197,8 @@ class ServerRuntime(ABC):
         if self.aggregators:
             return mean_of(self.ask(client_update, down), update.needs.uplink, down, client_update)
         mean, asked, answered = UploadMean(update.needs.uplink, client_update), self.cohort, list[int]()
-        for client, outcome in self._ask(update, integers(asked[self._there(asked)]), down, {}):
+        there = answering(asked, self.settings.client_dropout, self.seed, self._round)
+        for client, outcome in self._ask(update, integers(asked[there]), down, {}):
             mean.add(outcome.up)
             answered.append(client)
             del outcome  # or it would be held while the next client trains
@@ -195,7 +225,7 @@ class ServerRuntime(ABC):
         return up
 
     def ended(self, round: int) -> str | None:
-        """Return why `round` may not be played, None where it may."""
+        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
         return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
 
     def ask_server(self, client_update: str, down: Tree) -> Upload:
@@ -213,14 +243,12 @@ class ServerRuntime(ABC):
     def close(self) -> Report:
         """End the round: what it measured and what the run has cost so far."""
         said = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
-        return Report(
-            integers(self.cohort), self._samples, self._quality.row(), self.cost.row(), aggregator=said or None
-        )
+        cohort, quality = integers(self.cohort), self._quality.row()
+        return Report(cohort, self._samples, quality, self.cost.row(), aggregator=said or None)
 
     def state(self) -> Tree:
         """Return a copy of all that is remembered here; a checkpoint commits the store instead."""
-        state_stores = {"state": self.state_store}
-        return {name: {key: kept.get(key) for key in kept.keys()} for name, kept in state_stores.items()}  # noqa: SIM118
+        return {"state": contents(self.state_store)}
 
     def restore(self, clients: Contents, cost: dict[str, int]) -> None:
         self.store.restore(clients)
@@ -228,9 +256,8 @@ class ServerRuntime(ABC):
 
     def _ask(self, client_update: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         """Visit clients (or the server), count what it takes, and yield what comes of it."""
-        context = ClientContext(
-            client_update, self.views, self.seed, self._round, self._query, images_a_call(self.device)
-        )
+        rows = images_a_call(self.device)
+        context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1
         for client, outcome in self._visit(context, clients, down, each):
             if client != SERVER:
@@ -244,9 +271,43 @@ class ServerRuntime(ABC):
             yield client, outcome
             del outcome
 
-    def _there(self, asked: Tensor) -> Tensor:
-        """Return the places in `asked` of those who answer in this round; at least one does."""
-        return answering(asked, self.settings.client_dropout, self.seed, self._round)
-
     def _fresh_quality(self) -> Quality:
         return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)
+
+
+def contents(store: StateStore) -> Tree:
+    return {key: store.get(key) for key in store.keys()}  # noqa: SIM118
+
+
+def answering(asked: Tensor, dropout: float, seed: int, round: int) -> Tensor:
+    """Return the places in `asked` of those who answer in a round, each with probability 1 - `dropout`.
+
+    At least one does.
+    """
+    if not dropout:
+        return torch.arange(len(asked))
+    draws = [float(torch.rand((), generator=rng.generator(seed, "silent", round, int(k)))) for k in asked]
+    there = [place for place, number in enumerate(draws) if number >= dropout]
+    return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
+
+
+def first_of_permutation(count: int, size: int, generator: torch.Generator) -> Tensor:
+    """Return torch.randperm(count)[:size] in the time and memory of `size`; all numbers where there are fewer.
+
+    Fisher and Yates' shuffle as PyTorch does it: the i-th number changes places with the one that lies a 32-bit random
+    number modulo count - i after it. What has not been moved stands where it stood, so that a few entries are enough.
+    Raise ValueError for 2^32 / 20 numbers and more, of which PyTorch draws otherwise.
+    """
+    if count >= WORD // 20:
+        raise ValueError(f"a cohort is drawn of fewer than {WORD // 20} clients, not {count}")
+    size = min(size, count)
+    pairs = torch.empty((size + 1) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    moved: dict[int, int] = {}
+    chosen: list[int] = []
+    for place in range(size):
+        pair = int(pairs[place // 2])
+        word = (pair >> 32 if place % 2 == 0 else pair) % WORD  # the first of a pair of words is the higher one
+        other = place + word % (count - place)
+        chosen.append(moved.get(other, other))
+        moved[other] = moved.get(place, place)
+    return torch.tensor(chosen, dtype=torch.int64)

@@ -15,8 +15,7 @@ from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import leaning, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
-from halfmoon.engine.loop import Row, TooFew
-from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime, Visited
+from halfmoon.engine.runtime import Row, RuntimeSettings, ServerRuntime, TooFew, Visited, contents
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, Store
 
@@ -25,7 +24,7 @@ LOOKED_AT = 2_000
 
 
 class Simulation(ServerRuntime):
-    """The runtime of an experiment on one machine (a `halfmoon.engine.loop.Runtime`), which holds all clients.
+    """The runtime of an experiment on one machine which holds all clients.
 
     What the clients and the server's state store remember lies in `store`.
     """
@@ -57,24 +56,21 @@ class Simulation(ServerRuntime):
         return 0 if self.dataset.pooled else self.dataset.own(SERVER).labeled
 
     def open(self, round: int) -> None:
-        """Begin a round: draw its cohort, the same for every method of one seed."""
         super().open(round)
         self._stage = self.dataset.stage(round, self.base.rounds)
         self._sent = {}
 
     def again(self, few: TooFew) -> None:
-        """Raise `few`: who does not answer on one machine will not answer the second time either."""
-        raise few
+        raise few  # who does not answer on one machine will not answer the second time either
 
     def bring(self, model: Tree) -> None:
-        """Do nothing: on one machine there is a test set or none."""
+        return None  # on one machine there is a test set or none
 
     def saved(self, round: int) -> None:
-        """Do nothing: what clients on this machine remember is a part of what was saved."""
+        return None  # what clients on this machine remember is a part of what was saved
 
     def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Return what the model leans to (`halfmoon.engine.evaluation.leaning`), None where the cohort has no unlabeled
-        row.
+        """Return what the model leans to, None where the cohort has no unlabeled row.
 
         APP-U is the mean prediction of the plain unlabeled images that this round's cohort has (in a stream: by now);
         where they are more than `LOOKED_AT`, as in a centralized run, of the first ones of a seeded permutation. The
@@ -123,9 +119,7 @@ class Simulation(ServerRuntime):
         return torch.bincount(held[held >= 0], minlength=self.task.network.classes).cpu().numpy()
 
     def state(self) -> Tree:
-        """Return a copy of all that is remembered of and by the clients; a checkpoint commits the store instead."""
-        state_stores = {"client": self.memories, "state": self.state_store}
-        return {name: {key: kept.get(key) for key in kept.keys()} for name, kept in state_stores.items()}  # noqa: SIM118
+        return {"client": contents(self.memories), **super().state()}
 
     def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         first = integers(self.cohort)[: self._kept]

@@ -11,7 +11,7 @@ import torch
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
-from halfmoon.engine.calibration import temperature
+from halfmoon.engine.evaluation import temperature
 from halfmoon.notebook.progress import warn
 from halfmoon.notebook.wording import paths, python_errors
 from halfmoon.sites.inference import export, image_folder, load, measure

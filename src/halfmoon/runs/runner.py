@@ -13,7 +13,7 @@ from halfmoon.config.schema import Config, check_methods, free_folder, identity,
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
-from halfmoon.engine import calibration
+from halfmoon.engine import evaluation
 from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, play
@@ -360,7 +360,7 @@ def _temperature(config: Config, shared: Problem, model: Tree) -> float:
     """Return what logits are divided by: fitted on validation images where the model is used as it was tested."""
     if shared.validation is None or config.test_statistics != "running":
         return 1.0
-    return calibration.fitted(shared.task.network, model, shared.task.normalize, shared.validation)
+    return evaluation.fit_temperature(shared.task.network, model, shared.task.normalize, shared.validation)
 
 
 def _finished(path: Path, config: Config) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from halfmoon.core.errors import UserError
-from halfmoon.engine.calibration import temperature
+from halfmoon.engine.evaluation import temperature
 from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.sites.inference.image_folder import UnreadableImage, batches, check_share, labeled_paths
 from halfmoon.sites.inference.load import Model, load_model, model_file
