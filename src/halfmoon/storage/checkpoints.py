@@ -7,16 +7,24 @@ the clients keep lies in a folder of its own, of which a checkpoint writes what 
 
 import re
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.storage import atomic_io, checkpoint, integrity
-from halfmoon.storage.checkpoint import CLIENTS
+from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import FolderWriter, Unwritable
-from halfmoon.storage.manifest import START, Commit, Contents, Damaged, sweep
-from halfmoon.storage.serialization import pack
+from halfmoon.storage.manifest import START, Commit, Contents, Damaged, sweep, verify
+from halfmoon.storage.serialization import pack, unpack
 from halfmoon.storage.state_store import Store
+
+CLIENTS = "clients"
+"""The folder, in that of the run, of what clients keep."""
 
 KEPT = 2
 """How many checkpoints stay: the newest and the one to fall back on."""
@@ -44,7 +52,7 @@ class Checkpoints:
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: Store | None = None) -> None:
         """Write the checkpoint of a round, as `halfmoon.storage.run_folder.RunFolder.save` says."""
         self.writer.own()
-        name = checkpoint.name(round)
+        name = stem(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
         with self.writer.writing(name):
@@ -58,7 +66,7 @@ class Checkpoints:
             "metrics_sha256": self.metrics.digest,
             "clients": mark._asdict(),
             "meta": meta,
-            **checkpoint.versions(),
+            **versions(),
         }
         unparsed = integrity.seal(note)
         if round == self.writer.saved:
@@ -87,7 +95,7 @@ class Checkpoints:
         problems: list[tuple[int, str]] = []
         for round in reversed(rounds):
             try:
-                note, state, clients = checkpoint.read(self.path, round)
+                note, state, clients = _read(self.path, round)
             except Damaged as damage:
                 problems.append((round, str(damage)))
                 continue
@@ -100,12 +108,12 @@ class Checkpoints:
                 self._remove(old)
             with self.writer.writing(CLIENTS):
                 clients = sweep(clients, older[-1] if older else round)
-            going = f"going on from {checkpoint.name(round)}"
-            warnings = [f"{checkpoint.name(bad)} is damaged ({why}); {going}." for bad, why in problems]
+            going = f"going on from {stem(round)}"
+            warnings = [f"{stem(bad)} is damaged ({why}); {going}." for bad, why in problems]
             warnings += [f"{CLIENTS}/{name} was damaged: it is whole again from its copy." for name in clients.mended]
             return Loaded(round, state, note["meta"], warnings + _version_warning(note), clients)
-        if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint.name(rounds[0])}.json").exists()):
-            what = "; ".join(f"{checkpoint.name(bad)}: {why}" for bad, why in problems)
+        if len(rounds) > 1 or (rounds and (self.path / f"{stem(rounds[0])}.json").exists()):
+            what = "; ".join(f"{stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
                 f"{self.path}: every checkpoint is damaged ({what}); restore one from a backup, "
                 "or start the run again in another --run-dir."
@@ -140,7 +148,7 @@ class Checkpoints:
     def _remove(self, round: int) -> None:
         # The JSON first: without it the other file is nothing.
         for suffix in ("json", "safetensors"):
-            (self.path / f"{checkpoint.name(round)}.{suffix}").unlink(missing_ok=True)
+            (self.path / f"{stem(round)}.{suffix}").unlink(missing_ok=True)
 
     def _rewind(self, length: int, digest: str) -> None:
         path = self.path / METRICS
@@ -156,7 +164,62 @@ class Checkpoints:
 
 
 def _version_warning(note: dict[str, Any]) -> list[str]:
-    changed = [f"{name} {note[name]} (now {now})" for name, now in checkpoint.versions().items() if note[name] != now]
+    changed = [f"{name} {note[name]} (now {now})" for name, now in versions().items() if note[name] != now]
     if not changed:
         return []
     return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
+
+
+def _read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
+    """Return what the checkpoint of a round says, its state, and what the clients keep; raise `Damaged`."""
+    unparsed = atomic_io.read(folder / f"{stem(round)}.json")
+    data = atomic_io.read(folder / f"{stem(round)}.safetensors")
+    if unparsed is None:
+        raise Damaged("it was not completed: the .json is missing")
+    if data is None:
+        raise Damaged("its .safetensors is missing")
+    try:
+        note = integrity.unseal(unparsed)
+    except integrity.Unsealed as error:
+        raise Damaged(f"its .json cannot be used: {error}") from error
+    if atomic_io.digest(data) != note.get("tensors"):
+        raise Damaged("checksum differs")
+    if "clients" not in note:
+        raise Damaged("an older halfmoon wrote it, which kept the clients elsewhere")
+    mark = _checked(note, round)
+    try:
+        state = unpack(data, note["shape"])
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise Damaged("its tensors are not those that its .json names") from error
+    return note, state, verify(folder / CLIENTS, mark)
+
+
+def _checked(note: dict[str, Any], round: int) -> Commit:
+    """Return the mark of a note of that round; raise `Damaged` where a value is missing or of another type."""
+    kinds = {"shape": dict, "metrics": int, "metrics_sha256": str, "meta": dict, **dict.fromkeys(versions(), str)}
+    wrong = [name for name, kind in kinds.items() if type(note.get(name)) is not kind]
+    if wrong or note.get("round") != round or note["metrics"] < 0:
+        raise Damaged(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
+    mark = note["clients"]
+    fine = isinstance(mark, dict) and set(mark) == set(Commit._fields)
+    if not fine or type(mark["length"]) is not int or mark["length"] < 0 or type(mark["chain"]) is not str:
+        raise Damaged("its .json does not say what the clients keep")
+    return Commit(**mark)
+
+
+def versions() -> dict[str, str]:
+    return {"halfmoon": _own(), "torch": torch.__version__}
+
+
+@cache
+def _own() -> str:
+    # Looked up once: finding and parsing a package's metadata takes as long as all the rest of a small checkpoint.
+    try:
+        return version("halfmoon")
+    except PackageNotFoundError:  # run from its source
+        return "unknown"
+
+
+def stem(round: int) -> str:
+    """Return what the files of a round's checkpoint are called, without their suffixes."""
+    return f"checkpoint-{round:06d}"

@@ -7,13 +7,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.storage import atomic_io, checkpoint, integrity, locks
-from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, Loaded
+from halfmoon.storage import atomic_io, integrity, locks
+from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, Loaded, versions
 from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, Unwritable, resume_command
 from halfmoon.storage.serialization import pack, with_seal
 from halfmoon.storage.state_store import Store
@@ -50,7 +49,7 @@ class RunFolder:
         folder.writer.own()
         try:
             cls.refuse(path, identity)  # again: another process may have been faster
-            head = {"identity": identity, "config": atomic_io.digest(config.encode()), **checkpoint.versions()}
+            head = {"identity": identity, "config": atomic_io.digest(config.encode()), **versions()}
             # The head first: a folder with a config.toml alone may be the user's own.
             folder.writer.write(RUN, integrity.seal(head))
             folder.writer.write(CONFIG, config.encode())
@@ -98,9 +97,7 @@ class RunFolder:
         """Return the folder; leaving the block closes it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
