@@ -9,48 +9,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
 SHIPPED = {"sage": "_proxyfl", "fedloke": "_fedloke"}
-"""The file among the recipes whose table [protocol] a protocol is."""
-
-FEDMATCH: dict[str, Any] = {
-    "clients": 100,
-    "cohort": 5,
-    "rounds": 200,
-    "setting": "fedmatch-iid",
-    "labels_per_class": 5.0,
-    "network": "resnet9",
-    "width": 64,
-    "norm": "none",
-    "optimizer": "sgd",
-    "lr": 1e-3,
-    "schedule": "constant",
-    "epochs": 1,
-    "labeled_batch": 10,
-    "unlabeled_batch": "rest",
-    "labeled_view": "plain",
-    "budget": "none",
-}
-"""FedMatch's own experiment with labels at clients (ICLR 2021, and its code): of its tables none is a recipe."""
-
-FEW_LABELS: dict[str, Any] = {
-    "setting": "iid-dir",
-    "cohort": 2,
-    "rounds": 500,
-    "steps": 5,
-    "labeled_batch": 32,
-    "unlabeled_batch": 48,
-    "network": "resnet9",
-    "width": 8,
-    "lr": 2e-3,
-    "server_ema": 0.9,
-    "evaluate_every": 10,
-    "checkpoint_every": 10,
-    "options": {
-        "feddure": {"regulator_bias": 0.0},
-        **{name: {"threshold": 0.8} for name in ("fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global")},
-    },
-}
-"""The recipe for images of any kind with few labels, as Fashion-MNIST has it (docs/training.md), in minutes a row."""
-
+"""The file among the recipes whose table [protocol] a protocol is; protocols.toml here has the others."""
 
 OVERRULED = {
     "epochs": ("steps",), "epoch": ("steps",), "network": ("width",), "rounds": ("server_ema",), "split": ("setting",)
@@ -87,10 +46,12 @@ def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Seq
 
 def protocol_values(name: str) -> Mapping[str, Any]:
     """Return everything that a protocol sets."""
+    place, key = resources.files("halfmoon"), "protocol"
     if name in SHIPPED:
-        file = resources.files("halfmoon") / "recipes" / f"{SHIPPED[name]}.toml"
-        return toml.loads(file.read_text("utf-8"))["protocol"]
-    return {"fedmatch": FEDMATCH, "few-labels": FEW_LABELS}.get(name, {})
+        file = place / "recipes" / f"{SHIPPED[name]}.toml"
+    else:
+        file, key = place / "config" / "protocols.toml", name
+    return toml.loads(file.read_text("utf-8")).get(key, {})
 
 
 def paper_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ class SGD:
         return {"momentum": tree.zeros_like(params)} if self.momentum else {}
 
     def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Return (params, state) after one step."""
         gradient = decayed(params, gradient, self.weight_decay)
         if not self.momentum:
             return descend(params, gradient, self.lr), state
@@ -93,7 +92,6 @@ class Adam:
         }
 
     def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Return (params, state) after one step."""
         gradient = decayed(params, gradient, self.weight_decay)
         steps = state["steps"] + 1
         # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
@@ -139,25 +137,31 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """Clip the gradient, then step: `value` bounds every entry, `norm` the Euclidean norm of the whole tree.
-
-    As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` before the optimizer's step (weight decay comes after).
-    """
+class Wrapper:
+    """Another optimizer, with its learning rate and its state."""
 
     optimizer: Optimizer
-    norm: float | None = None
-    value: float | None = None
 
     @property
     def lr(self) -> Number:
         return self.optimizer.lr
 
-    def with_lr(self, lr: Number) -> "Clipped":
+    def with_lr(self, lr: Number) -> Self:
         return replace(self, optimizer=self.optimizer.with_lr(lr))
 
     def init(self, params: Tree) -> Tree:
         return self.optimizer.init(params)
+
+
+@dataclass(frozen=True)
+class Clipped(Wrapper):
+    """Clip the gradient, then step: `value` bounds every entry, `norm` the Euclidean norm of the whole tree.
+
+    As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` before the optimizer's step (weight decay comes after).
+    """
+
+    norm: float | None = None
+    value: float | None = None
 
     def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Return (params, state) after one step on the clipped gradient."""
@@ -171,29 +175,17 @@ class Clipped:
 
 
 @dataclass(frozen=True)
-class Slower:
+class Slower(Wrapper):
     """Step, but move the parameters of `paths` by `factor` of the step: parameter groups with two learning rates.
 
     The steps of SGD and Adam are proportional to the learning rate and their states do not depend on it, so this is
     the step at `factor` times the rate.
     """
 
-    optimizer: Optimizer
     factor: float
     paths: frozenset[str]
 
-    @property
-    def lr(self) -> Number:
-        return self.optimizer.lr
-
-    def with_lr(self, lr: Number) -> "Slower":
-        return replace(self, optimizer=self.optimizer.with_lr(lr))
-
-    def init(self, params: Tree) -> Tree:
-        return self.optimizer.init(params)
-
     def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Return (params, state) after one step."""
         new, state = self.optimizer.step(params, gradient, state)
         return self._held_back(params, new, ""), state
 

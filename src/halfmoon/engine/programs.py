@@ -35,35 +35,21 @@ class Extent(NamedTuple):
         return Extent(Amount(*map(max, self.amount, other.amount)), ClientSize(*rows))
 
 
-class Program(NamedTuple):
-    """Clients that train as one: their places, what they are padded to, and the images that are theirs."""
-
-    places: list[int]
-    widest: Extent
-    images: int
-
-    def with_one(self, place: int, extent: Extent, images: int) -> "Program":
-        return Program([*self.places, place], self.widest.joined(extent), self.images + images)
-
-    def padded(self, client_update: ClientUpdate) -> Fraction:
-        """Return the share of its images that are no client's, from 0 to 1."""
-        whole = len(self.places) * self.widest.images(client_update)
-        return Fraction(whole - self.images, whole) if whole else Fraction(0)
-
-
 def grouped(client_update: ClientUpdate, extents: Sequence[Extent], padded: Fraction = PADDED) -> list[list[int]]:
     """Return the places of the clients of each program, of which a share `padded` is padding at most.
 
     From the largest client on, the next one joins while that holds. Within a program they stand in order.
     """
-    if len(extents) < 2:
-        return [[place] for place in range(len(extents))]
     images = [each.images(client_update) for each in extents]
-    programs: list[Program] = []
+    programs: list[list[int]] = []
+    widest, own = None, 0  # what the last program is padded to, and the images that are its clients'
     for place in sorted(range(len(extents)), key=lambda place: (-images[place], place)):
-        wider = programs[-1].with_one(place, extents[place], images[place]) if programs else None
-        if wider is not None and wider.padded(client_update) <= padded:
-            programs[-1] = wider
+        wider = extents[place] if widest is None else widest.joined(extents[place])
+        whole = (len(programs[-1]) + 1) * wider.images(client_update) if programs else 0
+        if programs and whole - own - images[place] <= padded * whole:
+            programs[-1].append(place)
+            widest, own = wider, own + images[place]
         else:
-            programs.append(Program([place], extents[place], images[place]))
-    return [sorted(each.places) for each in programs]
+            programs.append([place])
+            widest, own = extents[place], images[place]
+    return [sorted(places) for places in programs]

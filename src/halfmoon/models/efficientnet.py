@@ -7,6 +7,7 @@ whose file is compared with `SHA256` before it is read. Strided convolutions are
 import hashlib
 import io
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,10 +61,7 @@ def unit(
     layers["norm"] = nn.BatchNorm2d(outputs, eps=1e-3)
     if active:
         layers["act"] = nn.ReLU6()
-    made = nn.Sequential()
-    for name, layer in layers.items():
-        made.add_module(name, layer)
-    return made
+    return nn.Sequential(OrderedDict(layers))
 
 
 class Block(nn.Module):

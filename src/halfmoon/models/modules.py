@@ -8,7 +8,7 @@ package do; every other layer stays what it is. A pass is `torch.func.functional
 
 import threading
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -52,7 +52,7 @@ class ModuleNetwork(Network):
 
     @property
     def head(self) -> str | None:
-        return _tried(self).head
+        return _tried(self)
 
     @property
     def cuts(self) -> bool:
@@ -129,7 +129,7 @@ class ModuleNetwork(Network):
     ) -> "tuple[Tensor, _Pass]":
         """Call the module; batch normalizations that `stats` has do not look at the batch."""
         template = _template(self)
-        seen = _Pass(_flat(stats), {}, {}, real)
+        seen = _Pass(tree.flatten(stats), {}, {}, real)
         held = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(held.values())).dtype)
         with template.passing(seen, train), multiplying(self.precision, x.device):
@@ -245,12 +245,9 @@ def _template(network: ModuleNetwork) -> _Template:
     kept = _OWN.__dict__.setdefault("templates", {})
     key = (network.name, network.channels, network.classes, network.size)
     if key not in kept:
-        if torch.get_default_device().type == "meta":
-            with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
-                kept[key] = _Template(_made(network), network)
-        else:
-            with _seeded(torch.Generator().manual_seed(0)):
-                kept[key] = _Template(_made(network), network)
+        meta = torch.get_default_device().type == "meta"
+        with torch.device("cpu") if meta else nullcontext(), _seeded(torch.Generator().manual_seed(0)):
+            kept[key] = _Template(_made(network), network)
     return kept[key]
 
 
@@ -307,16 +304,9 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a trial pass showed."""
-
-    head: str | None
-
-
 @lru_cache(maxsize=32)
-def _tried(network: ModuleNetwork) -> _Found:
-    """Return what two images show; raise `UserError` where the module is not the same function each time, lifted too.
+def _tried(network: ModuleNetwork) -> str | None:
+    """Return the head that two images show; raise `UserError` where the module is not one function, lifted too.
 
     The trial passes two images at two clients, as vmap does it with a cohort.
     """
@@ -338,7 +328,11 @@ def _tried(network: ModuleNetwork) -> _Found:
             head = next((name for name, out in outputs.items() if out is logits), None)
             for hook in hooks:
                 hook.remove()
-            _check_logits(logits, network)
+            if logits.shape != (2, network.classes):
+                raise UserError(
+                    f"network {network.factory} cannot be carried: for 2 images and {network.classes} classes it "
+                    f"returns {tuple(logits.shape)}, not (2, {network.classes})."
+                )
             vmap(lambda params: network.train(params, x)[0])(two)
             network.predict(model["params"], model["stats"], x)
     except UserError:
@@ -354,7 +348,7 @@ def _tried(network: ModuleNetwork) -> _Found:
                 f"network {network.factory} cannot be carried: a pass changes its buffer {name}, and a network here "
                 "keeps nothing between passes but the statistics of its batch normalizations."
             )
-    return _Found(head)
+    return head
 
 
 def _logits(out: Any, network: ModuleNetwork) -> Tensor:
@@ -368,14 +362,6 @@ def _logits(out: Any, network: ModuleNetwork) -> Tensor:
         f"network {network.factory} cannot be carried: forward returns a {type(out).__name__}, not logits "
         "(images, classes)."
     )
-
-
-def _check_logits(logits: Tensor, network: ModuleNetwork) -> None:
-    if logits.shape != (2, network.classes):
-        raise UserError(
-            f"network {network.factory} cannot be carried: for 2 images and {network.classes} classes it returns "
-            f"{tuple(logits.shape)}, not (2, {network.classes})."
-        )
 
 
 def _norms(module: nn.Module) -> dict[str, _NormBase]:
@@ -407,7 +393,3 @@ def _seeded(generator: torch.Generator):
 
 def _path(name: str) -> str:
     return name.replace(".", "/")
-
-
-def _flat(stats: Tree) -> dict[str, Tensor]:
-    return tree.flatten(stats)

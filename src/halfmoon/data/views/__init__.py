@@ -15,8 +15,8 @@ from torch import Tensor
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.views.operations import operate
-from halfmoon.data.views.pixelmaps import box, crop_map, gray_box_, move
 from halfmoon.data.views.pools import FEDDURE, IDENTITY, NAMES, SEMIFL, Pool, fedloke
+from halfmoon.data.views.tables import box, crop_map, gray_box_, move
 from halfmoon.models.normalize import Normalize
 
 Drawn = dict[str, Tensor]

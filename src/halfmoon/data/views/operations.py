@@ -12,7 +12,6 @@ from torch import Tensor
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.views import tables
-from halfmoon.data.views.pixelmaps import gray_box_, move
 from halfmoon.data.views.pools import (
     AUTOCONTRAST,
     COLOR,
@@ -57,7 +56,7 @@ def operate(
         _operate_sorted_(images, kind, levels[standing, slot], negatives[standing, slot], pool)
         cut = int(np.searchsorted(kind, CUTOUT))
         if corners is not None and cut < len(kind):
-            gray_box_(images[cut:], _placed(corners[standing[cut:], slot], images), pool.box + 1)
+            tables.gray_box_(images[cut:], _placed(corners[standing[cut:], slot], images), pool.box + 1)
     back = np.empty_like(standing)
     back[standing] = np.arange(len(standing))
     return images.index_select(0, _placed(back, images))
@@ -86,12 +85,12 @@ def _geometric(images: Tensor, number: np.ndarray, first: list[int], pool: Pool)
     """Return the images moved; `number` (n,) of index maps, `first` row of every operation."""
     size = (images.shape[2], images.shape[3])
     maps = tables.geometric_maps(pool, *size, images.device)
-    moved = move(images, maps.index_select(0, _placed(number, images)), inside=False)
+    moved = tables.move(images, maps.index_select(0, _placed(number, images)), inside=False)
     rows = slice(first[SHEAR_X], first[TRANSLATE_X])
     if pool.bilinear and rows.start < rows.stop:
         chosen = _placed(number[rows] - SHEAR_X * 2 * pool.levels, images)
         near, far, weight = (table.index_select(0, chosen) for table in tables.shear_maps(pool, *size, images.device))
-        moved[rows] = _between(move(images[rows], near, False), move(images[rows], far, False), weight)
+        moved[rows] = _between(tables.move(images[rows], near, False), tables.move(images[rows], far, False), weight)
     return moved
 
 
