@@ -1,7 +1,6 @@
 """A linear head on features that a frozen backbone has computed once: the network trained on cached features."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from halfmoon.models.normalize import Normalize
 
 @dataclass(frozen=True)
 class FeatureHead(Network):
-    """The head of `inner`, whose backbone is frozen: features (B, F) -> logits (B, classes).
+    """The head of `inner`, whose backbone is frozen: features (B, F) -> logits (B, classes), each pass one product.
 
     Its parameters are those of `inner`, at the same paths: what travels, is averaged and saved does not change.
     """
@@ -30,7 +29,6 @@ class FeatureHead(Network):
         return self.inner.head
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return what `inner` starts with."""
         return self.inner.init(generator)
 
     def whole(self, model: Tree) -> tuple[Network, Tree]:
@@ -48,9 +46,6 @@ class FeatureHead(Network):
 
     def check(self, shape: tuple[int, int, int]) -> None:
         return None
-
-    def layers(self, x: Tensor, run: Any) -> Tensor:
-        raise NotImplementedError  # each pass is one product
 
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,15 +39,12 @@ class FineTuned(Network):
         kw_only=True, compare=False, repr=False
     )  # the trained part of the weights, without a fresh head
     frozen: Tree = field(kw_only=True, compare=False, repr=False)
+    cuts: ClassVar[bool] = False
     _moved: dict[Any, Tree] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     @property
     def head(self) -> str | None:
         return self.inner.head
-
-    @property
-    def cuts(self) -> bool:
-        return False
 
     def init(self, generator: torch.Generator) -> Tree:
         drawn = tree.flatten(self.inner.init(generator))
@@ -84,9 +81,6 @@ class FineTuned(Network):
         moments = tree.flatten(self.inner.unseen(self._joined(params)[0]))
         frozen = tree.flatten(self.frozen["stats"])
         return tree.unflatten({path: leaf for path, leaf in moments.items() if path not in frozen})
-
-    def layers(self, x: Tensor, run: Any) -> Tensor:
-        raise NotImplementedError
 
     def products(self, shape: tuple[int, int, int]) -> int | None:
         return self.inner.products(shape)

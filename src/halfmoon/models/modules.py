@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,7 @@ class ModuleNetwork(Network):
     factory: str = ""
     size: tuple[int, int] = (32, 32)
     about: str = ""  # of a network of transformers: its configuration, as JSON
+    cuts: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -53,10 +54,6 @@ class ModuleNetwork(Network):
     @property
     def head(self) -> str | None:
         return _tried(self)
-
-    @property
-    def cuts(self) -> bool:
-        return False
 
     def init(self, generator: torch.Generator) -> Tree:
         template = _template(self)
@@ -69,9 +66,6 @@ class ModuleNetwork(Network):
         like = next(tree.leaves(params))
         stats = _template(self).first["stats"]
         return tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=like.dtype, device=like.device), stats)
-
-    def layers(self, x: Tensor, run: Any) -> Tensor:
-        raise NotImplementedError
 
     def products(self, shape: tuple[int, int, int]) -> int | None:
         return None

@@ -48,6 +48,7 @@ class Network(ABC):
     classes: int = 10
     width: int = 64
     norm: Norm = "batch"
+    cuts: ClassVar[bool] = True  # whether the leading part of every leaf is a network as well
     own_norm: ClassVar[bool] = False  # whether `norm` is not to be chosen: the network has its own
     precision: Precision = field(default="float32", kw_only=True)
 
@@ -59,9 +60,12 @@ class Network(ABC):
     def init(self, generator: torch.Generator) -> Tree:
         """Return {"params", "stats"}, drawn from `generator`."""
 
-    @abstractmethod
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return what x (B, C, H, W) comes to, (B, classes), when `run` does what each layer does; "head" is last."""
+        """Return what x (B, C, H, W) comes to, (B, classes), when `run` does what each layer does; "head" is last.
+
+        A network that has passes of its own needs none.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def check(self, shape: tuple[int, int, int]) -> None:
@@ -71,11 +75,6 @@ class Network(ABC):
     def head(self) -> str | None:
         """Return the path of the last linear layer, None where there is no such layer."""
         return "head"
-
-    @property
-    def cuts(self) -> bool:
-        """Return whether the leading part of every leaf is a network as well."""
-        return True
 
     def whole(self, model: Tree) -> "tuple[Network, Tree]":
         """Return the network and the model that is saved, of what is trained: here these are the same."""

@@ -62,6 +62,7 @@ class Run(ABC):
 
     params: Tree
     kind: Norm
+    inputs: dict[str, Tensor] = field(default_factory=dict, kw_only=True)  # what the last linear layer was given
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
         """Convolve with an odd kernel, padded by half of it: height and width are divided by `stride`, rounded up."""
@@ -100,24 +101,20 @@ class Run(ABC):
         return F.layer_norm(widened(z), z.shape[-1:], p["weight"], p["bias"], EPS)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Map features (..., inputs) to (..., outputs)."""
+        """Map features (..., inputs) to (..., outputs); keep those of the last such layer, which is the head."""
+        self.inputs = {name: z}
         return F.linear(z, self.params[name]["weight"], self.params[name].get("bias"))
 
 
 @dataclass
 class Settled(Run):
-    """A pass under the tracked statistics; `inputs` holds what the last linear layer was given."""
+    """A pass under the tracked statistics."""
 
     stats: Tree
-    inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
         p, s = self.params[name]["norm"], self.stats[name]
         return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
-
-    def linear(self, name: str, z: Tensor) -> Tensor:
-        self.inputs = {name: z}
-        return super().linear(name, z)
 
 
 @dataclass
@@ -150,10 +147,9 @@ class Counted(Run):
 
 @dataclass
 class Batched(Run):
-    """A pass under batch statistics, left in `moments`; `inputs` holds what the last linear layer was given."""
+    """A pass under batch statistics, left in `moments`."""
 
     moments: Tree = field(default_factory=dict)
-    inputs: dict[str, Tensor] = field(default_factory=dict)
     settled: Tree = field(default_factory=dict)  # statistics of the layers that do not look at the batch
     real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
 
@@ -183,11 +179,6 @@ class Batched(Run):
         if plain or z.is_contiguous(memory_format=torch.channels_last):
             return super().pool(z, size, stride, padding)
         return _largest(z, size, stride, padding)
-
-    def linear(self, name: str, z: Tensor) -> Tensor:
-        """Keep the input, the features; of the last such layer alone, which is the head."""
-        self.inputs = {name: z}
-        return super().linear(name, z)
 
 
 @dataclass

@@ -25,13 +25,9 @@ class ResidualNetwork(Network):
 
     groups: ClassVar[int]
     depth: ClassVar[int]
+    kernel: ClassVar[int] = 3  # the side of the stem's
 
     width: int = 64
-
-    @property
-    def kernel(self) -> int:
-        """Return the side of the stem's kernel."""
-        return 3
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
         inputs = self.width
@@ -67,7 +63,6 @@ class ResidualNetwork(Network):
         return run.relu(run.norm("stem", run.conv("stem", x)))
 
     def layers(self, x: Tensor, run: Run) -> Tensor:
-        """Return logits (B, classes) for x (B, C, H, W)."""
         z = self.stem(x, run)
         for name, _, _, stride in self._blocks():
             inner = run.relu(run.norm(f"{name}a", run.conv(f"{name}a", z, stride)))
@@ -82,7 +77,6 @@ class ResNet8(ResidualNetwork):
     """The ResNet-8 of SAGE and ProxyFL (CVPR 2025, 2026), four times as wide as He et al.'s for small images.
 
     A stem of `width` channels and three residual blocks of width, 2 width and 4 width; 16 is He et al.'s own width.
-
     1,227,594 parameters at width 64 with 3 channels and 10 classes: the 1.23 million of the papers.
     """
 
@@ -112,19 +106,14 @@ _UNITS = {
 class ResNet18(ResidualNetwork):
     """ResNet-18 (He, Zhang, Ren and Sun, CVPR 2016).
 
-    A stem of `width` channels and four groups of two residual blocks of width, 2, 4 and 8 times width.
-
-    The stem is a 3x3 convolution that keeps the sides, for images of 32x32: 11,173,962 parameters at width 64 with 3
-    channels and 10 classes.
+    A stem of `width` channels and four groups of two residual blocks of width, 2, 4 and 8 times width. The stem is a
+    3x3 convolution that keeps the sides of images of 32x32: 11,173,962 parameters at width 64 with 3 channels and 10
+    classes.
     """
 
     groups: ClassVar[int] = 4
     depth: ClassVar[int] = 2
-
-    @property
-    def least(self) -> int:
-        """Return the least side of an image."""
-        return 8
+    least: ClassVar[int] = 8  # the least side of an image
 
     def path_of(self, name: str) -> str | None:
         """Return where a tensor lies of a state dict of torchvision's or timm's ResNet-18, which name it alike."""
@@ -144,7 +133,6 @@ class ResNet18(ResidualNetwork):
         return f"{part}/{name}/{last}" if part == "stats" else f"{part}/{name}/{kind}/{last}"
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` for images that are too small."""
         if min(shape[1:]) < self.least:
             raise UserError(
                 f"This ResNet-18 takes images of at least {self.least}x{self.least} pixels, not {shape[1]}x{shape[2]}; "
@@ -159,13 +147,8 @@ class ResNet18ImageNet(ResNet18):
     11,689,512 parameters at width 64 with 3 channels and 1,000 classes; layer by layer torchvision's `resnet18`.
     """
 
-    @property
-    def kernel(self) -> int:
-        return 7
-
-    @property
-    def least(self) -> int:
-        return 32
+    kernel: ClassVar[int] = 7
+    least: ClassVar[int] = 32
 
     def stem(self, x: Tensor, run: Run) -> Tensor:
         return run.pool(run.relu(run.norm("stem", run.conv("stem", x, 2))), 3, 2, 1)

@@ -32,6 +32,7 @@ class VisionTransformer(Network):
     norm: Norm = "none"
     depth: int = 12
     own_norm: ClassVar[bool] = True
+    cuts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,10 +40,6 @@ class VisionTransformer(Network):
             raise UserError(f"norm is {self.norm!r}, but a vision transformer normalizes each patch by itself.")
         if self.width % (4 * HEADS):
             raise UserError(f"width is {self.width}: that of a vision transformer is a multiple of {4 * HEADS}.")
-
-    @property
-    def cuts(self) -> bool:
-        return False
 
     def init(self, generator: torch.Generator) -> Tree:
         w = self.width

@@ -62,7 +62,27 @@ class RunFolder:
     def refuse(cls, path: Path, identity: str) -> None:
         """Raise UserError where a new run cannot have this folder: it holds a run, or anything else."""
         with _making(path):
-            _refuse_taken(path, identity)
+            if not path.exists():
+                return
+            if not path.is_dir():
+                raise UserError(f"{path} is a file, not a folder; choose another --run-dir.")
+            head = atomic_io.read_json(path / RUN)
+            others = {e.name for e in path.iterdir()} - _BEGUN
+            if head is None or not others:
+                # Without others: empty, or a creation that was killed before its config.toml.
+                if others:
+                    raise UserError(f"{path} is not empty and holds no run; choose another --run-dir.")
+                return
+            if head.get("identity") != identity:
+                raise UserError(
+                    f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
+                    f"{identity[:8]}); choose another --run-dir, or `{resume_command(path)}` to go on with that one."
+                )
+            state = "an unfinished" if atomic_io.read_json(path / SUMMARY) is None else "a finished"
+            raise UserError(
+                f"{path} holds {state} run of this configuration; `{resume_command(path)}` goes on with it, "
+                "or choose another --run-dir."
+            )
 
     @staticmethod
     def made(path: Path) -> bool:
@@ -195,27 +215,3 @@ def _making(path: Path) -> Iterator[None]:
         raise Unwritable(
             f"{path}: the run folder cannot be made ({atomic_io.reason(error)}); choose another --run-dir."
         ) from error
-
-
-def _refuse_taken(path: Path, identity: str) -> None:
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise UserError(f"{path} is a file, not a folder; choose another --run-dir.")
-    head = atomic_io.read_json(path / RUN)
-    others = {e.name for e in path.iterdir()} - _BEGUN
-    if head is None or not others:
-        # Without others: empty, or a creation that was killed before its config.toml.
-        if others:
-            raise UserError(f"{path} is not empty and holds no run; choose another --run-dir.")
-        return
-    if head.get("identity") != identity:
-        raise UserError(
-            f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
-            f"{identity[:8]}); choose another --run-dir, or `{resume_command(path)}` to go on with that one."
-        )
-    state = "an unfinished" if atomic_io.read_json(path / SUMMARY) is None else "a finished"
-    raise UserError(
-        f"{path} holds {state} run of this configuration; `{resume_command(path)}` goes on with it, "
-        "or choose another --run-dir."
-    )

@@ -162,15 +162,11 @@ def _evenly(scenario: Scenario, part: _Part) -> np.ndarray:
 
 def _by_dirichlet(scenario: Scenario, part: _Part, least: int = 10) -> np.ndarray:
     """Spread a part by Dirichlet; without a min_size clients get `least` rows, or fewer where the part is small."""
-    rows, clients = len(part.labels), part.clients
-    min_size = scenario.min_size
-    if min_size is None:
-        # The papers ask for 10 where the mean is 50; a fixed 10 cannot be met by smaller pools.
-        min_size = max(1, min(least, rows // (5 * clients)))
+    min_size = _least(scenario, part, least)
     _enough(part, min_size)
     return spread(
         part.labels,
-        clients,
+        part.clients,
         scenario.dirichlet_alpha,
         part.draw,
         min_size=min_size,
@@ -178,6 +174,13 @@ def _by_dirichlet(scenario: Scenario, part: _Part, least: int = 10) -> np.ndarra
         tries=scenario.tries,
         what=f"{part.what} images",
     )
+
+
+def _least(scenario: Scenario, part: _Part, least: int) -> int:
+    if scenario.min_size is not None:
+        return scenario.min_size
+    # The papers ask for 10 where the mean is 50; a fixed 10 cannot be met by smaller pools.
+    return max(1, min(least, len(part.labels) // (5 * part.clients)))
 
 
 def _equal_sizes(scenario: Scenario, part: _Part) -> np.ndarray:
@@ -201,9 +204,7 @@ def _together(scenario: Scenario, part: _Part) -> np.ndarray:
 
 
 def _pairs(scenario: Scenario, part: _Part) -> np.ndarray:
-    min_size = scenario.min_size
-    if min_size is None:
-        min_size = max(1, min(10, len(part.labels) // (5 * part.clients)))
+    min_size = _least(scenario, part, 10)
     _enough(part, max(1, min_size))
     images = f"{part.what} images"
     kept = {"min_size": min_size, "tries": scenario.tries, "what": images}
