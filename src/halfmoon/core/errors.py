@@ -16,7 +16,6 @@ def check_least(owner: object, least: int, *names: str) -> None:
 
 
 def one_line(words: object) -> str:
-    """Return words, such as those of a library's exception, on one line."""
     return " ".join(str(words).split())
 
 

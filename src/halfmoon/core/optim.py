@@ -20,9 +20,7 @@ class Optimizer(Protocol):
     """Hyper-parameters of an optimizer; its state is a tree."""
 
     @property
-    def lr(self) -> Number:
-        """Return the learning rate."""
-        ...
+    def lr(self) -> Number: ...
 
     def with_lr(self, lr: Number) -> "Optimizer":
         """Return the same optimizer with another learning rate; states are interchangeable."""
@@ -201,7 +199,6 @@ class Slower(Wrapper):
 
 
 def at_most_one(number: Number) -> Number:
-    """Return min(1, number)."""
     return number.clamp_max(1.0) if isinstance(number, Tensor) else min(1.0, number)
 
 
@@ -232,7 +229,6 @@ class Cosine:
     floor: float = 0.0
 
     def factor(self, round: int, rounds: int) -> float:
-        """Return floor + (1 - floor) * (1 + cos(pi * round / rounds)) / 2."""
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round / rounds)) / 2
 
 
@@ -244,7 +240,6 @@ class Steps:
     gamma: float = 0.1
 
     def factor(self, round: int, rounds: int) -> float:
-        """Return gamma to the number of shares at or before round / rounds."""
         return self.gamma ** sum(round >= share * rounds for share in self.at)
 
 

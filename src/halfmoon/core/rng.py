@@ -12,5 +12,4 @@ def number(seed: int, *path: int | str) -> int:
 
 
 def generator(seed: int, *path: int | str) -> torch.Generator:
-    """Return a CPU generator for (seed, *path)."""
     return torch.Generator().manual_seed(number(seed, *path))

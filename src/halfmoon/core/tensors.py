@@ -8,12 +8,10 @@ from torch import Tensor
 
 
 def integers(values: Tensor) -> list[int]:
-    """Return the whole numbers of a tensor (n,)."""
     return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def numbers(values: Tensor) -> list[float]:
-    """Return the numbers of a tensor (n,)."""
     return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -31,5 +29,4 @@ def normal_cdf(values: Tensor) -> Tensor:
 
 
 def normal_quantile(shares: Tensor) -> Tensor:
-    """Return the quantiles of the standard normal distribution at shares in 0..1."""
     return cast(Tensor, torch.special.ndtri(shares))  # pyright: ignore[reportUnknownMemberType]

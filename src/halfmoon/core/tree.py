@@ -158,10 +158,6 @@ def squared_norm(tree: Tree) -> Tensor:
     return sum_of(leaf.square().sum() for leaf in leaves(tree))
 
 
-def dot(a: Tree, b: Tree) -> Tensor:
-    return sum_of((x * y).sum() for x, y in zip(leaves(a), leaves(b), strict=True))
-
-
 def sum_of(terms: Iterator[Tensor]) -> Tensor:
     """Add scalars in order."""
     total = next(terms)

@@ -59,7 +59,6 @@ class Steps:
     _sent: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Return the carry after a step, and what the step reports of itself."""
         if self.compiled and (self._program is None or not self._program.steady):
             self._find(carry, batch)
         if self._program is None:
@@ -123,7 +122,6 @@ def _taken(
 
 
 def _numbers(client_update: ClientUpdate) -> list[Any]:
-    """Return what changes from round to round: learning rate, round, and the schedule's factor."""
     return [client_update.task.optimizer.lr, client_update.task.round, client_update.task.rate]
 
 

@@ -168,7 +168,7 @@ def update_one(
     visit = _drawn(context, client, data, amount, client_update.keep(carry, held))
     step, log = Steps(client_update, down, compiled=context.compiled), _Log()
     for stacked in batches([data], [visit], context.views, client_update.task.normalize, context.rows):
-        batch = _one(stacked, 0)
+        batch = _one(stacked)
         batch = _laid(batch) if laid else batch
         carry, notes = step(carry, batch)
         log.add(notes, batch.u_rows)
@@ -178,8 +178,10 @@ def update_one(
         memory = _filled(client_update, memory, data)
     _check_upload(context, client, up, down, visit.amount.steps)
     traffic = client_update.traffic(down, up)
-    made = _result(client_update, up.map(Tensor.contiguous), tree.contiguous(memory), samples, visit, traffic, data)
-    return made._replace(seen=judged or seen, remark=step.remark)
+    up, memory = up.map(Tensor.contiguous), tree.contiguous(memory)
+    swept, kept = client_update.swept(len(data.x), len(data.u)), tree.nbytes(memory)
+    seen = judged or seen
+    return ClientResult(up, memory, samples, visit.amount, traffic, swept, kept, seen, step.remark)
 
 
 def update_many(
@@ -238,22 +240,10 @@ def update_many(
         kept = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
         traffic = client_update.traffic(received, mine)
         samples, seen = told[k]
-        made = _result(client_update, mine, kept, samples, visits[k], traffic, datas[k])
-        results.append(made._replace(seen=judged[k] or seen, remark=step.remark))
+        amount, swept = visits[k].amount, client_update.swept(len(datas[k].x), len(datas[k].u))
+        nbytes, seen = tree.nbytes(kept), judged[k] or seen
+        results.append(ClientResult(mine, kept, samples, amount, traffic, swept, nbytes, seen, step.remark))
     return results
-
-
-def _result(
-    client_update: ClientUpdate,
-    up: Upload,
-    memory: Tree,
-    samples: dict[str, WeightedMetric],
-    drawn: DrawnUpdate,
-    traffic: tuple[int, int],
-    data: Local,
-) -> ClientResult:
-    swept = client_update.swept(len(data.x), len(data.u))
-    return ClientResult(up, memory, samples, drawn.amount, traffic, swept, tree.nbytes(memory))
 
 
 def first_memory(client_update: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
@@ -345,11 +335,10 @@ def _swept(context: ClientContext, client: int, data: Local) -> Local:
     return sweep(data, context.views, context.client_update.needs.sweep, normalize, context.seed, *context.path(client))
 
 
-def _one(batch: Batch, k: int) -> Batch:
-    u, others, drawn, more = (
-        {name: leaf[k] for name, leaf in part.items()} for part in (batch.u, batch.others, batch.mixing, batch.x_views)
-    )
-    return Batch(batch.x[k], batch.y[k], batch.x_rows[k], u, batch.u_rows[k], others, drawn, more)
+def _one(batch: Batch) -> Batch:
+    """Return the batch of the only client."""
+    parts = (leaf[0] if isinstance(leaf, Tensor) else tree.index(leaf, 0) for leaf in batch[:8])
+    return Batch(*parts)  # pyright: ignore[reportArgumentType]
 
 
 def _laid(batch: Batch) -> Batch:

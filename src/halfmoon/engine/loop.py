@@ -31,9 +31,8 @@ class Experiment:
     """One method on one federation; without `test` images nothing is evaluated here.
 
     With `validation` images, or where clients have some of their own, the model of the round that is best on them is
-    the run's. With `ema` > 0 what is evaluated
-    is an average of the server's models, which keeps that share of itself in each round
-    (`tree.moving_average`).
+    the run's. With `ema` > 0 what is evaluated is an average of the server's models, which keeps that share of itself
+    in each round (`tree.moving_average`).
     """
 
     method: Method
@@ -260,8 +259,7 @@ def _row(number: int, report: Report) -> Row:
 
 
 def _result(rows: list[Row], seen: Sequence[_Validated]) -> Row:
-    """Return the last and the best accuracy, of the test and of pseudo-labels, and the last row's cost and
-    aggregators."""
+    """Return the last and best accuracy of test and pseudo-labels, and the last row's cost and aggregators."""
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
     said = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
     if not tested:

@@ -241,7 +241,6 @@ class ServerRuntime(ABC):
         self.cost.stored_server = max(self.cost.stored_server, server + beside)
 
     def close(self) -> Report:
-        """End the round: what it measured and what the run has cost so far."""
         said = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
         cohort, quality = integers(self.cohort), self._quality.row()
         return Report(cohort, self._samples, quality, self.cost.row(), aggregator=said or None)

@@ -1,10 +1,9 @@
 """Networks as pure functions of their parameters."""
 
+from halfmoon.models.chains import ResNet9, SmallCNN
 from halfmoon.models.network import Network, forward, seen_by, track
 from halfmoon.models.passes import Norm
 from halfmoon.models.resnet import ResNet8, ResNet18, ResNet18ImageNet
-from halfmoon.models.resnet9 import ResNet9
-from halfmoon.models.small import SmallCNN
 from halfmoon.models.vit import VisionTransformer
 from halfmoon.models.wide import WideResNet
 

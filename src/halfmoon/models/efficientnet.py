@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import user_cache
-from halfmoon.models.centered import CenteredLinear
 
 FEATURES = 1280
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
@@ -27,6 +26,27 @@ SIDE = 112
 
 MEAN, STD = (0.498, 0.498, 0.498), (0.502, 0.502, 0.502)
 """Of the pixels, scaled to 0..1, on which the weights were trained: (p - 127) / 128."""
+
+
+def roots(features: Tensor) -> Tensor:
+    """Return the square roots of features (B, F) that are not negative, with a finite gradient at 0."""
+    return (features.clamp_min(0) + 1e-12).sqrt()
+
+
+def centered(features: Tensor, center: Tensor) -> Tensor:
+    """Return h (B, F): the square roots of features (B, F) minus `center` (F,), scaled to length one."""
+    return F.normalize(roots(features) - center, dim=1)
+
+
+class CenteredLinear(nn.Linear):
+    """Features (B, inputs), none negative -> logits (B, outputs) = h W' + b, where h is `centered`."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.center = nn.Parameter(torch.zeros(inputs))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(centered(input, self.center), self.weight, self.bias)
 
 
 class Stage(NamedTuple):
@@ -76,7 +96,6 @@ class Block(nn.Module):
         self.residual = stride == 1 and inputs == stage.channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output (B, C, H, W)."""
         y = self.project(self.depthwise(self.expand(x)))
         return x + y if self.residual else y
 

@@ -9,7 +9,7 @@ from torch.func import jvp
 
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.models.centered import centered
+from halfmoon.models.efficientnet import centered
 from halfmoon.models.finetuned import FineTuned
 from halfmoon.models.network import Network
 from halfmoon.models.normalize import Normalize

@@ -27,9 +27,6 @@ from halfmoon.models.passes import (
 SEEN = "any real row"
 """Beside the moments of a pass over padded rows: whether any was real, a name that no layer has; else none counts."""
 
-CUT_NORMAL_STD = 0.87962566103423978
-"""The standard deviation of a standard normal variable cut at -2 and 2."""
-
 
 @dataclass(frozen=True)
 class Network(ABC):
@@ -86,7 +83,6 @@ class Network(ABC):
         return self if self.precision == "float32" else replace(self, precision="float32")
 
     def _passed(self, x: Tensor, run: Run) -> Tensor:
-        """Return the logits of a pass, in the network's precision."""
         with multiplying(self.precision, x.device):
             return widened(self.layers(x, run))
 
@@ -215,29 +211,6 @@ def forward(
     return loud, quiet, passes
 
 
-def chain(network: Network, generator: torch.Generator, blocks: dict[str, tuple[int, int]]) -> Tree:
-    """Return {"params", "stats"} of normalized 3x3 convolutions {name: (inputs, outputs)} and a head on the last.
-
-    Drawn as PyTorch draws them; under "none", without bias and as FedMatch's code draws them (`unbiased`).
-    """
-    params: Tree = {}
-    last = network.channels
-    for name, (inputs, last) in blocks.items():
-        if network.norm == "none":
-            params[name] = {"conv": unbiased(generator, (last, inputs, 3, 3))}
-        else:
-            params[name] = {"conv": convolution(generator, inputs, last), "norm": affine(last)}
-    shape = (network.classes, last)
-    params["head"] = unbiased(generator, shape) if network.norm == "none" else linear(generator, last, network.classes)
-    tracked = {name: fresh_stats(outputs) for name, (_, outputs) in blocks.items()}
-    return {"params": params, "stats": tracked if network.norm == "batch" else {}}
-
-
-def convolution(generator: torch.Generator, inputs: int, outputs: int) -> Tree:
-    """Return weight and bias of a 3x3 convolution, drawn as PyTorch draws them."""
-    return _uniform(generator, (outputs, inputs, 3, 3), inputs * 9)
-
-
 def kernels(params: Tree) -> Tree:
     """Return the kernels of convolutions and linear layers: the leaves of two dimensions or more."""
     found: Tree = {}
@@ -251,29 +224,18 @@ def kernels(params: Tree) -> Tree:
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int) -> Tree:
-    """Return weight and bias of a linear layer, drawn as PyTorch draws them."""
-    return _uniform(generator, (outputs, inputs), inputs)
-
-
-def unbiased(generator: torch.Generator, shape: tuple[int, ...]) -> Tree:
-    """Return a weight alone: variance 1 / fan in, normal, cut at two deviations (Keras' VarianceScaling, FedMatch)."""
-    weight = torch.empty(shape)
-    std = weight[0].numel() ** -0.5 / CUT_NORMAL_STD
-    torch.nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator=generator)
-    return {"weight": weight}
+    return uniform(generator, (outputs, inputs), inputs)
 
 
 def affine(channels: int) -> Tree:
-    """Return the weight and bias of a normalization."""
     return {"weight": torch.ones(channels), "bias": torch.zeros(channels)}
 
 
 def fresh_stats(channels: int) -> Tree:
-    """Return the statistics of a normalization that has seen nothing."""
     return {"mean": torch.zeros(channels), "var": torch.ones(channels)}
 
 
-def _uniform(generator: torch.Generator, shape: tuple[int, ...], fan_in: int) -> Tree:
+def uniform(generator: torch.Generator, shape: tuple[int, ...], fan_in: int) -> Tree:
     """Draw U(-1/sqrt(fan_in), 1/sqrt(fan_in)): what Kaiming uniform with a = sqrt(5) comes to."""
     bound = fan_in**-0.5
     return {

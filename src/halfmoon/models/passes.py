@@ -85,7 +85,6 @@ class Run(ABC):
         return F.group_norm(z, group_count(z.shape[-3]), p["weight"], p["bias"], EPS)
 
     def relu(self, z: Tensor) -> Tensor:
-        """Return max(z, 0)."""
         return F.relu(z)
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
@@ -205,7 +204,6 @@ class Recorded(Batched):
         return self.tape[-1]
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
-        """Keep where the maxima were."""
         out, where = F.max_pool2d(z, size, stride, padding, return_indices=True)
         self.tape.append(where)
         return out

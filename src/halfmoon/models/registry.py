@@ -51,7 +51,6 @@ def parameters(network: Network) -> int:
 
 
 def _check_size(name: str, network: Network) -> None:
-    """Raise `UserError` where the parameters alone are more than this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if network.width > WIDE and (size := 4 * parameters(network)) > memory:
         raise UserError(

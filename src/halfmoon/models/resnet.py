@@ -59,7 +59,6 @@ class ResidualNetwork(Network):
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
     def stem(self, x: Tensor, run: Run) -> Tensor:
-        """Return what the first block is given, of images x (B, C, H, W)."""
         return run.relu(run.norm("stem", run.conv("stem", x)))
 
     def layers(self, x: Tensor, run: Run) -> Tensor:

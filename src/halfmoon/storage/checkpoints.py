@@ -221,5 +221,4 @@ def _own() -> str:
 
 
 def stem(round: int) -> str:
-    """Return what the files of a round's checkpoint are called, without their suffixes."""
     return f"checkpoint-{round:06d}"

@@ -48,18 +48,15 @@ class FolderWriter:
             self._lock = None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file in the place of the one before; raise `Unwritable`."""
         with self.writing(name):
             atomic_io.replace(self.path / name, data)
 
     def append(self, name: str, line: bytes) -> None:
-        """Add a line to a file; raise `Unwritable`."""
         self.own()
         with self.writing(name):
             atomic_io.append(self.path / name, line)
 
     def note(self, digests: dict[str, str]) -> None:
-        """Write checksums of files down; raise `Unwritable`."""
         with self.writing(integrity.SUMS):
             integrity.note(self.path, digests)
 

@@ -114,7 +114,6 @@ class RunFolder:
             raise UserError(f"{path}: {CONFIG} is no text; put it back or start a new run.") from error
 
     def __enter__(self) -> "RunFolder":
-        """Return the folder; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -35,7 +35,6 @@ def unpack(data: bytes, shape: dict[str, Any]) -> Tree:
 
 
 def pack_file(tree: Tree) -> bytes:
-    """Return the bytes of a file that holds the tree and its shape."""
     return safetensors.torch.save(plain(tree), {"shape": json.dumps(_shape(tree))})
 
 
@@ -123,7 +122,6 @@ def _order(leaf: Tensor) -> list[int] | None:
 
 
 def _paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the paths of the leaves of a shape."""
     found: list[str] = []
     for key, value in shape.items():
         path = f"{prefix}{key}"

@@ -75,18 +75,15 @@ class Store:
         return self._sizes.get(key, 0)
 
     def _count(self, key: str, nbytes: int) -> None:
-        """Put down that there are so many bytes more."""
         for prefix in {"", key[: key.find("/") + 1]}:
             self._counted[prefix] += nbytes
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all entries, in memory or not."""
         return self.held()
 
     @property
     def resident(self) -> int:
-        """The bytes of the entries that are in memory."""
         return self._resident
 
     @property
@@ -224,7 +221,6 @@ class StateView:
         return None if found is None else tree.map(lambda leaf: leaf.to(self.device, copy=True), found)
 
     def put(self, key: str, tree: Tree) -> None:
-        """Keep a copy of a tree; raises UserError as `Store.put`."""
         self.store.put(self.prefix + key, tree)
 
     def keys(self) -> list[str]:
@@ -260,7 +256,6 @@ class TreeFiles:
             ) from error
 
     def remove(self, entry: ManifestEntry) -> None:
-        """Remove a file and its copy; raise OSError."""
         manifest.remove(self.place() / entry.file)
 
     def settle(self, folder: Path, entries: Iterable[ManifestEntry]) -> None:

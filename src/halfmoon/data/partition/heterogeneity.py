@@ -58,8 +58,7 @@ def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[st
     external: the same of total variation, for labeled and unlabeled rows against those of all clients.
     """
     labeled, unlabeled = counts(split, labels, len(classes))
-    tv = total_variation(mix(labeled), mix(unlabeled))
-    js = jensen_shannon(mix(labeled), mix(unlabeled))
+    tv, js = _distances(labeled, unlabeled)
     parts = {"labeled": labeled, "unlabeled": unlabeled}
     server = _server(split, labels, unlabeled.sum(0))
     return {
@@ -98,12 +97,13 @@ def _server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str
     if not rows.size:
         return None
     held = np.bincount(labels[rows], minlength=len(unlabeled))
-    return {
-        "labeled": len(rows),
-        "labeled_classes": held.tolist(),
-        "tv": _number(total_variation(mix(held), mix(unlabeled))),
-        "js": _number(jensen_shannon(mix(held), mix(unlabeled))),
-    }
+    tv, js = map(_number, _distances(held, unlabeled))
+    return {"labeled": len(rows), "labeled_classes": held.tolist(), "tv": tv, "js": js}
+
+
+def _distances(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return total variation and Jensen-Shannon divergence of the mixes of counts (..., classes)."""
+    return total_variation(mix(p), mix(q)), jensen_shannon(mix(p), mix(q))
 
 
 def _stages(split: Split) -> list[int]:
