@@ -65,8 +65,7 @@ def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *r
 def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any, Callable[..., Tree], Any]:
     """Return (outputs, pull, aside) of function(params) = (outputs, aside), outputs a tensor or a tuple of them.
 
-    pull(cotangents, again) returns the gradient in `params`; `again` says that another pull follows. Outputs and aside
-    are detached.
+    pull(cotangents, again) returns the gradient in `params`; `again`: another pull follows. All results are detached.
     """
     if (program := _program()) is not None:
         leaves = program.marked(params)

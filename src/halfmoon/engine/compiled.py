@@ -83,11 +83,10 @@ class Layout:
 
     images: torch.memory_format
 
-    def laid(self, leaf: Tensor) -> Tensor:
-        return leaf.contiguous(memory_format=self.images if leaf.dim() == 4 else torch.contiguous_format)
-
     def leaves(self, value: Any) -> list[Tensor]:
-        return [self.laid(leaf) for leaf in nested_leaves(value)]
+        formats = {4: self.images}
+        each = nested_leaves(value)
+        return [leaf.contiguous(memory_format=formats.get(leaf.dim(), torch.contiguous_format)) for leaf in each]
 
 
 class Program(NamedTuple):

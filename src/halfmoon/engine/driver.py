@@ -179,9 +179,8 @@ def update_one(
     _check_upload(context, client, up, down, visit.amount.steps)
     traffic = client_update.traffic(down, up)
     up, memory = up.map(Tensor.contiguous), tree.contiguous(memory)
-    swept, kept = client_update.swept(len(data.x), len(data.u)), tree.nbytes(memory)
-    seen = judged or seen
-    return ClientResult(up, memory, samples, visit.amount, traffic, swept, kept, seen, step.remark)
+    swept, size = client_update.swept(len(data.x), len(data.u)), tree.nbytes(memory)
+    return ClientResult(up, memory, samples, visit.amount, traffic, swept, size, judged or seen, step.remark)
 
 
 def update_many(
@@ -190,8 +189,7 @@ def update_many(
     """Run K client updates as one program; `downlinks` is shared, `each` differs (leaves (K, ...)).
 
     Contexts differ in nothing but their seeds. Clients with fewer steps are frozen when theirs are over. Those of a
-    work that does not mask padding have to have equal images a step and, if it looks at `whole` clients, to be of one
-    size.
+    work that does not mask padding need equal images a step and, if it looks at `whole` clients, one size.
     """
     shared = contexts[0]
     client_update, views, normalize = shared.client_update, shared.views, shared.client_update.task.normalize
@@ -229,7 +227,7 @@ def update_many(
         new, notes = step(carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
-    told = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
+    logs = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
     up, memory = merged(client_update.finish)(each, carry, padded)
     results: list[ClientResult] = []
     finite = _finite(up)  # of all clients at once
@@ -237,12 +235,12 @@ def update_many(
         mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
         _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
-        kept = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
+        own = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
         traffic = client_update.traffic(received, mine)
-        samples, seen = told[k]
+        samples, labels = logs[k]
         amount, swept = visits[k].amount, client_update.swept(len(datas[k].x), len(datas[k].u))
-        nbytes, seen = tree.nbytes(kept), judged[k] or seen
-        results.append(ClientResult(mine, kept, samples, amount, traffic, swept, nbytes, seen, step.remark))
+        size, labels = tree.nbytes(own), judged[k] or labels
+        results.append(ClientResult(mine, own, samples, amount, traffic, swept, size, labels, step.remark))
     return results
 
 

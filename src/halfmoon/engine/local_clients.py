@@ -103,8 +103,7 @@ class Training:
 
     Without `serving` the server trains by the clients' rule. `together` is how many clients vmap lifts at most as one
     program (None: all of a cohort that are alike), and `padded` how much of one may be padding; `spread` says where
-    programs, and the clients of a loop, train. With `compiled` their steps are compiled, and `say` is told once of
-    those that are not.
+    programs, and the clients of a loop, train. With `compiled` their steps are compiled, and `say` hears of others.
     """
 
     batching: Batching

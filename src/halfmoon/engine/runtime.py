@@ -78,8 +78,7 @@ class ServerRuntime(ABC):
 
     A round is `open`, any number of queries, `close`. Everything drawn depends on (seed, round, query, client) alone. A
     client of the cohort fails to answer with probability `settings.client_dropout`, for a whole round; one always
-    answers. What the server's state store remembers lies in `store`. Uploads pass through `aggregators`, one after the
-    other, to the method.
+    answers. What the server's state store remembers lies in `store`. Uploads pass all `aggregators` to the method.
     """
 
     def __init__(
@@ -213,8 +212,7 @@ class ServerRuntime(ABC):
         self.cost.bytes_down += len(mute) * sent
 
     def _aggregated(self, context: AggregationContext, up: Upload) -> Upload:
-        """Return the uploads as the aggregators let them through; those whose answers do not count have not
-        answered."""
+        """Return the uploads that the aggregators let through; whose answer does not count has not answered."""
         for aggregator in self.aggregators:
             places, up = aggregator.uploads(context, up)
             if not places:

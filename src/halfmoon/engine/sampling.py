@@ -273,8 +273,7 @@ class _Chosen(NamedTuple):
     fill: Tensor | None  # (K, n), where what is stacked stands in all n_k after each other; None: as it is
 
     def stacked(self, leaves: list[Tensor]) -> Tensor:
-        """Return leaves (n_k, ...) as one (K, n, ...): the images of a step that a client does not have repeat its
-        last."""
+        """Return leaves (n_k, ...) as one (K, n, ...); where a client lacks images of a step, its last repeats."""
         return torch.stack(leaves) if self.fill is None else torch.cat(leaves)[self.fill.to(leaves[0].device)]
 
     def named(self, views: Views, drawn: Sequence[dict[str, Drawn]], normalize: Normalize) -> dict[str, Tensor]:
@@ -324,8 +323,7 @@ def _at(visit: DrawnUpdate, steps: range) -> dict[str, Tensor]:
 
 
 def _widened(mixed: dict[str, Tensor], visit: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
-    """Return mixing draws (steps, ...) for so many images a step: those that fill a step up are mixed with themselves,
-    and not turned."""
+    """Return mixing draws (steps, ...) for so many images a step; what fills it up is mixed with itself, unturned."""
     amount, views = visit.amount, len(visit.u_drawn)
     if not mixed or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
         return mixed

@@ -236,13 +236,13 @@ _OWN = threading.local()
 
 def _template(network: ModuleNetwork) -> _Template:
     """Return this thread's template: a pass puts values into the module for as long as it goes on."""
-    kept = _OWN.__dict__.setdefault("templates", {})
+    templates = _OWN.__dict__.setdefault("templates", {})
     key = (network.name, network.channels, network.classes, network.size)
-    if key not in kept:
+    if key not in templates:
         meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if meta else nullcontext(), _seeded(torch.Generator().manual_seed(0)):
-            kept[key] = _Template(_made(network), network)
-    return kept[key]
+            templates[key] = _Template(_made(network), network)
+    return templates[key]
 
 
 def blank(network: ModuleNetwork) -> nn.Module:

@@ -168,8 +168,7 @@ def track(stats: Tree, moments: Tree) -> Tree:
 
 
 def seen_by(moments: Tree, real: Tensor | None) -> Tree:
-    """Return the moments of a pass over rows of which some are `real` (B,), as `track` wants them: it leaves out those
-    of no real row."""
+    """Return a pass's moments with the mark by which `track` leaves out those of no row that is `real` (B,)."""
     return moments if real is None else {**moments, SEEN: real.any()}
 
 

@@ -285,8 +285,7 @@ def _picked(z: Tensor, where: Tensor) -> Tensor:
 def masked_batch_norm(
     z: Tensor, real: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return z (B, C, ...) normalized by its real rows alone, and their mean, inverse deviation and unbiased variance
-    (C,).
+    """Return z (B, C, ...) normalized by its real rows, and their mean, inverse deviation, unbiased variance (C,).
 
     What stands in the other rows changes nothing; what becomes of it means nothing. Where no row is real they are not
     scaled up: divided by the deviation of nothing, activations of a deep network would not stay numbers.

@@ -106,8 +106,7 @@ class ResNet18(ResidualNetwork):
     """ResNet-18 (He, Zhang, Ren and Sun, CVPR 2016).
 
     A stem of `width` channels and four groups of two residual blocks of width, 2, 4 and 8 times width. The stem is a
-    3x3 convolution that keeps the sides of images of 32x32: 11,173,962 parameters at width 64 with 3 channels and 10
-    classes.
+    3x3 convolution that keeps 32x32 pixels: 11,173,962 parameters at width 64 with 3 channels and 10 classes.
     """
 
     groups: ClassVar[int] = 4

@@ -150,8 +150,7 @@ def _begun(folder: Path) -> bool:
 def check_run(folder: Path) -> None:
     """Raise UserError where configuration, summary or rows of a run are not those that were written.
 
-    Of a run that goes on, the rows up to its newest checkpoint are compared with that; `run.json` has the checksum of
-    its configuration.
+    Of a run that goes on, rows up to its newest checkpoint count; `run.json` has its configuration's checksum.
     """
     if (folder / SUMMARY).exists() or SUMMARY in sums(folder):
         check(folder, "config.toml", SUMMARY, METRICS)

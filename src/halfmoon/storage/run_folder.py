@@ -128,7 +128,6 @@ class RunFolder:
 
     @property
     def remark(self) -> str:
-        """What there is to say of the folder's lock; nothing where the system keeps it."""
         return self.writer.remark
 
     @property

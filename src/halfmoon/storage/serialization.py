@@ -24,8 +24,7 @@ SEAL = "sha256"
 def pack(tree: Tree) -> tuple[bytes, dict[str, Any]]:
     """Return the bytes of the tensors and the tree's shape, which safetensors does not keep.
 
-    The shape is the tree with None at its leaves, or the order of dimensions in memory where a leaf lies permuted
-    (channels last).
+    The shape is the tree with None at its leaves, or the order of dimensions where one lies permuted (channels last).
     """
     return safetensors.torch.save(plain(tree)), _shape(tree)
 
@@ -42,8 +41,7 @@ def map_file(path: Path) -> Tree:
     """Return the tree of a file of `pack_file`; raise OSError or `safetensors.SafetensorError` if there is none.
 
     The leaves are mapped into memory, not read: a page comes when it is touched, and the system may take it back.
-    The mapping is private, so that a leaf changed in place never changes the file. Only a leaf that lies permuted
-    is copied.
+    The mapping is private: a leaf changed in place never changes the file. Only a permuted leaf is copied.
     """
     with safe_open(path, "pt") as file:
         shape = json.loads(file.metadata()["shape"])

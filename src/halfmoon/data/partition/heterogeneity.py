@@ -96,9 +96,9 @@ def _server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str
     rows = split.rows(SERVER, True)
     if not rows.size:
         return None
-    held = np.bincount(labels[rows], minlength=len(unlabeled))
-    tv, js = map(_number, _distances(held, unlabeled))
-    return {"labeled": len(rows), "labeled_classes": held.tolist(), "tv": tv, "js": js}
+    by_class = np.bincount(labels[rows], minlength=len(unlabeled))
+    tv, js = map(_number, _distances(by_class, unlabeled))
+    return {"labeled": len(rows), "labeled_classes": by_class.tolist(), "tv": tv, "js": js}
 
 
 def _distances(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -26,8 +26,7 @@ def factors(pool: Pool, device: torch.device) -> Tensor:
 def tones(pool: Pool, device: torch.device) -> Tensor:
     """Return all tone tables that no pixel decides, uint8 (tables, 256); `first_tones` numbers them.
 
-    Posterize and Solarize have one a level; the blends with a uniform gray one a direction, level and gray value
-    (256 in a row).
+    Posterize and Solarize have one a level; the blends with a gray one a direction, level and gray (256 in a row).
     """
     value = torch.arange(256)
     bits = torch.tensor(pool.bits)[:, None]
