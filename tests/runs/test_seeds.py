@@ -45,8 +45,8 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runs computed in double precision."""
     problem, initial = factory.problem, loop.initial_model
 
-    def exact(*given: Any) -> factory.Problem:
-        made = problem(*given)
+    def exact(*given: Any, **options: Any) -> factory.Problem:
+        made = problem(*given, **options)
         return replace(made, task=replace(made.task, normalize=replace(made.task.normalize, dtype=torch.float64)))
 
     monkeypatch.setattr(runner, "problem", exact)
