@@ -654,3 +654,9 @@ def test_what_the_log_calls_stopped_is_the_end(stage: Callable[..., Stage], monk
     assert scene.family() == []
     with listening() as other, pytest.raises(UserError, match=f"port {other.port} is taken"):
         serve(Server(scene.folder / "f.toml", scene.run, port=other.port), show)
+
+
+def test_flower_prints_no_colors_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORCE_COLOR, which Jupyter's kernels set, colored the JSON that says which run was taken."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "FORCE_COLOR" not in processes.Home(tmp_path).environment()

@@ -41,6 +41,9 @@ ENVIRONMENT = {
 }
 """The environment of every process of Flower: they report nothing to anybody."""
 
+COLORS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+"""Variables, set in notebooks among others, that make Flower color its JSON, which could not be read then."""
+
 GRACE = 5.0
 """Seconds that a process has to end by itself once it is asked to."""
 
@@ -84,7 +87,8 @@ class Home:
         """Return the environment of the processes: this one's, with Flower's own folder, silence, and our scripts."""
         paths = [str(self.folder / "bin"), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
         own = {FOLDER: str(self.folder), "FLWR_HOME": str(self.folder), "PATH": os.pathsep.join(paths)}
-        return {**os.environ, **ENVIRONMENT, **own}
+        inherited = {name: value for name, value in os.environ.items() if name not in COLORS}
+        return {**inherited, **ENVIRONMENT, **own}
 
     def start(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a process in a session of its own: the keys that stop us do not reach it, we end it ourselves."""
