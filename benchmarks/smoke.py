@@ -92,6 +92,10 @@ RESULTS: dict[str, Small] = {
         "play fashion_mnist clients --seeds 9 --rows fedavg --runs {out} --data-dir {data}",
         {"SHARED": {"rounds": 1}},
     ),
+    "equal_trials": (
+        "play digits --trials 1 --seeds 90 91 --rounds 1 --runs {out}",
+        {"KNOBS": dict.fromkeys(("fedavg-uda", "fedmatch", "fedloke", "sage", "proxyfl"))},
+    ),
     "evidence": ("play digits --seeds 99 --rows fedavg --runs {out}", {"SETS": {"digits": {"rounds": 1}}}),
     "feddure_budget": (
         "play --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",

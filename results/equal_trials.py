@@ -106,7 +106,8 @@ def report() -> None:
         ]  # fmt: skip
         table = differences(summaries)
         assert table is not None, "two methods have two seeds"
-        ends = {method: [100 * float(row["accuracy"]) for row in found if row["method"] == method] for method in KNOBS}
+        names = dict.fromkeys(row["method"] for row in found)
+        ends = {name: [100 * float(row["accuracy"]) for row in found if row["method"] == name] for name in names}
         lines = ["| method | test % | to labels only | 95 % interval | p (Holm) |", "| --- | --: | --: | --: | --: |"]
         lines.append(f"| `fedavg` (labels only) | {mean(ends['fedavg']):.1f} | | | |")
         for row, cells in zip(table.rows, table.cells, strict=True):

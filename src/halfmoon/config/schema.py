@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache as remembered
@@ -180,8 +180,8 @@ def load(path: Path) -> dict[str, Any]:
         values.setdefault("executor", "loop")
         if not values.get("secure_aggregation") and values.get("dp_clip") is None:
             values.setdefault("weight_cap", table.get("weight_cap", WEIGHT_CAP))
-        sites = table.get("sites")
-        here = {} if "split" in values else {"clients": len(sites) if isinstance(sites, list) else 1}
+        sites: Sequence[Any] = table["sites"] if isinstance(table.get("sites"), list) else [None]
+        here = {} if "split" in values else {"clients": len(sites)}
         values.setdefault("aggregation", defense(merge({**here, **values}, {}, path), _registry().entry))
     return anchored(values, path.parent)
 
