@@ -102,6 +102,7 @@ RESULTS: dict[str, Small] = {
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
     "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1}),
+    "own_images": ("--data-dir {data} --out {out}/photos --images 20", {}),
     "collect": ("smoke {run}", {}),
 }
 """The same of results/, in a copy of that folder; those that have a `report` write it, too."""
