@@ -105,7 +105,7 @@ def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: Town) -> No
     plain = {}
     for lost in (False, True):
         with away(lambda name, round, attempt, stage, lost=lost: lost and name == "site-02" and round == 0):
-            plain[lost] = town.play(town.write("fedavg", rounds=1, cohort=SITES))
+            plain[lost] = town.play(town.write("fedavg", rounds=1, cohort=SITES, aggregation="mean"))
     assert far(plain[False], plain[True]) > 1e-5
     for stage in STAGES:
         with away(lambda name, round, attempt, at, stage=stage: name == "site-02" and at == stage):

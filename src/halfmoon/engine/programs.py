@@ -40,6 +40,8 @@ def grouped(client_update: ClientUpdate, extents: Sequence[Extent], padded: Frac
 
     From the largest client on, the next one joins while that holds. Within a program they stand in order.
     """
+    if len(extents) < 2:  # nothing to compare, for which a client update would have to know its passes
+        return [[place] for place in range(len(extents))]
     images = [each.images(client_update) for each in extents]
     programs: list[list[int]] = []
     widest, own = None, 0  # what the last program is padded to, and the images that are its clients'
