@@ -162,7 +162,7 @@ def in_process(here: Place, plan: Plan, file: Path) -> Measured:
 
 
 SIZE = re.compile(r"([\d.]+) (B|kB|MB)")
-TRAINED = re.compile(r"round (\d+), \S+ received ([\d.]+) kB; trained .* in ([\d.]+) s.*; sends (.*)")
+TRAINED = re.compile(r"round (\d+), \S+ received ([^;]+); trained .* in ([\d.]+) s.*; sends (.*)")
 
 
 def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
@@ -176,8 +176,8 @@ def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
         for match in TRAINED.finditer(log.read_text()):
             number = int(match[1]) - 1
             slowest[number] = max(slowest[number], float(match[3]))
-            sent = [float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in SIZE.findall(match[4])]
-            total += float(match[2]) * 1e3 + sum(sent)
+            sizes = SIZE.findall(match[2]) + SIZE.findall(match[4])
+            total += sum(float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in sizes)
     took = seconds(run)
     beyond = [round - computing for round, computing in zip(took, slowest, strict=True)]
     return Measured(took, int(total) // plan.rounds, beyond=beyond)

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 240
+PATIENCE = 420
 """Seconds until a script counts as stuck."""
 
 IMPORTED = {"disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
@@ -54,7 +54,7 @@ SMALLEST: dict[str, Small] = {
     "faults": ("--minutes 1", {}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
-    "federation_cost": ("--rounds 4 --steps 1 --out {out}/cost", {"MODELS": {"small, width 16": ("small", 16)}}),
+    "federation_cost": ("--rounds 3 --steps 1 --out {out}/cost", {"MODELS": {"small, width 16": ("small", 16)}}),
     "federation_faults": ("--only undisturbed --out {out}/faults", {}),
     "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
