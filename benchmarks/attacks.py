@@ -174,7 +174,7 @@ def played(cell: Cell) -> dict[str, Any]:
     liars = frozenset(range(hostile) if cell.attack == "label flip" else ())
     training = Training(shared.batching, factory.budget(config, shared.task), shared.serving, "vmap")
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
-    rules += [] if cell.rule == "mean" else [Robust(cell.rule, 0.2)]  # type: ignore[list-item]
+    rules += [] if cell.rule == "mean" else [Robust(cell.rule, 0.2)]
     simulation = Simulation(
         method, shared.task, FederatedDataset(train, split, liars=liars, classes=10), shared.views, training,
         RuntimeSettings(n, config.seed), None, rules,

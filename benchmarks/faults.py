@@ -23,21 +23,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.engine import compiled
+from halfmoon.runs import runner
+from halfmoon.runs.callbacks import NullCallback
+from halfmoon.runs.pools import Workers
+from halfmoon.storage import atomic_io
+
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
-import test_failing_disks as disks  # noqa: E402  # pyright: ignore[reportMissingImports]
-import test_integrity as folders  # noqa: E402  # pyright: ignore[reportMissingImports]
-from fuzz_targets import TARGETS  # noqa: E402  # pyright: ignore[reportMissingImports]
-from fuzzing import Broken, attempt  # noqa: E402  # pyright: ignore[reportMissingImports]
-
-from halfmoon.config.schema import Config  # noqa: E402
-from halfmoon.core.errors import UserError  # noqa: E402
-from halfmoon.engine import compiled  # noqa: E402
-from halfmoon.runs import runner  # noqa: E402
-from halfmoon.runs.callbacks import NullCallback  # noqa: E402
-from halfmoon.runs.pools import Workers  # noqa: E402
-from halfmoon.storage import atomic_io  # noqa: E402
+import test_failing_disks as disks  # noqa: E402
+import test_integrity as folders  # noqa: E402
+from fuzz_targets import TARGETS  # noqa: E402
+from fuzzing import Broken, attempt  # noqa: E402
 
 SAME, REFUSED, SILENT, TRACEBACK, HUNG = VERDICTS = ("same", "refused", "silent", "traceback", "hung")
 PATIENCE = 180
