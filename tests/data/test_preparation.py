@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,7 +147,10 @@ def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
     or below -0.5 ... the ends 999.5 -+ 1000: (1000 + 0.5) / 2000 * 255 = 127.56. MONOCHROME1 is the other way round."""
     stored = np.array([[0, 1000, 2000]])
     slope = {"RescaleSlope": 2, "RescaleIntercept": -1000}
-    read = lambda **header: fitted(dicom(tmp_path / "a.dcm", stored, **slope, **header), "a", 1, 3, 1)[0, :, 0].tolist()  # noqa: E731
+
+    def read(**header: Any) -> list[int]:
+        return fitted(dicom(tmp_path / "a.dcm", stored, **slope, **header), "a", 1, 3, 1)[0, :, 0].tolist()
+
     assert read() == [0, 128, 255]
     assert read(WindowCenter=1000, WindowWidth=2001) == [0, 128, 255]
     assert read(WindowCenter=1000, WindowWidth=4001) == [0, 128, 255]
@@ -170,7 +174,10 @@ def test_one_frame_stands_for_several(tmp_path: Path) -> None:
     from pydicom.dataset import Dataset
 
     stored = np.repeat(np.arange(5) * 10, 4).reshape(5, 2, 2)
-    read = lambda **header: fitted(dicom(tmp_path / "a.dcm", stored, NumberOfFrames=5, **header), "a", 2, 2, 1)  # noqa: E731
+
+    def read(**header: Any) -> np.ndarray:
+        return fitted(dicom(tmp_path / "a.dcm", stored, NumberOfFrames=5, **header), "a", 2, 2, 1)
+
     window = {"WindowCenter": 50.5, "WindowWidth": 101}
     assert read(**window)[0, 0, 0] == 51  # 20 of 0..100 is 51 of 255
     assert read(**window, RepresentativeFrameNumber=5)[0, 0, 0] == 102

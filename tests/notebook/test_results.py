@@ -152,6 +152,12 @@ def test_sentences_in_python(words: str, python: str) -> None:
     assert in_python(words) == python
 
 
+def test_one_name_in_place_of_a_list_is_named() -> None:
+    """A text is a sequence of letters: "f" would be the first method."""
+    with pytest.raises(halfmoon.UserError, match="methods is 'fedavg': it must be a list of names"):
+        halfmoon.compare("fedavg")
+
+
 def test_a_split_says_who_holds_what() -> None:
     split = halfmoon.Split(np.array([0, 0, 1, -1, -2]), np.array([True, False, False, False, True]), 2)
     assert split.counts() == [("server", 1, 0), ("nobody", 0, 1), ("client 0", 1, 1), ("client 1", 0, 1)]

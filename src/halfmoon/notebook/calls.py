@@ -68,9 +68,9 @@ def compare(
     `seeds=3` are 0, 1 and 2. `options` are those of `Config`, or change a `config`. The shared budget is that of
     `reference` or, without one, of the method that takes most by its own rule. A call again does what `run` does.
     """
-    config = _configured(config, {"method": methods[0] if methods else Config.method, "baselines": (), **options})
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
+    config = _configured(config, {"method": methods[0] if methods else Config.method, "baselines": (), **options})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     with _watched(watch) as eyes:
         result = _ended(runner.compare(config, list(methods), numbers, eyes, again=True))

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -61,14 +62,13 @@ class Cell(Silent):
             self._draw()
 
     def _draw(self) -> None:
-        from IPython.display import HTML, display  # type: ignore[import-not-found] (it is there in a notebook)
-
         if not self.played:
             return
         self._last = self.clock()
-        page = HTML(progress_table(self.played, self._last))
+        ipython = import_module("IPython.display")  # it is there in a notebook
+        page = ipython.HTML(progress_table(self.played, self._last))
         if self._handle is None:
-            self._handle = display(page, display_id=True)
+            self._handle = ipython.display(page, display_id=True)
         else:
             self._handle.update(page)
 
