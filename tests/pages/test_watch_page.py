@@ -346,3 +346,14 @@ def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Pat
         opened(browser, address, 390)
         assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+@needs_browser
+def test_seeds_are_one_line_on_a_band_that_hides_nothing(browser: Any, tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(tmp_path / str(seed), 2, seed)
+    with serving(Watching(tmp_path).app()) as address:
+        opened(browser, address)
+        (band,) = browser.find_elements("css selector", "[data-chart=accuracy] path.band")
+        assert len(browser.find_elements("css selector", "[data-chart=accuracy] path.line")) == 1
+        assert float(band.value_of_css_property("opacity")) < 0.3

@@ -38,7 +38,7 @@ function drawLine({ x, y }, line, number, count) {
   const group = svg("g", { "data-line": line.look.title });
   if (line.seeds > 1 && line.x.length) {
     const area = `M${at(line.high).join("L")}L${at(line.low).reverse().join("L")}Z`;
-    group.append(svg("path", { class: "band", d: area, fill: line.look.color }));
+    group.append(svg("path", { class: "band", d: area, fill: line.look.color, opacity: 0.13 }));
   }
   const path = { class: "line", d: line.x.length ? `M${at(line.mean).join("L")}` : "", stroke: line.look.color };
   group.append(svg("path", { ...path, "stroke-dasharray": line.look.dashes }));
