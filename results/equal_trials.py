@@ -67,6 +67,8 @@ def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | No
     own = set(schema.Config.__dataclass_fields__)
     done = {(row["data"], row["method"], int(row["seed"])) for row in rows(FINAL)}
     for method, knobs in KNOBS.items():
+        if all((data, method, seed) in done for seed in seeds):
+            continue
         values = {**SHARED, **SETS[data], "data": data, "data_dir": folder, "method": method, **changes}
         base = schema.Config(**values, seed=100, split_seed=100)
         words = [RATE, *(knob if knob.partition("=")[0] in own else f"{method}.{knob}" for knob in knobs)]
