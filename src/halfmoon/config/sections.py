@@ -202,7 +202,11 @@ class EvaluationOptions:
     test_statistics: Annotated[
         Literal["running", "batch"], "which statistics normalize test images; batch: of 250 of them (FedDB's code)"
     ] = "running"
-    evaluate_every: Annotated[int, "rounds between evaluations on the test images", at_least(1)] = 1
+    evaluate_every: Annotated[
+        int | None,
+        "rounds between evaluations on the test images; none: as many as keep them to a tenth of a run's work",
+        at_least(1),
+    ] = None
     client_models: Annotated[
         int, "clients of a round whose own models, and the averaged one at them, are measured as well", at_least(0)
     ] = 0

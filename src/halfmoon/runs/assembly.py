@@ -23,7 +23,7 @@ def experiment(
     config: Config, task: Task, runtime: ServerRuntime, test: Examples | None, validation: Examples | None = None
 ) -> Experiment:
     """Return what is played: a method on a task, by a runtime that asks clients, and what it is tested on."""
-    how = (config.seed, config.evaluate_every, config.checkpoint_every, validation, config.server_ema)
+    how = (config.seed, config.evaluate_every or 1, config.checkpoint_every, validation, config.server_ema)
     return Experiment(runtime.method, task, runtime, test, *how)
 
 

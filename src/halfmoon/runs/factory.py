@@ -18,7 +18,7 @@ from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.aggregation.secure.fixed_point import Sums
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
-from halfmoon.api.types import ClientUpdate, Method, Task
+from halfmoon.api.types import Method, Task
 from halfmoon.config.schema import Config, method_options, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
 from halfmoon.config.validation import normalization
@@ -32,9 +32,8 @@ from halfmoon.data import load as load_source
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
-from halfmoon.engine.budget import Budget, largest
 from halfmoon.engine.evaluation import Examples
-from halfmoon.engine.local_clients import Executor, FederatedDataset
+from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.models import Network
@@ -192,29 +191,6 @@ def _private(config: Config, secret: bytes, folder: Path) -> Private:
     clients = config.clients if config.split is None else Split.load(config.split).clients
     promise = Promise(config.dp_clip, config.dp_noise, config.dp_delta, config.dp_epsilon, config.cohort, clients)
     return Private(promise, secret, Ledger(folder / LEDGER))
-
-
-def budget(config: Config, task: Task) -> Budget:
-    """Return what the client updates of a configuration's method are measured by."""
-    name = config.reference or config.method
-    return Budget(
-        config.budget, next(iter(registry.make(name).client_updates(task).values())), registry.entry(name).all_labels
-    )
-
-
-def largest_of(configs: Sequence[Config], shared: Problem) -> str:
-    """Return which of the configurations' methods takes most by its own rule; centralized ones have no clients."""
-    client_updates: dict[str, tuple[ClientUpdate, bool]] = {}
-    for config in configs:
-        entry = registry.entry(config.method)
-        if not entry.pooled:
-            client_updates[config.method] = (
-                next(iter(method(config).client_updates(shared.task).values())),
-                entry.all_labels,
-            )
-    dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
-    sizes = [dataset.given(client) for client in range(dataset.clients)]
-    return largest(configs[0].budget, shared.batching, client_updates, sizes) if client_updates else configs[0].method
 
 
 def images(config: DataOptions) -> Source:

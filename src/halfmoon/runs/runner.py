@@ -26,16 +26,15 @@ from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run, ended
 from halfmoon.report.tables import Result, comparison
 from halfmoon.runs import assembly, checks, factory, outside, split_files, workers
+from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import (
     ImageSpec,
     Problem,
     aggregators,
-    budget,
     computing,
     device,
     executor,
-    largest_of,
     problem,
     settled,
     source,
@@ -439,8 +438,11 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
         store=Store(cap=config.memory_cap * 1_000_000),
         aggregators=(*attacks, *aggregators(config, f"seed {config.seed}".encode(), path)),
     )
+    every = evaluation_interval(config, shared)
+    if every > 1 and config.evaluate_every is None:
+        watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
     made = assembly.experiment(config, shared.task, runtime, shared.test, shared.validation)
-    return replace(made, spread=spread)
+    return replace(made, spread=spread, evaluate_every=every)
 
 
 def _resuming(root: Path) -> str:

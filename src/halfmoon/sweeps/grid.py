@@ -104,7 +104,7 @@ def _skipped(recipe: Recipe, values: Sequence[Value]) -> bool:
 def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:
     at = _at(recipe, values)
     whens = [when for when in recipe.when if meets(when.at, at)]
-    layers = [recipe.protocol, *(value.set for value in values), *(when.set for when in whens)]
+    layers = [{"evaluate_every": 1}, recipe.protocol, *(value.set for value in values), *(when.set for when in whens)]
     if scale is not None:
         layers += [scale.set, *(when.set for when in scale.when if meets(when.at, at))]
     where = {"paper": recipe.paper, **recipe.published}

@@ -181,7 +181,7 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
     splits = FOLDS if contents.site else SCRATCH_SPLITS
 
     def total(rounds: int, runs: int, slower: float = 1) -> float:
-        return runs * slower * sum(rounds * a + rounds // config.evaluate_every * b for a, b in timed.values())
+        return runs * slower * sum(rounds * a + rounds // (config.evaluate_every or 1) * b for a, b in timed.values())
 
     reading = _reading(config, contents) * (len(contents.paths) + contents.tests)
     left, one = budget - reading, total(10, 1) / 10
@@ -196,7 +196,7 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
     steps = [Step(f"read {len(contents.paths) + contents.tests:,} images", reading)]
     for name in pair:
         a, b = timed[name]
-        one = slower * (rounds * a + rounds // config.evaluate_every * b)
+        one = slower * (rounds * a + rounds // (config.evaluate_every or 1) * b)
         steps.append(Step(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * one))
     why = "the package of the pretrained network is not installed (pip install -c constraints.txt '.[pretrained]')"
     reasons = [

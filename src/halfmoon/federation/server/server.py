@@ -40,7 +40,7 @@ from halfmoon.federation.server.secure_sum import lasting_keys
 from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.federation.server.transport import SPOOL, Spool, Transport, content
 from halfmoon.methods import registry
-from halfmoon.runs import assembly, factory
+from halfmoon.runs import assembly, budgets, factory
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.sites.inference.load import load_model
@@ -205,7 +205,7 @@ class FederationServer:
             for path in (self.plan.test, self.plan.validation)
         )
         batching, server_batching = factory.batch_rules(config)
-        measure = factory.budget(config, task)
+        measure = budgets.budget(config, task)
         server = None
         if self.plan.server is not None and config.labels_at == "server":
             rows = factory.examples(self._labeled(self.plan.server), place)

@@ -34,7 +34,8 @@ from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.site.downlink_spec import DownlinkSpec
 from halfmoon.methods import registry
-from halfmoon.runs.factory import batch_rules, budget, device, examples, method, preparation, task, views
+from halfmoon.runs.budgets import budget
+from halfmoon.runs.factory import batch_rules, device, examples, method, preparation, task, views
 from halfmoon.sites.folders.prepare import open_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage.state_store import StateView, Store
