@@ -14,7 +14,8 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.twinsight import TwinSight, gram_distance, info_nce
+from halfmoon.methods.objectives.self_supervised import info_nce
+from halfmoon.methods.twinsight import TwinSight, gram_distance
 
 
 def images(count: int, seed: int) -> Tensor:

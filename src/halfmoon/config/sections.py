@@ -27,6 +27,12 @@ class MethodOptions:
         "an experiment by name, where you say nothing: few-labels, a recipe for images of your own; SAGE's (20 "
         "clients, 8 a round), FedLoKe's (50, 20), FedMatch's (100, 5)",
     ] = "none"
+    start: Annotated[
+        Literal["none", "simclr", "byol", "simsiam"],
+        "before the methods, train the network on unlabeled images without labels, by this method",
+    ] = "none"
+    start_rounds: Annotated[int, "rounds of the start, which come before `rounds`", at_least(1)] = 40
+    start_lr: Annotated[float | None, "the clients' learning rate in the start; none: lr", POSITIVE] = None
     options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
         field(default_factory=dict[str, Any])
     )

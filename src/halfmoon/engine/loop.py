@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
@@ -32,7 +33,7 @@ class Experiment:
 
     With `validation` images, or where clients have some of their own, the model of the round that is best on them is
     the run's. With `ema` > 0 what is evaluated is an average of the server's models, which keeps that share of itself
-    in each round (`tree.moving_average`).
+    in each round (`tree.moving_average`). The first model takes its leaves from `backbone` where that has them.
     """
 
     method: Method
@@ -44,6 +45,7 @@ class Experiment:
     checkpoint_every: int = 1
     validation: Examples | None = None
     ema: float = 0.0
+    backbone: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     spread: Spread = map  # where test images are counted
 
 
@@ -194,8 +196,11 @@ def _start(
 ) -> tuple[_State, int]:
     """Return what the rounds start from, and the first round: from the newest sound checkpoint, or from nothing."""
     if loaded is None:
-        server = experiment.method.start(experiment.task, initial_model(experiment.task, experiment.seed, device))
-        state = _State(tree.to(server, device))
+        model, given = initial_model(experiment.task, experiment.seed, device), experiment.backbone
+        if given:
+            flat = {path: given.get(path, leaf).to(leaf) for path, leaf in tree.flatten(model).items()}
+            model = {**model, **tree.unflatten(flat)}
+        state = _State(tree.to(experiment.method.start(experiment.task, model), device))
         _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
         return state, 0
     _check(folder, loaded)

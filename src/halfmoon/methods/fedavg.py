@@ -33,7 +33,6 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
 from halfmoon.methods.batchnorm_stats import counted
 from halfmoon.methods.objectives import Objective, Supervised
-from halfmoon.methods.objectives.base import follow
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,7 @@ class LocalTraining(ClientUpdate):
             pull = partial(torch.add, alpha=self.prox)
             gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], down["params"])
         new = self.advance(carry, gradient, seen.moments, **seen.aux)
-        if self.objective.decay is not None:
-            new |= follow(carry, new["params"], self.objective.decay)
-        return new, StepMetrics(loss, {}, seen.pseudo)
+        return {**new, **self.objective.after(carry, new["params"])}, StepMetrics(loss, {}, seen.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         weight = data.rows if self.needs.views else data.rows * (data.labeled > 0)
@@ -112,7 +109,7 @@ class FedAvg:
     keep_optimizer: bool = False
 
     def requirements(self, norm: str) -> Requirements:
-        return SUM
+        return replace(SUM, places=self.objective.places)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": LocalTraining(task, self.objective, self.prox, self.keep_optimizer)}

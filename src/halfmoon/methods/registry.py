@@ -17,7 +17,7 @@ from halfmoon.core.errors import UserError, nearest
 from halfmoon.methods import objectives
 from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.objectives import Objective, Supervised
+from halfmoon.methods.objectives import Objective, Supervised, self_supervised
 from halfmoon.methods.objectives.base import FedAvgRow
 
 ORDER = [
@@ -63,8 +63,11 @@ def _entry(row: FedAvgRow) -> MethodEntry:
 _PLACE = {name: place for place, name in enumerate(ORDER)}
 _OURS = {row.name: row for row in sorted(_rows(), key=lambda row: (_PLACE.get(row.name, len(ORDER)), row.name))}
 
-_ON_FEATURES = {row.name: row for row in ON_FEATURES}
-"""Methods for a frozen backbone with a centered head alone: `entry` has them, `names` does not."""
+STARTS = {row.name: _entry(row) for row in self_supervised.STARTS}
+"""Methods that train a network for others to start from, and no classifier."""
+
+_UNLISTED = {**STARTS, **{row.name: row for row in ON_FEATURES}}
+"""Those, and methods for a frozen backbone with a centered head alone: `entry` has them, `names` does not."""
 
 
 def names() -> list[str]:
@@ -91,8 +94,8 @@ def entry(name: str) -> MethodEntry:
     """
     if name in _OURS:
         return _OURS[name]
-    if name in _ON_FEATURES:
-        return _ON_FEATURES[name]
+    if name in _UNLISTED:
+        return _UNLISTED[name]
     if not plugins.foreign(name, "method"):
         near = nearest(name, names())
         raise UserError(f"unknown method '{name}': {near}")

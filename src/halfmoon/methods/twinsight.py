@@ -33,6 +33,7 @@ from halfmoon.core.padding import joined, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.objectives.base import guess_of, supervised
+from halfmoon.methods.objectives.self_supervised import info_nce
 from halfmoon.models import track
 from halfmoon.models.network import linear
 
@@ -114,17 +115,6 @@ class Twins(ClientUpdate):
         loss = supervised(logits[: len(batch.x)], batch.y, batch.x_real)
         loss = loss + o.contrast_weight * terms["contrast"] + o.gram_weight * terms["gram"]
         return loss, (passes, logits[len(batch.x) :].softmax(-1), terms)
-
-
-def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
-    """Return SimCLR's loss () of (`real`) projections z (2 N, P), of which i and i + N are two views of one image."""
-    z = F.normalize(z, dim=-1)
-    same = torch.eye(len(z), dtype=torch.bool, device=z.device)
-    if real is not None:
-        same = same | (real[:, None] & ~real)  # a padding row keeps its partner: it counts nothing, but is finite
-    alike = torch.where(same, -torch.inf, z @ z.T / temperature)
-    partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
-    return supervised(alike, partner, real)
 
 
 def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from halfmoon.core.errors import UserError
 from halfmoon.storage import integrity, toml
 from halfmoon.storage.atomic_io import numbers, parsed, read_json, read_rows
+from halfmoon.storage.folder_writer import START
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**63)]
@@ -186,7 +187,11 @@ class Run:
 
 def find(root: Path) -> list[Run]:
     """Read all runs in a folder and below it, the folder's own first; raise UserError if there is none."""
-    paths = sorted({mark.parent for mark in root.rglob("run.json")}, key=lambda path: (len(path.parts), path))
+    found = {mark.parent for mark in root.rglob("run.json")}
+    paths = sorted(
+        (path for path in found if path == root or not path.name.startswith(START)),
+        key=lambda path: (len(path.parts), path),
+    )
     if not paths:
         raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
     return [Run.read(path) for path in paths]

@@ -1,9 +1,8 @@
 """From a configuration to runs on disk: play every method, go on where one was stopped, draw what came out."""
 
-import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.engine.spread import Spread
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import told
-from halfmoon.report.remarks import remarks
-from halfmoon.report.run_reader import Run, ended
-from halfmoon.report.tables import Result, comparison
+from halfmoon.report.run_reader import ended
 from halfmoon.runs import assembly, checks, factory, outside, split_files, workers
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
@@ -44,26 +41,15 @@ from halfmoon.runs.factory import (
 )
 from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
+from halfmoon.runs.outcome import CSV, CURVES, MARKDOWN, RunResult, resuming, show
 from halfmoon.runs.parallel import Unit, side_by_side
 from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
 from halfmoon.runs.split_files import SPLIT
+from halfmoon.runs.starts import backbone, sentence, spent, starts_of
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG
 from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
 from halfmoon.storage.state_store import Store
-
-CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What is left when all jobs are through; `summaries` and `runs` are in the order of the jobs."""
-
-    folder: Path
-    summaries: list[Row]
-    curves: Path
-    runs: list[Path]
-    tables: list[Path]
 
 
 def start(
@@ -200,6 +186,7 @@ def cell(
             check_together(job.config)
         if device(config).type == "cpu":
             keep_memory()
+        _play_starts(path, [job], shared, watch)
     return _play(path, job, shared, watch, seat)
 
 
@@ -263,10 +250,10 @@ def _shared(
 ) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     if shared is None:
-        methods = [job.config.method for job in jobs]
+        methods = [job.config.method for job in [*starts_of(jobs), *jobs]]
         make = partial(problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
         shared = make(jobs[0].config, split)
-    checks.check(jobs, shared, watch)
+    checks.check([*jobs, *starts_of(jobs)], shared, watch)
     if (words := told(shared.task.network)) is not None:
         watch.say(words)
     return shared
@@ -274,6 +261,33 @@ def _shared(
 
 def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
     """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
+    if shared is not None:
+        _play_starts(root, jobs, shared, watch)
+    rows = _played(root, jobs, shared, watch)
+    summaries = [rows[number] for number in range(len(jobs))]
+    paths = [root / job.folder for job in jobs]
+    outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
+    if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
+        show(outcome)
+    return outcome
+
+
+def _play_starts(root: Path, jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
+    """Play the starts of jobs that are not finished; no validation or test image is shown to them."""
+    starts = starts_of([job for job in jobs if not _finished(root / job.folder, job.config)])
+    left = [start for start in starts if not _finished(root / start.folder, start.config)]
+    if not left:
+        return
+    if jobs[0].folder == ".":
+        with _folder(root, jobs[0].config):  # the run's own folder comes first: a run is resumed by what it says
+            pass
+    _played(root, left, replace(shared, test=None, validation=None), watch)
+    for start in left:
+        watch.say(sentence(root, start))
+
+
+def _played(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
+    """Return the summaries of jobs by number; what is not finished is played."""
     left = [shared is not None and not _finished(root / job.folder, job.config) for job in jobs]
     units = units_of([job.config for job in jobs], left)
     waiting = [unit for unit in units if left[unit[0]]]
@@ -283,13 +297,7 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
     for unit in units:
         if unit not in made:
             made[unit] = _play_unit(root, jobs, shared, unit, watch)
-    rows = {number: row for unit, its in made.items() for number, row in zip(unit, its, strict=True)}
-    summaries = [rows[number] for number in range(len(jobs))]
-    paths = [root / job.folder for job in jobs]
-    outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
-    if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
-        _show(outcome)
-    return outcome
+    return {number: row for unit, its in made.items() for number, row in zip(unit, its, strict=True)}
 
 
 def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
@@ -297,35 +305,13 @@ def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Un
     config = jobs[unit[0]].config
     if shared is not None and device(config).type == "cpu":
         keep_memory()
-    plays = [partial(_play, root / jobs[number].folder, jobs[number], shared, watch) for number in unit]
+    plays = [partial(_play, root, jobs[number], shared, watch) for number in unit]
     return in_lockstep(plays, config) if len(plays) > 1 else [plays[0]()]
 
 
-def _show(outcome: RunResult) -> None:
-    """Write the picture and the tables of what came out; each is there whole or not at all."""
-    from halfmoon.report.curves import curves  # Matplotlib is slow to import, and workers draw nothing
-
-    table = comparison([Result.of(summary) for summary in outcome.summaries])
-    notes = "".join(f"\n{each}\n" for each in remarks(outcome.summaries, registry.ceilings()))
-    staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
-    try:
-        for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
-            atomic_io.replace(path, words.encode())
-        curves([Run.read(path) for path in outcome.runs], staged)
-        staged.replace(outcome.curves)
-    except OSError as error:
-        raise UserError(
-            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.reason(error)}); "
-            f"the runs are finished: first mend that, then: {_resuming(outcome.folder)}"
-        ) from error
-    finally:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
-
-
-def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, seat: Seat | None = None) -> Row:
+def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: Seat | None = None) -> Row:
     """Play one job to its end, from its newest checkpoint if it has one; in lockstep with others it has a `seat`."""
-    config = job.config
+    path, config = root / job.folder, job.config
     entry = registry.entry(config.method)
     with _folder(path, config) as folder:
         done = folder.summary()
@@ -345,8 +331,10 @@ def _play(path: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         training = workers.working(config) if seat is None or executor(config) == "loop" else nullcontext(seat.spread)
         with training as spread, computing(threads(config)):
             experiment = _experiment(config, shared, path, spread, watch)
+            experiment = replace(experiment, backbone=backbone(root, config, shared.task.network))
             played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, played)
+        summary |= spent(root, config)
         network, model = shared.task.network.whole(played["model"])
         form, found = ImageSpec.of(shared.source), _temperature(config, shared, played["model"])
         card = assembly.card(config, form, network, text(config), shared.taken, found)
@@ -375,7 +363,7 @@ def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
     if there is not None:
         of = "this" if there == plan else "another"
         raise UserError(
-            f"{root} holds a comparison of {of} configuration; `{_resuming(root)}` goes on with it, "
+            f"{root} holds a comparison of {of} configuration; `{resuming(root)}` goes on with it, "
             "or choose another --run-dir."
         )
     RunFolder.refuse(root, mark)
@@ -443,7 +431,3 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
         watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
     made = assembly.experiment(config, shared.task, runtime, shared.test, shared.validation)
     return replace(made, spread=spread, evaluate_every=every)
-
-
-def _resuming(root: Path) -> str:
-    return shlex.join(["halfmoon", "resume", str(root)])

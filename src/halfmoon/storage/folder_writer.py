@@ -13,6 +13,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, integrity, locks
 
 CONFIG, LOCK = "config.toml", ".lock"
+START = "start-seed"
+"""What the folder of a start without labels is called, with its seed."""
 
 
 class Unwritable(UserError):

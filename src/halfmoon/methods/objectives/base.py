@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfmoon.api.requirements import SUM, Place
 from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
 from halfmoon.core.losses import cross_entropy
@@ -42,6 +43,7 @@ class Objective:
     """
 
     decay: float | None = field(default=None, kw_only=True)
+    places: ClassVar[tuple[Place, ...]] = SUM.places  # where labels may lie
 
     @property
     def needs(self) -> Needs:
@@ -86,6 +88,10 @@ class Objective:
     def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
         """Return what changes from step to step beside the model, and does not travel: all names of `remember`."""
         return {}
+
+    def after(self, carry: Tree, params: Tree) -> Tree:
+        """Return new values, when a step has made these `params`, of what follows them."""
+        return {} if self.decay is None else follow(carry, params, self.decay)
 
     def finish(self, task: Task, carry: Tree) -> Tree:
         """Return new values, when a client update ends, of what `start` put beside the model."""

@@ -1,0 +1,195 @@
+"""Losses that need no label, of two views of each unlabeled image: SimCLR, BYOL with FedEMA's clients, and SimSiam."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfmoon.api.requirements import ANYWHERE, Place
+from halfmoon.api.types import Batch, Local, Needs, Passes, Task
+from halfmoon.core import rng, tree
+from halfmoon.core.padding import joined, mean
+from halfmoon.core.tree import Tree
+from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
+from halfmoon.models.network import affine, linear
+from halfmoon.models.passes import Batched
+
+PROJECTOR, PREDICTOR = "projector", "predictor"
+
+
+@dataclass(frozen=True)
+class SelfSupervised(Objective):
+    """What the three losses share: two draws of one `view`, and a projector on what the network's head is given.
+
+    The projector, and the predictor of BYOL and SimSiam, have one layer of `hidden` features, and give `projected`
+    numbers. They travel and are averaged with the network, and are no part of the solution. They normalize each row
+    over its features, where the papers normalize over the batch: at a client that may be two images, whose hidden
+    features would be 1 and -1. The network's own head learns nothing: it stays as it was drawn, for the next run.
+    """
+
+    places: ClassVar[tuple[Place, ...]] = ANYWHERE
+    heads: ClassVar[tuple[str, ...]] = (PROJECTOR, PREDICTOR)
+    view: Literal["strong", "weak"] = "strong"
+    hidden: int = 128
+    projected: int = 64
+
+    @property
+    def needs(self) -> Needs:
+        return Needs((self.view, f"{self.view}2"), masks=True)
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        like = tree.flatten(model["params"])[f"{task.network.head}/weight"]
+        g, inputs, drawn = rng.generator(0, "self-supervised"), like.shape[1], dict[str, Any]()
+        for name in self.heads:
+            first, last = linear(g, inputs, self.hidden), linear(g, self.hidden, self.projected)
+            drawn[name], inputs = {"first": first, "norm": affine(self.hidden), "last": last}, self.projected
+        params = {**model["params"], **tree.to(drawn, like.device, like.dtype)}
+        return super().start(task, {**model, "params": params})
+
+    def solution(self, server: Tree) -> Tree:
+        model = super().solution(server)
+        return {**model, "params": {name: part for name, part in model["params"].items() if name not in self.heads}}
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        return Passes(2 * unlabeled, 2 * unlabeled)
+
+    def look(self, task: Task, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
+        """Return the projections (2 b, projected) of both views, and the moments of the passes."""
+        images, real = [batch.u[name] for name in self.needs.views], batch.masks(2)[1:]
+        if task.statistics == "joint":
+            images, real = [torch.cat(images)], real and (torch.cat(real),)
+        passes = [
+            task.network.embed(params, each, real=mask)
+            for each, mask in zip(images, real or (None,) * len(images), strict=True)
+        ]
+        features = torch.cat([seen for _, seen, _ in passes])
+        return through(params[PROJECTOR], features), [moments for *_, moments in passes]
+
+
+@dataclass(frozen=True)
+class SimCLR(SelfSupervised):
+    """mean_i -log(exp(s(z_i, z_j) / temperature) / sum_{k != i} exp(s(z_i, z_k) / temperature)), NT-Xent.
+
+    z are the projections of all views of a step, j is the other view of i's image, s the cosine (Chen et al. 2020, Eq.
+    1). A client compares its own images alone, so its step has as many negatives as its batch, where the paper's has
+    thousands. Departures, of the other two as well: views are the run's, without resized crops; the run's optimizer.
+    """
+
+    heads: ClassVar[tuple[str, ...]] = (PROJECTOR,)
+    temperature: float = 0.5
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
+        projections, moments = self.look(task, params, batch)
+        loss = info_nce(projections, self.temperature, joined(batch.masks(2)[1:]))
+        return loss, StepResult(moments, ())
+
+
+@dataclass(frozen=True)
+class SimSiam(SelfSupervised):
+    """-(s(p_1, z_2) + s(p_2, z_1)) / 2, mean over images; p = predictor(z), and z is no path of the gradient.
+
+    s is the cosine, z_1 and z_2 are the projections of an image's views (Chen and He 2021, Eq. 1 to 4). Departure: the
+    projector has two layers, not three, and no normalization behind its last one.
+    """
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
+        projections, moments = self.look(task, params, batch)
+        alike = agreement(through(params[PREDICTOR], projections), projections, batch)
+        return -alike / 2, StepResult(moments, ())
+
+
+@dataclass(frozen=True)
+class BYOL(SelfSupervised):
+    """4 - 2 s(p_1, t_2) - 2 s(p_2, t_1), mean over images: a predictor of what a slow target network says.
+
+    s is the cosine, t the target's projection of the other view (Grill et al. 2020, Eq. 2). After each step the target
+    keeps `target_decay` of itself and takes the rest of the network. Clients follow FedEMA (Zhuang et al., ICLR 2022):
+    a client takes mu W_k + (1 - mu) W_g in place of the received W_g, its own W_k being that of its last round, with
+    mu = min(lambda_k ||W_g - W_k||, 1) and lambda_k = `autoscale` / ||W_g - W_k|| of the first time; `autoscale` 0
+    always takes W_g. The norm is that of network and projector; the predictor is mixed with the same mu.
+
+    Departures: a client sets its lambda_k by the model that it receives when it is asked again, where the paper's
+    server does so at the end of its first round; these are the same where all clients train in every round. A client
+    keeps its target, as it keeps W_k. The statistics of batches are the received ones.
+    """
+
+    target_decay: float = 0.99
+    autoscale: float = 0.7
+
+    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+        return {"received": down["params"]}
+
+    def remember(self, task: Task, down: Tree) -> Tree:
+        scale = next(tree.leaves(down["params"])).new_zeros(())
+        return {"params": down["params"], "target": down["params"], "scale": scale}
+
+    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
+        own, received = memory["params"], cached["received"]
+        far = divergence(own, received)
+        scale = torch.where((memory["scale"] == 0) & (far > 0), self.autoscale / far, memory["scale"])
+        mu = (scale * far).clamp_max(1)
+        mixed = tree.map(lambda there, here: torch.lerp(there, here, mu), received, own)
+        return {"params": mixed, "target": memory["target"], "scale": scale}
+
+    def after(self, carry: Tree, params: Tree) -> Tree:
+        target = tree.map(partial(torch.lerp, weight=1 - self.target_decay), carry["target"], params)
+        return {**super().after(carry, params), "target": target}
+
+    def __call__(
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+    ) -> tuple[Tensor, StepResult]:
+        projections, moments = self.look(task, params, batch)
+        with torch.no_grad():
+            targets, _ = self.look(task, aux["target"], batch)
+        alike = agreement(through(params[PREDICTOR], projections), targets, batch)
+        return 4 - 2 * alike, StepResult(moments, ())
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        return Passes(4 * unlabeled, 2 * unlabeled)
+
+
+def through(head: Tree, z: Tensor) -> Tensor:
+    """Return what a projector or predictor makes of rows z: linear, normalization of each row, ReLU, linear."""
+    run = Batched(head, "none")
+    return run.linear("last", run.relu(run.layer_norm("norm", run.linear("first", z))))
+
+
+def agreement(predicted: Tensor, projected: Tensor, batch: Batch) -> Tensor:
+    """Return s(p_1, z_2) + s(p_2, z_1), mean over images, of the rows (2 b, projected) of both views."""
+    other = projected.detach().roll(len(projected) // 2, 0)
+    return 2 * mean(F.cosine_similarity(predicted, other, dim=-1), joined(batch.masks(2)[1:]))
+
+
+def divergence(own: Tree, received: Tree) -> Tensor:
+    """Return the Euclidean distance () of two networks with their projectors."""
+    parts = ({name: part for name, part in each.items() if name != PREDICTOR} for each in (own, received))
+    return tree.squared_norm(tree.map(torch.sub, *parts)).sqrt()
+
+
+def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
+    """Return SimCLR's loss () of (`real`) projections z (2 N, P), of which i and i + N are two views of one image."""
+    z = F.normalize(z, dim=-1)
+    same = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    if real is not None:
+        same = same | (real[:, None] & ~real)  # a padding row keeps its partner: it counts nothing, but is finite
+    alike = torch.where(same, -torch.inf, z @ z.T / temperature)
+    partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+    return supervised(alike, partner, real)
+
+
+STARTS = (
+    FedAvgRow("simclr", "SimCLR", "McMahan et al. 2017; Chen et al. 2020",
+              "no labels: the views of an image find each other among all views of the step", SimCLR()),
+    FedAvgRow("byol", "BYOL with FedEMA", "Grill et al. 2020; FedEMA, ICLR 2022",
+              "no labels: each view predicts what a slow network says of the other one", BYOL()),
+    FedAvgRow("simsiam", "SimSiam", "McMahan et al. 2017; Chen and He 2021",
+              "no labels: each view predicts what the network itself says of the other one", SimSiam()),
+)  # fmt: skip
+"""Rows that do not stand in `ROWS`: they train a network for other methods to start from, and no classifier."""
