@@ -51,32 +51,27 @@ def started(start: str, rate: float, value: Any) -> dict[str, Any]:
 
 def chosen(data: str, start: str, runs: Path, folder: Path | None) -> dict[str, Any]:
     """Return the values of a start that are best on validation images, after trying those that were not tried."""
+    from halfmoon.report.run_reader import Run
     from halfmoon.runs import runner
 
     for rate, value in product(RATES, KNOBS[start][1]):
         row = {"data": data, "start": start, "method": "fedavg", "seed": CHOOSING, "values": f"{rate:g} {value}"}
         if not any(same(row, other) for other in rows(TABLE)):
-            share = 100 / SETS[data]["images"]
-            made = config(
-                data, folder, CHOOSING, method="fedavg", validation_share=share, **started(start, rate, value)
-            )
-            summary = runner.cell(made, runs / data / f"{start}-{rate:g}-{value}")
-            last = list(filter(None, map(validation, runner_rows(runs / data / f"{start}-{rate:g}-{value}"))))[-1]
-            append(TABLE, {**row, "accuracy": last, "steps": summary["cost"]["labeled_steps"]})
+            changes = {"validation_share": 100 / SETS[data]["images"], **started(start, rate, value)}
+            place = runs / data / f"{start}-{rate:g}-{value}"
+            summary = runner.cell(config(data, folder, CHOOSING, method="fedavg", **changes), place, tests=False)
+            last = [row["validation"]["accuracy"] for row in Run.read(place).rows if "validation" in row][-1]
+            append(TABLE, {**row, "accuracy": last, "steps": steps(summary)})
             print(row["values"], last, flush=True)
     tried = [row for row in rows(TABLE) if (row["data"], row["start"], row["seed"]) == (data, start, str(CHOOSING))]
     rate, value = max(tried, key=lambda row: float(row["accuracy"]))["values"].split()
     return started(start, float(rate), type(KNOBS[start][1][0])(value))
 
 
-def validation(row: dict[str, Any]) -> float | None:
-    return row["validation"]["accuracy"] if "validation" in row else None
-
-
-def runner_rows(path: Path) -> list[dict[str, Any]]:
-    from halfmoon.report.run_reader import Run
-
-    return list(Run.read(path).rows)
+def steps(summary: dict[str, Any]) -> int:
+    """Return the steps that clients have taken in a run and its start."""
+    start = summary.get("start", {"cost": {"labeled_steps": 0}})
+    return summary["cost"]["labeled_steps"] + start["cost"]["labeled_steps"]
 
 
 def same(row: dict[str, Any], other: dict[str, str]) -> bool:
@@ -101,9 +96,8 @@ def play(data: str, starts: list[str], seeds: list[int], runs: Path, folder: Pat
             made = config(data, folder, seed, run_dir=runs / data / f"{start}-seed{seed}", **values)
             for summary in runner.compare(made, list(METHODS), (seed,), again=True).summaries:
                 if summary["method"] in left:
-                    steps = summary["cost"]["labeled_steps"]
-                    steps += summary.get("start", {"cost": {"labeled_steps": 0}})["cost"]["labeled_steps"]
-                    new = {**row, "method": summary["method"], "accuracy": summary["accuracy"]["last"], "steps": steps}
+                    new = {**row, "method": summary["method"], "accuracy": summary["accuracy"]["last"]}
+                    new["steps"] = steps(summary)
                     append(TABLE, new)
                     print(new, flush=True)
 
@@ -135,15 +129,8 @@ def table(found: list[dict[str, str]]) -> list[str]:
             if not own:
                 continue
             first = next(row for row in found if (row["start"], row["method"]) == (start, method))
-            cells = [
-                start,
-                first["values"],
-                words,
-                f"{int(first['steps']):,}",
-                f"{mean(list(own.values())):.1f}",
-                "",
-                "",
-            ]
+            spent, end = f"{int(first['steps']):,}", f"{mean(list(own.values())):.1f}"
+            cells = [start, first["values"], words, spent, end, "", ""]
             if start != NONE and len(seeds) > 1:
                 apart = paired([own[seed] for seed in seeds], [base[seed] for seed in seeds])
                 cells[-2:] = [f"{apart.mean:+.1f}", f"{apart.low:+.1f} to {apart.high:+.1f}"]

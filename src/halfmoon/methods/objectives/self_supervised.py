@@ -25,9 +25,9 @@ class SelfSupervised(Objective):
     """What the three losses share: two draws of one `view`, and a projector on what the network's head is given.
 
     The projector, and the predictor of BYOL and SimSiam, have one layer of `hidden` features, and give `projected`
-    numbers. They travel and are averaged with the network, and are no part of the solution. They normalize each row
-    over its features, where the papers normalize over the batch: at a client that may be two images, whose hidden
-    features would be 1 and -1. The network's own head learns nothing: it stays as it was drawn, for the next run.
+    numbers. They travel and are averaged with the network, and are no part of the solution. They normalize over the
+    batch, of both views together: over two images of one view hidden features would be 1 and -1. The network's own head
+    learns nothing: it stays as it was drawn, for the next run.
     """
 
     places: ClassVar[tuple[Place, ...]] = ANYWHERE
@@ -45,7 +45,8 @@ class SelfSupervised(Objective):
         g, inputs, drawn = rng.generator(0, "self-supervised"), like.shape[1], dict[str, Any]()
         for name in self.heads:
             first, last = linear(g, inputs, self.hidden), linear(g, self.hidden, self.projected)
-            drawn[name], inputs = {"first": first, "norm": affine(self.hidden), "last": last}, self.projected
+            drawn[name] = {"first": {"weight": first["weight"], "norm": affine(self.hidden)}, "last": last}
+            inputs = self.projected
         params = {**model["params"], **tree.to(drawn, like.device, like.dtype)}
         return super().start(task, {**model, "params": params})
 
@@ -66,7 +67,7 @@ class SelfSupervised(Objective):
             for each, mask in zip(images, real or (None,) * len(images), strict=True)
         ]
         features = torch.cat([seen for _, seen, _ in passes])
-        return through(params[PROJECTOR], features), [moments for *_, moments in passes]
+        return through(params[PROJECTOR], features, batch), [moments for *_, moments in passes]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class SimCLR(SelfSupervised):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
         projections, moments = self.look(task, params, batch)
-        loss = info_nce(projections, self.temperature, joined(batch.masks(2)[1:]))
+        loss = info_nce(projections, self.temperature, both(batch))
         return loss, StepResult(moments, ())
 
 
@@ -101,7 +102,7 @@ class SimSiam(SelfSupervised):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
         projections, moments = self.look(task, params, batch)
-        alike = agreement(through(params[PREDICTOR], projections), projections, batch)
+        alike = agreement(through(params[PREDICTOR], projections, batch), projections, batch)
         return -alike / 2, StepResult(moments, ())
 
 
@@ -148,23 +149,29 @@ class BYOL(SelfSupervised):
         projections, moments = self.look(task, params, batch)
         with torch.no_grad():
             targets, _ = self.look(task, aux["target"], batch)
-        alike = agreement(through(params[PREDICTOR], projections), targets, batch)
+        alike = agreement(through(params[PREDICTOR], projections, batch), targets, batch)
         return 4 - 2 * alike, StepResult(moments, ())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(4 * unlabeled, 2 * unlabeled)
 
 
-def through(head: Tree, z: Tensor) -> Tensor:
-    """Return what a projector or predictor makes of rows z: linear, normalization of each row, ReLU, linear."""
-    run = Batched(head, "none")
-    return run.linear("last", run.relu(run.layer_norm("norm", run.linear("first", z))))
+def through(head: Tree, z: Tensor, batch: Batch) -> Tensor:
+    """Return what a projector or predictor makes of both views' rows z (2 b, F): linear, batch norm, ReLU, linear."""
+    run = Batched(head, "batch", real=both(batch))
+    hidden = run.norm("first", run.linear("first", z)[:, :, None, None])
+    return run.linear("last", run.relu(hidden).flatten(1))
+
+
+def both(batch: Batch) -> Tensor | None:
+    """Return the mask (2 b,) of both views' rows, None where no row is padding."""
+    return joined(batch.masks(2)[1:])
 
 
 def agreement(predicted: Tensor, projected: Tensor, batch: Batch) -> Tensor:
     """Return s(p_1, z_2) + s(p_2, z_1), mean over images, of the rows (2 b, projected) of both views."""
     other = projected.detach().roll(len(projected) // 2, 0)
-    return 2 * mean(F.cosine_similarity(predicted, other, dim=-1), joined(batch.masks(2)[1:]))
+    return 2 * mean(F.cosine_similarity(predicted, other, dim=-1), both(batch))
 
 
 def divergence(own: Tree, received: Tree) -> Tensor:
