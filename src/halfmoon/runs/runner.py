@@ -281,7 +281,8 @@ def _play_starts(root: Path, jobs: Sequence[Job], shared: Problem, watch: Callba
     if jobs[0].folder == ".":
         with _folder(root, jobs[0].config):  # the run's own folder comes first: a run is resumed by what it says
             pass
-    _played(root, left, replace(shared, test=None, validation=None), watch)
+    own = factory.task(left[0].config, ImageSpec.of(shared.source))  # with the start's rounds and learning rate
+    _played(root, left, replace(shared, task=own, test=None, validation=None), watch)
     for start in left:
         watch.say(sentence(root, start))
 
