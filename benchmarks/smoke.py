@@ -102,6 +102,10 @@ RESULTS: dict[str, Small] = {
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
     "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1}),
+    "starts": (
+        "play digits --seeds 9 --starts none simsiam --runs {out}",
+        {"SHARED": {"rounds": 1, "start_rounds": 1, "clients": 4, "cohort": 2}, "RATES": 1},
+    ),
     "own_images": ("--data-dir {data} --out {out}/photos --images 20", {}),
     "collect": ("smoke {run}", {}),
 }

@@ -27,7 +27,7 @@ SETS: dict[str, dict[str, Any]] = {
     "digits": {"setting": "dir-dir", "images": 1437},
     "fashion_mnist": {"setting": "iid-dir", "data_share": 0.1, "shrink": 2, "images": 6000},
 }
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = [1e-3, 3e-3, 1e-2]
 KNOBS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "simclr": ("temperature", (0.2, 0.5)),
     "byol": ("target_decay", (0.9, 0.99)),

@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from halfmoon.api.requirements import SUM, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
@@ -109,7 +109,7 @@ class FedAvg:
     keep_optimizer: bool = False
 
     def requirements(self, norm: str) -> Requirements:
-        return replace(SUM, places=self.objective.places)
+        return self.objective.requirements
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": LocalTraining(task, self.objective, self.prox, self.keep_optimizer)}

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.api.requirements import SUM, Place
+from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
 from halfmoon.core.losses import cross_entropy
@@ -43,7 +43,7 @@ class Objective:
     """
 
     decay: float | None = field(default=None, kw_only=True)
-    places: ClassVar[tuple[Place, ...]] = SUM.places  # where labels may lie
+    requirements: ClassVar[Requirements] = SUM
 
     @property
     def needs(self) -> Needs:

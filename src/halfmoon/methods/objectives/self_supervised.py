@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.requirements import ANYWHERE, Place
+from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import Batch, Local, Needs, Passes, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.padding import joined, mean
@@ -30,7 +30,7 @@ class SelfSupervised(Objective):
     learns nothing: it stays as it was drawn, for the next run.
     """
 
-    places: ClassVar[tuple[Place, ...]] = ANYWHERE
+    requirements: ClassVar[Requirements] = Requirements("sum", "", ANYWHERE, labeled=False)
     heads: ClassVar[tuple[str, ...]] = (PROJECTOR, PREDICTOR)
     view: Literal["strong", "weak"] = "strong"
     hidden: int = 128
@@ -193,10 +193,10 @@ def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tenso
 
 STARTS = (
     FedAvgRow("simclr", "SimCLR", "McMahan et al. 2017; Chen et al. 2020",
-              "no labels: the views of an image find each other among all views of the step", SimCLR()),
+              "the views of an image find each other among all views of the step", SimCLR()),
     FedAvgRow("byol", "BYOL with FedEMA", "Grill et al. 2020; FedEMA, ICLR 2022",
-              "no labels: each view predicts what a slow network says of the other one", BYOL()),
+              "each view predicts what a slow network says of the other one", BYOL()),
     FedAvgRow("simsiam", "SimSiam", "McMahan et al. 2017; Chen and He 2021",
-              "no labels: each view predicts what the network itself says of the other one", SimSiam()),
+              "each view predicts what the network itself says of the other one", SimSiam()),
 )  # fmt: skip
 """Rows that do not stand in `ROWS`: they train a network for other methods to start from, and no classifier."""
