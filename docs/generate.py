@@ -169,7 +169,7 @@ def _sources(page: str) -> str:
     """Return where the departures of a page's methods are written: the file's docstring, which the site shows here."""
     folder = "objectives/" if not (ROOT / "src" / "halfmoon" / "methods" / f"{page}.py").exists() else ""
     path = f"src/halfmoon/methods/{folder}{page}.py"
-    return f"<!-- docstring: {path} -->\nThey are in [the file's docstring](../../{path})."
+    return f"They are in [the file's docstring](../../{path})."
 
 
 def _family_options(names: list[str]) -> str:

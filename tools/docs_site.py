@@ -86,9 +86,11 @@ def departures(text: str) -> str:
         if "/objectives/" not in found[1]:
             return re.split(r"(?:^|\n\n)server:.*?\n\n", ast.get_docstring(tree) or "", flags=re.DOTALL)[-1]
         words = [ast.get_docstring(each) or "" for each in tree.body if isinstance(each, ast.ClassDef)]
-        return re.sub(r"\s*\bRaises\b.*", "", max(words, key=len), flags=re.DOTALL)
+        several = [each for each in words if "Departure" in each] or [max(words, key=len)]
+        return "\n\n".join(re.sub(r"\s*\bRaises\b.*", "", each, flags=re.DOTALL) for each in several)
 
-    return re.sub(r"<!-- docstring: (\S+) -->\n.*", lambda found: paragraphs(found).replace("<", "&lt;"), text)
+    link = r"They are in \[the file's docstring\]\(\.\./\.\./(\S+)\)\."
+    return re.sub(link, lambda found: paragraphs(found).replace("<", "&lt;"), text)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
