@@ -48,7 +48,7 @@ def price(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Price]:
 
 def round_seconds(config: Config) -> float:
     """Return the seconds of a round of a run, its evaluation included: the second of two, as the first warms up."""
-    short = replace(config, rounds=2, checkpoint_every=2, evaluate_every=2)
+    short = replace(config, start="none", rounds=2, checkpoint_every=2, evaluate_every=2)
     with TemporaryDirectory() as folder:
         runner.cell(short, Path(folder) / "run")
         return float(atomic_io.read_rows(Path(folder) / "run" / TIMINGS)[-1]["seconds"])

