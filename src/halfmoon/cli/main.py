@@ -225,7 +225,7 @@ def _run(args: argparse.Namespace) -> int:
     folder = config.run_dir or settings.free_folder(config, config.method)
     from halfmoon.runs import runner
 
-    rows = 1 + len(config.baselines)
+    rows = 1 + len(config.baselines) + (config.start != "none")
     return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch), rows=rows)
 
 
@@ -298,7 +298,7 @@ def _compare(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)
-    rows = len(args.methods) * len(seeds)
+    rows = (len(args.methods) + (config.start != "none")) * len(seeds)
     return _play(args, folder, lambda watch: runner.compare(config, args.methods, seeds, watch), rows=rows)
 
 

@@ -75,7 +75,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """How many runs are played."""
-        own = 1 + len(self.config.baselines)
+        own = 1 + len(self.config.baselines) + (self.config.start != "none")
         return own if self.heads or self.splits < 2 else own * (self.splits + int(self.contents.site))
 
     @property
