@@ -41,6 +41,7 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average, momentum_step
+from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import prior, sweep_logits
 from halfmoon.methods.objectives.pseudo_labeling import Teacher, no_average
@@ -95,7 +96,7 @@ class FedDB(ModelAveraging):
         return Requirements(reason="the weights of its average are computed from each client's mean prediction")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Debiased(task, self)}
+        return {"train": Debiased(task, self.objective, keep_optimizer=self.keep_optimizer, options=self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
@@ -112,27 +113,23 @@ class FedDB(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class Debiased(ClientUpdate):
+class Debiased(LocalTraining):
     """The client of FedDB: FixMatch on debiased guesses, and an average prediction that follows the model."""
 
     options: FedDB = FedDB()
 
     @property
     def needs(self) -> Needs:
-        needs = self.options.objective.needs
+        needs = super().needs
         views = ("weak", "strong") if self.options.accumulate == "step" else needs.views
-        keep, uplink = self.options.keep_optimizer, Uplink(aux={"appu": Aux()})
-        return replace(needs, views=views, sweep=("weak",), keep_optimizer=keep, uplink=uplink)
-
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return {**super().remember(down, generator), **self.options.objective.remember(self.task, down)}
+        return replace(needs, views=views, sweep=("weak",), uplink=Uplink(aux={"appu": Aux()}))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
         cached = self.options.objective.prepared(down, data, guess)
-        own = self.options.objective.begin(self.task, memory, data, cached)
+        own = self.objective.begin(self.task, memory, data, cached)
         new = {"appu": cached["prior"], "images": torch.zeros_like(cached["prior"][0]), "rows": data.unlabeled}
-        return {**super().begin(down, memory, data), **own, **new, "cached": cached}
+        return {**ClientUpdate.begin(self, down, memory, data), **own, **new, "cached": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
@@ -151,18 +148,14 @@ class Debiased(ClientUpdate):
             guess = sweep_logits(self.task, carry["params"], carry["stats"], views, data.u_real)
             appu = keep * appu + (1 - keep) * prior(guess, data.u_real)
         up, memory = super().finish(down, carry, data)
-        own = {name: carry[name] for name in self.options.objective.remember(self.task, down)}
-        return up._replace(aux={"appu": appu}), {**memory, **own}
+        return up._replace(aux={"appu": appu}), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        forward, backward = self.options.objective.passes(self.task, labeled, unlabeled)
+        forward, backward = super().passes(labeled, unlabeled)
         return Passes(forward + (unlabeled if self.options.accumulate == "step" else 0), backward)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         return (2 if self.options.accumulate == "finish" else 1) * unlabeled
-
-    def _loss(self, params: Tree, carry: Tree, batch: Batch):
-        return self.options.objective(self.task, params, carry["stats"], batch, carry, carry["cached"])
 
     def _keep(self, carry: Tree, images: Tensor | int) -> Tensor:
         """Return gamma to the number of epochs that so many images are."""

@@ -44,6 +44,7 @@ class Objective:
 
     decay: float | None = field(default=None, kw_only=True)
     requirements: ClassVar[Requirements] = SUM
+    heads: ClassVar[tuple[str, ...]] = ()  # parts of the parameters that `start` adds: they are not evaluated
 
     @property
     def needs(self) -> Needs:
@@ -73,9 +74,10 @@ class Objective:
 
     def solution(self, server: Tree) -> Tree:
         """Return the model {"params", "stats"} that is evaluated."""
-        if self.decay is None:
-            return {"params": server["params"], "stats": server["stats"]}
-        return {"params": server["teacher"], "stats": server.get("teacher_stats", {})}
+        plain = self.decay is None
+        params = server["params" if plain else "teacher"]
+        stats = server["stats"] if plain else server.get("teacher_stats", {})
+        return {"params": {name: part for name, part in params.items() if name not in self.heads}, "stats": stats}
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         """Return what is computed once a client update, from the received model and all rows."""

@@ -1,7 +1,7 @@
 """ProxyFL's client loss (CVPR 2026): labels of the received model, and features drawn to proxies of likely classes."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from halfmoon.methods.objectives.pseudo_labeling import received
 from halfmoon.models import seen_by
 from halfmoon.models.network import linear
 
-HEADS = ("feature_head", "proxy_head")
 LEAST = 1e-6
 """Features less similar than this are no negatives (the authors' code)."""
 
@@ -41,6 +40,7 @@ class ICPL(Objective):
     solution.
     """
 
+    heads: ClassVar[tuple[str, ...]] = ("feature_head", "proxy_head")
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
     proxy_weight: float = 1.0
@@ -64,10 +64,6 @@ class ICPL(Objective):
         heads["proxy_head"] = {"weight": linear(g, features, features)["weight"]}
         params = {**model["params"], **tree.to(heads, head.device, head.dtype)}
         return super().start(task, {**model, "params": params}) | {"prior": head.new_full((classes,), 1 / classes)}
-
-    def solution(self, server: Tree) -> Tree:
-        model = super().solution(server)
-        return {**model, "params": {name: part for name, part in model["params"].items() if name not in HEADS}}
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         return {"received": {"params": down["params"], "stats": down.get("stats", {})}}

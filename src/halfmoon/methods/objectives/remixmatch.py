@@ -1,6 +1,7 @@
 """ReMixMatch (Berthelot et al. 2020): aligned guesses on weak views anchor strong ones, mixed and not, and rotated."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ class ReMixMatch(Objective):
     Raises `UserError` for no anchor, and for images that are not square where they are turned.
     """
 
+    heads: ClassVar[tuple[str, ...]] = ("rotation",)
     unlabeled_weight: float = 1.5
     anchor_weight: float = 0.5
     rotation_weight: float = 0.5
@@ -77,10 +79,6 @@ class ReMixMatch(Objective):
         rotation = {"weight": head.new_zeros(4, head.shape[1]), "bias": head.new_zeros(4)}
         server = super().start(task, {**model, "params": {**model["params"], "rotation": rotation}})
         return {**server, "predicted": head.new_full((len(head),), 1 / len(head))} if self.align else server
-
-    def solution(self, server: Tree) -> Tree:
-        model = super().solution(server)
-        return {**model, "params": {name: part for name, part in model["params"].items() if name != "rotation"}}
 
     def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
         if not self.align:

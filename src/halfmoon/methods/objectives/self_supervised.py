@@ -50,10 +50,6 @@ class SelfSupervised(Objective):
         params = {**model["params"], **tree.to(drawn, like.device, like.dtype)}
         return super().start(task, {**model, "params": params})
 
-    def solution(self, server: Tree) -> Tree:
-        model = super().solution(server)
-        return {**model, "params": {name: part for name, part in model["params"].items() if name not in self.heads}}
-
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(2 * unlabeled, 2 * unlabeled)
 
