@@ -87,3 +87,9 @@ def test_methods_of_a_seed_share_it_and_seeds_do_not(tmp_path: Path) -> None:
 def test_a_frozen_backbone_cannot_be_trained_first(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="backbone, which is frozen"):
         config(tmp_path, weights="weights.safetensors", freeze=("backbone",))
+
+
+def test_validation_images_choose_no_round_of_it(tmp_path: Path) -> None:
+    """Alone it ends with the model of its last round: its head is what it was, and says nothing of a round."""
+    made = config(tmp_path / "alone", method="simsiam", start="none", rounds=3, validation_share=0.3)
+    assert "chosen" not in runner.start(made).summaries[0]["accuracy"]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
@@ -78,7 +79,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     """
     task, runtime = experiment.task, experiment.runtime
     state, first = _start(experiment, folder, loaded, runtime.device)
-    seen, told = _validated(folder.rows()), None
+    seen, told = _validated(experiment, folder.rows()), None
     number, ended = first, runtime.ended(first) if first < task.rounds else None
     if ended is not None and not first:
         raise UserError(ended)
@@ -88,7 +89,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         runtime.stored(tree.nbytes(server))
         state = state._replace(server=server, average=_follow(experiment, number, server, state.average))
         row = _row(number, runtime.close())
-        state, seen = _best(state, seen, before, _validated([row]))
+        state, seen = _best(state, seen, before, _validated(experiment, [row]))
         number += 1
         ended = runtime.ended(number) if number < task.rounds else None
         last = number == task.rounds or ended is not None
@@ -101,13 +102,14 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         watch(row)
     tested, validated = runtime.conclude(state.solution(experiment))
     if validated is not None:
-        state, seen = _best(state, seen, state.solution(experiment), [_Validated.of(validated, number)])
+        said = _validated(experiment, [{"validation": {**validated, "round": number}, "round": number}])
+        state, seen = _best(state, seen, state.solution(experiment), said)
     model = state.chosen or state.solution(experiment)
     if told is None and experiment.test is not None:  # it was stopped between an evaluation and its end
         told = _tally(experiment, model, experiment.test)
     confusion = None if told is None else [integers(row) for row in told.confusion]
     result = _result(folder.verified_rows(), seen)
-    chosen = None if validated is None else {"round": max(seen).round, "accuracy": max(seen).accuracy}
+    chosen = None if validated is None or not seen else {"round": max(seen).round, "accuracy": max(seen).accuracy}
     return {"model": model, "confusion": confusion, "concluded": tested, "chosen": chosen, **result, "ended": ended}
 
 
@@ -159,7 +161,7 @@ def _evaluate(
     if experiment.validation is None:
         return state, seen, test
     row["validation"] = _tally(experiment, model, experiment.validation).row()
-    chosen, seen = _best(state, seen, model, _validated([row]))
+    chosen, seen = _best(state, seen, model, _validated(experiment, [row]))
     return chosen, seen, test if chosen is not state else told
 
 
@@ -175,8 +177,13 @@ class _Validated(NamedTuple):
         return cls(told["accuracy"], -told["loss"], round)
 
 
-def _validated(rows: list[Row]) -> list[_Validated]:
-    """Return what rows say: of their own round's model or, where clients judge, of that of the round before."""
+def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
+    """Return what rows say: of their own round's model or, where clients judge, of that of the round before.
+
+    Of a method that looks at no labels they say nothing: its network is no classifier.
+    """
+    if not requirements_of(experiment.method).labeled:
+        return []
     said = [(row["validation"], row["validation"].get("round", row["round"])) for row in rows if "validation" in row]
     return [_Validated.of(*each) for each in said]
 
