@@ -160,8 +160,8 @@ def method_page(page: str) -> str:
         header = ["name", "down", "up", "a client keeps", "the server keeps"]
         parts.append(f"## Traffic and memory\n\n{moves}\n\n{table(header, traffic)}")
     if page != "feddure":
-        parts.append(f"## Options and defaults\n\n{_family_options(names)}")
-    parts.append("## Departures from the paper\n\n" + _sources(page) + "\n")
+        parts.append(f"## Options\n\n{_family_options(names)}")
+    parts.append("## Departures\n\n" + _sources(page) + "\n")
     return "\n".join(parts)
 
 
