@@ -1,5 +1,6 @@
 """SimCLR, BYOL with FedEMA and SimSiam: a step against torch modules and sums over pairs, and the mixing by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch_models import TorchSmall, twin
 from halfmoon.api.types import Batch
 from halfmoon.contract import check
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -141,6 +143,15 @@ def test_the_share_of_a_client_s_own_network_by_hand():
 def test_keeps_every_promise(name: str):
     """Loop = vmap, resuming bit by bit, sites behind messages, and the others of the contract."""
     assert [kept for kept in check(name) if not kept.kept] == []
+
+
+def test_a_network_without_a_head_is_refused_in_a_sentence():
+    class Headless:
+        head = None
+
+    shared = replace(task(), network=Headless())
+    with pytest.raises(UserError, match="ends in a linear layer"):
+        SimCLR().start(shared, {"params": {}, "stats": {}})
 
 
 @EACH

@@ -11,6 +11,7 @@ from torch import Tensor
 from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import Batch, Local, Needs, Passes, Task
 from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.padding import joined, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
@@ -24,10 +25,13 @@ PROJECTOR, PREDICTOR = "projector", "predictor"
 class SelfSupervised(Objective):
     """What the three losses share: two draws of one `view`, and a projector on what the network's head is given.
 
-    The projector, and the predictor of BYOL and SimSiam, have one layer of `hidden` features, and give `projected`
-    numbers. They travel and are averaged with the network, and are no part of the solution. They normalize over the
-    batch, of both views together: over two images of one view hidden features would be 1 and -1. The network's own head
-    learns nothing: it stays as it was drawn, for the next run.
+    The projector, and the predictor of BYOL and SimSiam, have one layer of `hidden` features with batch normalization,
+    and give `projected` numbers. They travel and are averaged with the network, and are no part of the solution. The
+    network's own head learns nothing: it stays as it was drawn, for the next run.
+
+    Departures: these heads normalize both views together, as over two images of one view hidden features would be 1 and
+    -1; SimSiam's projector has three layers, and normalizes what it gives. Views are the run's, without resized crops.
+    Raises `UserError` for a network that does not end in a linear layer.
     """
 
     requirements: ClassVar[Requirements] = Requirements("sum", "", ANYWHERE, labeled=False)
@@ -41,6 +45,8 @@ class SelfSupervised(Objective):
         return Needs((self.view, f"{self.view}2"), masks=True)
 
     def start(self, task: Task, model: Tree) -> Tree:
+        if task.network.head is None:
+            raise UserError("a start needs a network that ends in a linear layer, on whose input a projector stands.")
         like = tree.flatten(model["params"])[f"{task.network.head}/weight"]
         g, inputs, drawn = rng.generator(0, "self-supervised"), like.shape[1], dict[str, Any]()
         for name in self.heads:
@@ -71,8 +77,8 @@ class SimCLR(SelfSupervised):
     """mean_i -log(exp(s(z_i, z_j) / temperature) / sum_{k != i} exp(s(z_i, z_k) / temperature)), NT-Xent.
 
     z are the projections of all views of a step, j is the other view of i's image, s the cosine (Chen et al. 2020, Eq.
-    1). A client compares its own images alone, so its step has as many negatives as its batch, where the paper's has
-    thousands. Departures, of the other two as well: views are the run's, without resized crops; the run's optimizer.
+    1). A client compares its own images alone: a step has as many negatives as its batch, where the paper's has
+    thousands.
     """
 
     heads: ClassVar[tuple[str, ...]] = (PROJECTOR,)
@@ -90,8 +96,7 @@ class SimCLR(SelfSupervised):
 class SimSiam(SelfSupervised):
     """-(s(p_1, z_2) + s(p_2, z_1)) / 2, mean over images; p = predictor(z), and z is no path of the gradient.
 
-    s is the cosine, z_1 and z_2 are the projections of an image's views (Chen and He 2021, Eq. 1 to 4). Departure: the
-    projector has two layers, not three, and no normalization behind its last one.
+    s is the cosine, z_1 and z_2 are the projections of an image's views (Chen and He 2021, Eq. 1 to 4).
     """
 
     def __call__(
