@@ -3,6 +3,7 @@
 Cores are used by running tests side by side instead (pytest-xdist).
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ def _flush_nothing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests, whose modules are never garbage, without the garbage collector's looking through them."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

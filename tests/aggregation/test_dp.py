@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from scenes import NETWORK, begin, dataset, furthest, play, simulate, split, task
-from scipy import integrate, optimize, stats
-from scipy.special import ndtr
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.privacy import accounting
@@ -46,7 +46,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import Store
 
-accountants = pytest.importorskip("dp_accounting")
+pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
 
 SUMS = [name for name in registry.names() if not registry.entry(name).singles]
 PROMISE = Promise(clip=0.5, noise=1.0, delta=1e-5, budget=None, cohort=3, clients=4)
@@ -79,7 +79,7 @@ def test_the_stream_is_aes_in_counter_mode_from_zero() -> None:
     assert csprng.keystream(bytes(32), 6).tobytes().hex() == blocks
     words = np.frombuffer(bytes.fromhex(blocks), "<u8")
     uniform = [(2 * (int(word) >> 12) + 1) / 2**53 for word in words]
-    assert csprng.gaussians(bytes(32), 6) == pytest.approx(stats.norm.ppf(uniform), abs=1e-12)
+    assert csprng.gaussians(bytes(32), 6) == pytest.approx(scipy.stats.norm.ppf(uniform), abs=1e-12)
 
 
 def test_a_subkey_depends_on_every_fact_and_its_place() -> None:
@@ -93,8 +93,8 @@ def test_a_subkey_depends_on_every_fact_and_its_place() -> None:
 def test_noise_is_standard_normal_and_independent_of_other_keys() -> None:
     """Kolmogorov-Smirnov against N(0, 1); the correlation of the noise of two keys is that of chance."""
     one, two = (csprng.gaussians(csprng.subkey(b"secret", "noise", k), 200_000) for k in (0, 1))
-    assert stats.kstest(one, "norm").pvalue > 0.01
-    assert stats.kstest(two, "norm").pvalue > 0.01
+    assert scipy.stats.kstest(one, "norm").pvalue > 0.01
+    assert scipy.stats.kstest(two, "norm").pvalue > 0.01
     assert abs(np.corrcoef(one, two)[0, 1]) < 4 / math.sqrt(len(one))
     assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 4 / math.sqrt(len(one))
 
@@ -217,7 +217,7 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
         (tmp_path / str(k)).mkdir()
     all_of_them = [noise(), noise(secret=b"b"), noise(value=1e-9), noise(round=1), noise(attempt=1), noise(query=1)]
     for each in all_of_them:
-        assert stats.kstest(each / (3.0 * 0.25 / 5), "norm").pvalue > 0.001
+        assert scipy.stats.kstest(each / (3.0 * 0.25 / 5), "norm").pvalue > 0.001
     apart = np.abs(np.corrcoef(all_of_them)[np.triu_indices(6, 1)])
     assert apart.max() < 5 / math.sqrt(20_000)
     assert noise() == pytest.approx(all_of_them[0], abs=0)
@@ -252,10 +252,10 @@ def gaussian(noise: float, rounds: int, delta: float) -> float:
     mu = 2 * math.sqrt(rounds) / noise
 
     def excess(epsilon: float) -> float:
-        upper = ndtr(mu / 2 - epsilon / mu)
-        return upper - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu) - delta
+        upper = scipy.special.ndtr(mu / 2 - epsilon / mu)
+        return upper - math.exp(epsilon) * scipy.special.ndtr(-mu / 2 - epsilon / mu) - delta
 
-    root: Any = optimize.brentq(excess, 0, 200)
+    root: Any = scipy.optimize.brentq(excess, 0, 200)
     return float(root)
 
 
@@ -291,7 +291,7 @@ def test_a_drawn_cohort_costs_no_less_than_two_neighbors_differ(cohort: int, noi
             near, far = (math.exp(-(((x - mean) / noise) ** 2) / 2) for mean in (0, way))
             return ((1 - q) * near + q * far) / (noise * math.sqrt(2 * math.pi))
 
-        value, _ = integrate.quad(
+        value, _ = scipy.integrate.quad(
             lambda x, a=order: density(x, 1) * (density(x, 1) / density(x, -1)) ** (a - 1), -30 * noise, 30 * noise,
             limit=400,
         )  # fmt: skip
@@ -381,7 +381,7 @@ def uniform(drawn: np.ndarray, clients: int, cohort: int) -> float:
     counts = np.bincount(drawn.ravel(), minlength=clients)
     q = cohort / clients
     value = ((counts - len(drawn) * q) ** 2).sum() / (len(drawn) * q * (1 - q)) * (clients - 1) / clients
-    return float(stats.chi2.sf(value, clients - 1))
+    return float(scipy.stats.chi2.sf(value, clients - 1))
 
 
 CLIENTS, COHORT, DRAWS = 12, 3, 2000
@@ -422,7 +422,7 @@ def test_cohorts_are_drawn_as_the_accountant_is_told(where: str) -> None:
     assert 0.001 < uniform(found, CLIENTS, COHORT) < 0.999
     pairs = np.array([sum({a, b} <= set(row) for row in drawn) for a in range(CLIENTS) for b in range(a)])
     expected = DRAWS * COHORT * (COHORT - 1) / (CLIENTS * (CLIENTS - 1))
-    assert stats.chi2.sf(((pairs - expected) ** 2 / expected).sum(), len(pairs) - 1) > 0.001
+    assert scipy.stats.chi2.sf(((pairs - expected) ** 2 / expected).sum(), len(pairs) - 1) > 0.001
     # One round tells nothing of the next.
     again = np.mean([len(set(a) & set(b)) for a, b in pairwise(drawn)])
     assert again == pytest.approx(COHORT * COHORT / CLIENTS, abs=0.06)

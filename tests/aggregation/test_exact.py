@@ -4,13 +4,14 @@ import ast
 import inspect
 import math
 from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import ORDERS, Sampled, _renyi, epsilon, exact, planned
 
-pytest.importorskip("dp_accounting")
+pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
 
 
 @pytest.mark.parametrize(

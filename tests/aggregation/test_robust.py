@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import begin, furthest, play, same
-from scipy import stats
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext
@@ -168,7 +168,7 @@ def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(rows: list[list[fl
     leaf = torch.tensor(values)
     assert median(leaf).numpy() == pytest.approx(np.median(values, axis=0), rel=1e-12, abs=1e-12)
     cut = int(share * len(rows))
-    assert trimmed(leaf, cut).numpy() == pytest.approx(stats.trim_mean(values, share, axis=0), rel=1e-9, abs=1e-9)
+    assert trimmed(leaf, cut).numpy() == pytest.approx(scipy.stats.trim_mean(values, share, axis=0), rel=1e-9, abs=1e-9)
 
 
 def naive_krum(vectors: np.ndarray, hostile: int) -> int:

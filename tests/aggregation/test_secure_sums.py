@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from scenes import begin, furthest, play
-from scipy.stats import chi2, chisquare
-from sympy import isprime
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, changed
@@ -86,6 +85,8 @@ def test_shares_are_the_published_ones() -> None:
 
 
 def test_the_field_is_a_field() -> None:
+    from sympy import isprime  # half a second
+
     assert isprime(PRIME)
     assert not any(isprime(2**256 + k) for k in range(297))
 
@@ -388,7 +389,7 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
 
 
 def spread_of(vector: np.ndarray) -> float:
-    return float(chisquare(np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)).pvalue)
+    return float(scipy.stats.chisquare(np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)).pvalue)
 
 
 def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) -> None:
@@ -409,7 +410,7 @@ def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) 
     values += [spread_of(vectors[0, k] - vectors[0, j]) for k in range(4) for j in range(k)]
     # Fisher's method, over all of them together, and none on its own beyond what one of eighteen may be by chance.
     assert min(values) > 1e-5
-    assert chi2.sf(-2 * np.log(values).sum(), 2 * len(values)) > 1e-5
+    assert scipy.stats.chi2.sf(-2 * np.log(values).sum(), 2 * len(values)) > 1e-5
     assert spread_of(exact(village, [0])[0]) < 1e-9
     assert not (vectors[0, 0] == vectors[1, 0]).any()
 

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,9 +121,9 @@ def padded(length: int) -> bytes:
     return length.to_bytes(8, "little") + data + b" " * (length - len(data))
 
 
-BELOW: dict[str, bytes] = {
+BELOW: dict[str, bytes | Callable[[], bytes]] = {
     "plain": crafted({"down/x": leaf()}, ONE),
-    "tensors": many(header.TENSORS),
+    "tensors": partial(many, header.TENSORS),
     "header": padded(header.LONGEST),
     "dimensions": crafted({"down/x": leaf(shape=(1,) * header.DIMENSIONS)}, ONE),
     "elements": crafted(ZERO, ONE, b""),
@@ -133,8 +134,8 @@ BELOW: dict[str, bytes] = {
 }
 """What is read, each as far as it may go."""
 
-ABOVE: dict[str, tuple[bytes, str]] = {
-    "tensors": (many(header.TENSORS + 1), "it has 16,385 tensors, of 16,384 at most"),
+ABOVE: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
+    "tensors": (partial(many, header.TENSORS + 1), "it has 16,385 tensors, of 16,384 at most"),
     "header": (padded(header.LONGEST + 1), "its header has 4,194,305 bytes, of 4,194,304 at most"),
     "dimensions": (
         crafted({"down/x": leaf(shape=(1,) * (header.DIMENSIONS + 1))}, ONE), "has 9 dimensions, of 8 at most"
@@ -189,13 +190,15 @@ ABOVE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BELOW)
 def test_a_message_up_to_the_bounds_is_read(name: str):
-    found = read(BELOW[name], Request)
+    data = BELOW[name]
+    found = read(data() if callable(data) else data, Request)
     assert found.client_update == "train"
 
 
 @pytest.mark.parametrize("name", ABOVE)
 def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
     data, why = ABOVE[name]
+    data = data() if callable(data) else data
     tracemalloc.start()
     began = time.process_time()
     with pytest.raises(Malformed, match=why):

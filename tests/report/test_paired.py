@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from halfmoon.report import paired
 
@@ -16,7 +16,7 @@ def test_a_difference_is_students_t_of_the_pairs() -> None:
     result = paired.paired([11, 12, 13], [10, 10, 10])
     reach = 4.302653 / 3**0.5
     assert result[:3] == pytest.approx((2, 2 - reach, 2 + reach), abs=1e-6)
-    assert result.p == pytest.approx(stats.ttest_rel([11, 12, 13], [10, 10, 10]).pvalue)
+    assert result.p == pytest.approx(scipy.stats.ttest_rel([11, 12, 13], [10, 10, 10]).pvalue)
 
 
 def test_overlapping_splits_widen_the_interval() -> None:
