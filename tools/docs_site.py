@@ -23,6 +23,8 @@ SOURCE = ROOT / "src" / "halfmoon"
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
            "requirements/dependencies.md": "dependencies.md"}  # fmt: skip
 """Pages outside docs/ and results/, and their addresses on the site."""
+BOOSTS = {"options.md": 8, "methods/": 4, "results/": 0.2, "CHANGELOG.md": 0.2}
+"""How much more pages count in the search: what an option or a method is comes before what was measured of it."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
@@ -93,6 +95,11 @@ def departures(text: str) -> str:
     return re.sub(link, lambda found: paragraphs(found).replace("<", "&lt;"), text)
 
 
+def python_name(flag: re.Match[str]) -> str:
+    """Return the beginning of an option's row with its name in Python, for the search alone."""
+    return f"{flag[0]}<span hidden>{flag[1].replace('-', '_')}</span>"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the sections `results/`, `examples/` and `api/` of the navigation, the first in the order of its index."""
     results = [place for place in places().values() if place.startswith("results/") and place.endswith(".md")]
@@ -126,4 +133,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     known = places()
     names = {place: name for name, place in known.items()}
     name = names.get(page.file.src_uri)
+    page.meta["search"] = {"boost": next((n for start, n in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)}
+    if name == "docs/options.md":
+        markdown = re.sub(r"^\| `--(\w+-[\w-]+)`", python_name, markdown, flags=re.MULTILINE)
     return markdown if name is None else moved(departures(markdown), name, known)
