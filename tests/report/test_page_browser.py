@@ -254,6 +254,18 @@ def test_no_screen_scrolls_sideways(browser: Any, page: Path, width: int) -> Non
     assert wide == 0
 
 
+@pytest.mark.parametrize("width", [768, 1280, 1600])
+def test_every_row_of_charts_fills_the_width(browser: Any, page: Path, width: int) -> None:
+    opened(browser, page, width)
+    short = browser.execute_script(
+        "return [...document.querySelectorAll('.charts')].flatMap((host) => { const ends = {};"
+        "for (const each of host.children) { const box = each.getBoundingClientRect();"
+        "if (box.width) ends[Math.round(box.bottom)] = Math.max(ends[Math.round(box.bottom)] ?? 0, box.right); }"
+        "return Object.values(ends).map((right) => host.getBoundingClientRect().right - right); }).filter((n) => n > 1)"
+    )
+    assert short == []
+
+
 def test_the_scale_stays_in_sight(browser: Any, page: Path) -> None:
     opened(browser, page, 380)
     to = "const a = document.querySelector('.study'); scrollTo(0, a.offsetTop + arguments[0] * a.offsetHeight)"

@@ -173,10 +173,10 @@ function matrixChart(width, { matrix, classes, title }) {
   matrix.forEach((row, t) => row.forEach((count, p) => {
     if (!count) return;
     const share = count / right[t];
-    const fill = `color-mix(in srgb, #0072b2 ${(100 * share).toFixed(1)}%, var(--back))`;
+    const fill = `color-mix(in srgb, var(--cell) ${(100 * share).toFixed(1)}%, var(--back))`;
     root.append(svg("rect", { class: "cell", x: (left + p * side).toFixed(1), y: (t * side).toFixed(1), width: side.toFixed(2), height: side.toFixed(2), fill }));
     if (side >= 24) {
-      const words = { x: left + (p + 0.5) * side, y: (t + 0.5) * side, "text-anchor": "middle", "dominant-baseline": "central", style: `fill:${share > 0.55 ? "#fff" : "var(--ink)"}` };
+      const words = { x: left + (p + 0.5) * side, y: (t + 0.5) * side, "text-anchor": "middle", "dominant-baseline": "central", style: `fill:${share > 0.77 ? "#fff" : "var(--cell-ink)"}` };
       root.append(svg("text", words, shown(100 * share, 0)));
     }
   }));
