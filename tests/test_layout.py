@@ -1,11 +1,14 @@
 """The house rules as tests: imports go down only, names are kept in one table, every public name says what it is."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -338,6 +341,18 @@ def inherited() -> set[str]:
         for child in node.body
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(child)
     }
+
+
+def test_no_module_imports_what_developers_alone_install():
+    """The extras `dev` and `docs` are not there where halfmoon is installed for use."""
+    extras = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    theirs = {
+        re.split(r"\W", line.replace("-", "_"), maxsplit=1)[0] for name in ("dev", "docs") for line in extras[name]
+    }
+    modules_of = metadata.packages_distributions().items()
+    names = {top for top, places in modules_of if {each.replace("-", "_") for each in places} & theirs}
+    assert {"sklearn", "pytest"} <= names
+    assert {(name, each) for name in INSIDE for each in imported(name) if each.partition(".")[0] in names} == set()
 
 
 def test_every_public_name_has_a_docstring():
