@@ -54,6 +54,18 @@ def reference(package: str) -> str:
     return f"# halfmoon.{package}\n\n{opening}\n\n" + "\n\n".join(f"::: {name}" for name in modules) + "\n"
 
 
+def public() -> str:
+    """Return the page of the names that `import halfmoon` gives: what each is, and where it is described."""
+    import halfmoon
+
+    lines = ["# halfmoon", "", "What `import halfmoon` gives. The pages beside this one have all modules.", ""]
+    for name in halfmoon.__all__:
+        made = getattr(halfmoon, name)
+        place = f"{made.__module__.split('.')[1]}.md#{made.__module__}.{made.__qualname__}"
+        lines.append(f"- [`{name}`]({place}): {(made.__doc__ or '').partition(chr(10))[0]}")
+    return "\n".join([*lines, ""])
+
+
 def modules_of(package: str) -> list[Path]:
     """Return the files of a package's modules, its own `__init__` left out."""
     return [path for path in sorted((SOURCE / package).rglob("*.py")) if path.name != "__init__.py"]
@@ -108,7 +120,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     results.sort(key=order.index)
     filled: dict[str, Any] = {
         "results/": results,
-        "api/": [f"api/{name}.md" for name in packages()],
+        "api/": ["api/index.md", *(f"api/{name}.md" for name in packages())],
         "examples/": ["examples/index.md", *(f"examples/{name}.md" for name in gallery.ORDER)],
     }
     config.nav = [{key: filled.get(value, value) if isinstance(value, str) else value}
@@ -123,6 +135,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
     for name, content in gallery.pages().items():
         files.append(File.generated(config, f"examples/{name}", content=content))
+    files.append(File.generated(config, "api/index.md", content=public()))
     for package in packages():
         files.append(File.generated(config, f"api/{package}.md", content=reference(package)))
     return files

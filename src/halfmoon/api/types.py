@@ -32,15 +32,15 @@ class Task:
     be compiled, what changes from round to round is a tensor () in it: `round`, `rate` and the optimizer's `lr`.
     """
 
-    network: Network
-    optimizer: Optimizer
-    normalize: Normalize
+    network: Network  # images (B, C, H, W) to logits (B, classes)
+    optimizer: Optimizer  # of the clients, at this round's rate
+    normalize: Normalize  # uint8 pixels to what the network takes
     statistics: Statistics = "joint"
     labeling: Labeling = "batch"
     testing: Labeling = "running"
     rounds: int = 200
-    schedule: Schedule = field(default_factory=Constant)
-    round: int = 0
+    schedule: Schedule = field(default_factory=Constant)  # of the learning rate
+    round: int = 0  # counted from 0
     rate: Number = 1.0  # the schedule's factor, which `optimizer` has already taken in
 
     def at(self, round: int) -> "Task":
@@ -100,8 +100,7 @@ class Batch(NamedTuple):
         return self.real.get("u")
 
     def masks(self, views: int) -> tuple[Tensor, ...]:
-        """Return the masks of the labeled images and of so many views of the unlabeled ones; () where none is
-        padding."""
+        """Return the masks of labeled images and of `views` views of unlabeled ones; () where none is padding."""
         return (self.real["x"], *[self.real["u"]] * views) if self.real else ()
 
 
@@ -133,7 +132,7 @@ class StepMetrics(NamedTuple):
     """
 
     loss: Tensor  # ()
-    samples: dict[str, WeightedMetric]
+    samples: dict[str, WeightedMetric]  # what else was measured, by name
     pseudo: tuple[Pseudo, ...]  # none or one (None is no leaf that torch.func carries)
     models: dict[str, Pseudo] = NO_MODELS
 
@@ -209,9 +208,13 @@ class ClientUpdate:
     A client update draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
     (no boolean indexing, no `.item()`, no `if` on a tensor). By default it takes the received model with an optimizer,
     sends it back with a weight in rows, and sends each view of its images through the classifier once.
+
+    `down` is the tree that came from the server, with the model in "params" and "stats"; `memory` what the client kept
+    of its last update, `carry` what goes from step to step, `data` its rows, `batch` the minibatch of a step and
+    `gradient` that of its loss. Trees are nested dicts of tensors.
     """
 
-    task: Task
+    task: Task  # what all methods of a comparison share
 
     @property
     def needs(self) -> Needs:
@@ -264,12 +267,11 @@ class ClientUpdate:
         return Passes(images, images)
 
     def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count the images that `begin` and `finish` send through it, of a client with so many rows."""
+        """Count the images that `begin` and `finish` send through it, with `labeled` + `unlabeled` rows."""
         return unlabeled if self.needs.sweep else 0
 
     def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        """Return the bytes that a client update brings to the client and takes back; less than all where a method is
-        sparse."""
+        """Return the bytes that `down` and `up` take; less than all where a method is sparse."""
         return tree.nbytes(down), up.nbytes
 
 
@@ -290,7 +292,7 @@ class StateStore(Protocol):
 
 
 class Federation(Protocol):
-    """All that a method knows of the outside."""
+    """All that a method knows of the outside. A `client_update` is called by its name in `Method.client_updates`."""
 
     clients: int  # how many are registered, numbered from 0
     cohort: Tensor  # (K,) int64, the clients of this round; those who fail to answer leave it
@@ -321,12 +323,15 @@ class Federation(Protocol):
         ...
 
     def ask_server(self, client_update: str, down: Tree) -> Upload:
-        """Run a client update at the server, on its own labeled images, and return what a client would send."""
+        """Run a client update with `down` at the server, on its own labeled images; return what a client would send."""
         ...
 
 
 class Method(Protocol):
-    """A federated method: its fields are its hyper-parameters; it holds no state."""
+    """A federated method: its fields are its hyper-parameters; it holds no state.
+
+    `task` is what all methods of a comparison share, `server` the tree that the last round returned.
+    """
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the client half, by the name under which `Federation.ask` calls it; the first one trains."""
@@ -337,7 +342,7 @@ class Method(Protocol):
         ...
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Play one round and return the server's new tree."""
+        """Play one round with the clients of `federation`, and return the server's new tree."""
         ...
 
     def solution(self, task: Task, server: Tree) -> Tree:

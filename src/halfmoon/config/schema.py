@@ -96,6 +96,7 @@ class Config(
 ):
     """Say everything about a run; the defaults are the main job on the embedded digits.
 
+    [Options](../options.md) has the meaning, values and default of each; `--server-ema` there is `server_ema` here.
     Raise UserError where a value has the wrong type or range, or two options exclude each other. The names and
     options of methods are checked by `check_methods`. What a `preset` or a `protocol` says of a run lies under what is
     said, as `Config.of` and files know it.

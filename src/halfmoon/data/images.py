@@ -17,14 +17,14 @@ UNKNOWN = -1
 class Images:
     """Hold `images` uint8 (N, H, W, C), C = 1 or 3, and `labels` int64 (N,); raise UserError otherwise."""
 
-    images: np.ndarray
-    labels: np.ndarray
+    images: np.ndarray  # uint8 (N, H, W, C)
+    labels: np.ndarray  # int64 (N,)
     spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `statistics` of the images, where known
     remark: str = ""  # how these came to be a part of the data set, where nobody said so
     groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient of DICOM files
 
     def rows(self, chosen: np.ndarray) -> "Images":
-        """Return the images of these rows, numbers or bool (N,)."""
+        """Return the images of the `chosen` rows, numbers or bool (N,)."""
         groups = None if self.groups is None else np.array(self.groups)[chosen].tolist()
         return Images(self.images[chosen], self.labels[chosen], groups=groups)
 
@@ -55,10 +55,10 @@ class Source:
     Raise UserError where the parts and the classes disagree.
     """
 
-    name: str
+    name: str  # for people
     train: Images
     test: Images
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # their names, by label
     mirror: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -71,6 +71,7 @@ class Source:
 
     @property
     def parts(self) -> dict[str, Images]:
+        """Return the parts that are there: train, test, validation."""
         found = {"train": self.train, "test": self.test, "validation": self.validation}
         return {name: part for name, part in found.items() if part is not None}
 

@@ -33,16 +33,23 @@ def load(
     mirror: bool | None = None,
     how: Preparation = AS_THEY_ARE,
 ) -> Source:
-    """Return a data set by name (`names()`), by path of a folder, or by its Hugging Face name `owner/name`.
+    """Return a data set in memory.
 
-    A known name is read from `data_dir` or `data_dir`/name where `data_dir` is given, otherwise from the hub.
-    A folder holds train*.parquet and test*.parquet; train/CLASS/*.png and test/CLASS/*.png; CLASS/*.png alone; or the
-    official files of Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), or Tiny ImageNet.
-    `test` names the part that evaluates (`validation` where a set has it). `cache` is a folder that keeps decoded
-    images. `mirror` says whether a mirrored image is still of its class; None: False for digits and svhn, True for the
-    rest. `how` brings images to one size and mode while they are decoded. Mean and std of a known name are the
-    published ones where its images stay as they are, else those of the training pixels. Raise UserError where the name
-    is unknown or a file cannot be read; the message names file and row.
+    Mean and std of a known name are the published ones where its images stay as they are, else those of the training
+    pixels.
+
+    Args:
+        name: a name of `names()`, a Hugging Face name `owner/name`, or a folder. It holds train*.parquet and
+            test*.parquet; train/CLASS/*.png and test/CLASS/*.png; CLASS/*.png alone; or the official files of
+            Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), or Tiny ImageNet.
+        data_dir: where a known name is read, there or in its folder `name`; without it, on the hub.
+        cache: a folder that keeps decoded images.
+        test: the part that evaluates (`validation` where a set has it).
+        mirror: whether a mirrored image is still of its class; None: False for digits and svhn, True for the rest.
+        how: brings images to one size and mode while they are decoded.
+
+    Raises:
+        UserError: the name is unknown or a file cannot be read; the message names file and row.
     """
     if name == "digits":
         if test != "test":

@@ -33,7 +33,8 @@ ABSURD = 1e6
 class Diverged(RuntimeError):
     """A loss or a weight is no finite number, or a loss is absurdly large: training has to stop.
 
-    `client` and `step` count from 0; they are None where the model of a whole round is meant.
+    `round`, `client` and `step` count from 0; the last two are None where the model of a whole round is meant. `value`
+    is that of the `quantity`, the loss or a weight.
     """
 
     def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:

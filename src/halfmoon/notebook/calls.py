@@ -37,9 +37,18 @@ def run(
 ) -> Results:
     """Train `method`, and the `baselines` of its options beside it, in a new run folder or in `run_dir`.
 
-    `options` are those of `Config`, or change a `config`. `method` is a name or an object of your own. Without
-    `run_dir` each call starts anew. With it the same call again goes on where it was stopped, and reads what is
-    finished; another configuration there is a `UserError`. A loss that is no number raises `halfmoon.Diverged`.
+    Without `run_dir` each call starts anew. With it the same call again goes on where it was stopped, and reads what is
+    finished.
+
+    Args:
+        config: the options of the run; without it they are `options`.
+        watch: is told of each run and round.
+        method: a name, or an object of your own.
+        options: those of `Config`; beside a `config` they change it.
+
+    Raises:
+        UserError: an option does not fit, or `run_dir` holds another configuration.
+        Diverged: a loss or a weight is no finite number.
     """
     if isinstance(method, str):
         options["method"], method = method, None
@@ -63,10 +72,20 @@ def compare(
     watch: Callback = NULL_CALLBACK,
     **options: Any,
 ) -> Results:
-    """Train several methods, each with every seed, on the same split and cohorts.
+    """Train several methods, each with every seed, on the same split and cohorts. A call again does what `run` does.
 
-    `seeds=3` are 0, 1 and 2. `options` are those of `Config`, or change a `config`. The shared budget is that of
-    `reference` or, without one, of the method that takes most by its own rule. A call again does what `run` does.
+    The shared budget is that of `reference` or, without one, of the method that takes most by its own rule.
+
+    Args:
+        methods: their names.
+        config: the options that all share; without it they are `options`.
+        seeds: of training; 3 are 0, 1 and 2.
+        watch: is told of each run and round.
+        options: those of `Config`; beside a `config` they change it.
+
+    Raises:
+        UserError: an option does not fit, or `run_dir` holds another comparison.
+        Diverged: a loss or a weight is no finite number.
     """
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
@@ -83,7 +102,14 @@ def compare(
 def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> Results:
     """Go on with a run or a comparison where it was left; what is finished is only read.
 
-    `method` is the object of your own that `run` was given, where its class cannot be imported by its name.
+    Args:
+        folder: the run's, or the comparison's.
+        watch: is told of each run and round.
+        method: the object of your own that `run` was given, where its class cannot be imported by its name.
+
+    Raises:
+        UserError: nothing is there that can go on.
+        Diverged: a loss or a weight is no finite number.
     """
     with _watched(watch) as eyes:
         return _ended(runner.resume(paths(folder), eyes, method))
@@ -91,7 +117,14 @@ def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.
 
 @python_errors
 def load_run(folder: Path | str) -> Results:
-    """Return the results of a run, a comparison, a sweep or a federation, finished or not; nothing is trained."""
+    """Return the results of a run, a comparison, a sweep or a federation, finished or not; nothing is trained.
+
+    Args:
+        folder: where it is.
+
+    Raises:
+        UserError: the folder holds none of these.
+    """
     return results_in(paths(folder))
 
 
@@ -105,11 +138,19 @@ def sweep(
     watch: Callback = NULL_CALLBACK,
     **options: Any,
 ) -> SweepResults:
-    """Play a paper's table or figure (`halfmoon recipes` names them), or a TOML file of your own.
+    """Play a paper's table or figure, or a TOML file of your own. A call again goes on; a run that failed is a warning.
 
-    `only={"method": ["fedavg", "feddure"]}` plays these cells, `seeds=2` seeds 0 and 1 instead of the recipe's, `scale`
-    a smaller version. Runs that are finished in `out` are read, so that a call again goes on. `options` may be those
-    that change no number, such as threads. A run that failed is a warning.
+    Args:
+        name: of the recipe (`halfmoon recipes` lists them), or the file.
+        only: the cells to play, by axis: {"method": ["fedavg", "feddure"]}.
+        seeds: instead of the recipe's; 2 are 0 and 1.
+        scale: the name of a smaller version.
+        out: the folder of the sweep's folder; finished runs there are read.
+        watch: is told of each run and round.
+        options: those that change no number, such as threads.
+
+    Raises:
+        UserError: there is no such recipe, axis, value or scale, or an option changes numbers.
     """
     plan = recipe.load(str(name))
     size = plan.scale(scale) if scale else None

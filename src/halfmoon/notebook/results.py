@@ -31,7 +31,7 @@ class Results:
     """The runs of a folder, finished or not: `halfmoon.run`, `compare`, `resume` and `load_run` return them."""
 
     def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
-        """Look at runs on disk; they are read when they are first asked for."""
+        """Look at the `runs` of a `folder`; they are read when they are first asked for."""
         self.folder, self.runs = folder, list(runs)
         self.curves, self.tables = folder / CURVES, [folder / CSV, folder / MARKDOWN]
 
@@ -83,7 +83,15 @@ class Results:
         return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value"])
 
     def plot(self, metric: str = "accuracy", axes: Any = None) -> Any:
-        """Draw a metric of `to_frame` against the rounds, several seeds as their mean in a band; return the axes."""
+        """Draw a metric of `to_frame` against the rounds, several seeds as their mean in a band; return the axes.
+
+        Args:
+            metric: accuracy, loss and others, as `to_frame` has them.
+            axes: of Matplotlib, to draw into.
+
+        Raises:
+            UserError: there is no such metric.
+        """
         from halfmoon.report.curves import metric_curves  # Matplotlib is slow to import
 
         if metric not in frame.METRICS:
@@ -118,8 +126,8 @@ class SweepResults(Results):
     """The cells of a sweep with their runs: `halfmoon.sweep` and `load_run` return them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read a sweep's folder."""
-        self.study = study.read_sweep(folder / study.SWEEP)
+        """Read the `folder` of a sweep."""
+        self.study = study.read_sweep(folder / study.SWEEP)  # the sweep as its file has it
         entries = [entry for _, entry in self.study.finished()]
         super().__init__(folder, [run.path for entry in entries if (run := self.study.run(entry)) is not None])
 

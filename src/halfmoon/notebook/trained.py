@@ -32,7 +32,12 @@ class Model(load.Model):
     def predict(self, images: np.ndarray | Images | Path | str, sure: float = 0.9) -> pd.DataFrame:
         """Return a row an image: label, probability, sure, runner_up, runner_up_probability.
 
-        `images` are uint8 (N, H, W, C) of the model's size, or a folder of images of any size; then `path` comes first.
+        Args:
+            images: uint8 (N, H, W, C) of the model's size, or a folder of any sizes; then `path` comes first.
+            sure: the probability, 0..1, from which a guess is called sure.
+
+        Raises:
+            UserError: images are of another form, or there are none.
         """
         if isinstance(images, str | Path):
             with tempfile.TemporaryDirectory() as place:
@@ -54,7 +59,12 @@ class Model(load.Model):
     def evaluate(self, images: Images | Path | str, sure: float = 0.9) -> dict[str, Any]:
         """Return what `halfmoon evaluate` prints: accuracy, per_class, confusion, calibration_error, auc; shares 0..1.
 
-        `images` are labeled: `Images`, such as a data set's test part, or a folder.
+        Args:
+            images: labeled ones: a data set's test part, or a folder.
+            sure: the probability, 0..1, from which a guess is called sure.
+
+        Raises:
+            UserError: labels are missing, or no classes of the model.
         """
         image_folder.check_share(sure)
         truth, logits = self._labeled(images)
@@ -64,9 +74,13 @@ class Model(load.Model):
 
     @python_errors
     def calibrate(self, images: Images | Path | str) -> "Model":
-        """Fit the temperature on labeled images that are new to the model, write it, and return the calibrated model.
+        """Fit the temperature, write it, and return the calibrated model; every predicted class stays as it is.
 
-        Every predicted class stays as it is.
+        Args:
+            images: labeled ones that are new to the model: `Images`, or a folder.
+
+        Raises:
+            UserError: labels are missing, or the model's file cannot be written.
         """
         truth, logits = self._labeled(images)
         value = temperature(torch.from_numpy(logits), torch.from_numpy(truth))
@@ -75,7 +89,15 @@ class Model(load.Model):
 
     @python_errors
     def export(self, file: Path | str, images: Images | None = None) -> export.ExportResult:
-        """Write a program for others: FILE.onnx, or FILE.pt2 for torch.export; compared with the model beforehand."""
+        """Write a program for others, compared with the model beforehand.
+
+        Args:
+            file: ends in .onnx, or in .pt2 for torch.export.
+            images: what both are compared on; without them, images of the model's data set or noise.
+
+        Raises:
+            UserError: the ending is another one, a package is missing, or the program computes other numbers.
+        """
         makers = {".onnx": export.export_onnx, ".pt2": export.export_torch}
         make = makers.get(Path(file).suffix)
         if make is None:
@@ -100,11 +122,15 @@ def _warned(value: Any, unreadable: list[Any]) -> Any:
 
 @python_errors
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
-    """Return the model of a finished run's folder, or of a `model.safetensors`, on `device`.
+    """Return a trained model.
 
-    `network` is the name (my_module:make) of a network from outside: a file alone makes no module be imported.
-    Raise `UserError` where there is none, where the run is not finished, and for a file that is damaged, of another
-    version, or no model.
+    Args:
+        path: a finished run's folder, or a `model.safetensors`.
+        device: where it computes.
+        network: my_module:make of a network from outside; a file alone makes no module be imported.
+
+    Raises:
+        UserError: there is none, the run is not finished, or the file is damaged, of another version, or no model.
     """
     place = load.model_file(paths(path))
     model = load.load_model(place, device, network)

@@ -18,18 +18,19 @@ from halfmoon.engine.loop import Row
 class RunInfo:
     """The run that a watch is told of: one method with one seed, in its own folder."""
 
-    folder: Path
-    config: Config
+    folder: Path  # its own, also within a comparison
+    config: Config  # with the method and the seed of this run
     title: str  # of the method, for people
     first: int = 0  # rounds that were played before: 0, or those of the checkpoint it goes on from
 
     @property
     def rounds(self) -> int:
+        """Return how many rounds the whole run has."""
         return self.config.rounds
 
 
 class Callback(Protocol):
-    """Somebody who looks on while runs are played."""
+    """Somebody who looks on while runs are played; each call says which `run` it is about."""
 
     def begin(self, run: RunInfo) -> None:
         """A run begins, or goes on after round `run.first`; its folder and config.toml exist."""
@@ -44,12 +45,12 @@ class Callback(Protocol):
         ...
 
     def say(self, words: str) -> None:
-        """Something the user should know."""
+        """Something the user should know, in `words`."""
         ...
 
 
 class NullCallback:
-    """Look on without a word; a callback of one's own says what differs."""
+    """Say nothing of `run`, `row`, `summary` or `words`; a callback of one's own says what differs."""
 
     def begin(self, run: RunInfo) -> None:
         """Say nothing."""
@@ -74,9 +75,10 @@ def _warn(words: str) -> None:
 
 
 class Callbacks:
-    """Several who look on at once, in their order. One that raises does not lose the run: it is told no more.
+    """Several `watches` at once, in their order. One that raises does not lose the run: it is told no more.
 
-    `warn` gets the sentence that says so; by default it is a Python warning. What is no `Exception`, such as
+    Each gets every `run`, `row`, `summary` and all `words`. `warn` gets the sentence that says so; by default it is a
+    Python warning. What is no `Exception`, such as
     KeyboardInterrupt, passes: so a callback can stop a run, which can be resumed.
     """
 

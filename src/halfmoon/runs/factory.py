@@ -74,13 +74,13 @@ class ImageSpec:
 class Problem:
     """What the methods of a comparison share: data, split, task, views and batch rule."""
 
-    source: Source
-    split: Split
-    train: Examples
+    source: Source  # the data set as it was read
+    split: Split  # who holds what
+    train: Examples  # uint8 (N, C, H, W), with labels
     test: Examples | None  # None: nobody looks at test images
-    task: Task
-    views: Views
-    batching: Batching
+    task: Task  # the network, the optimizer and the rules that methods share
+    views: Views  # the recipes of augmented images, by name
+    batching: Batching  # how clients draw minibatches
     serving: Batching  # the batch rule of the server's own training
     taken: tuple[int, int]  # height and width of the images before anything was done to them
     validation: Examples | None = None  # training images that nobody trains on
@@ -96,10 +96,17 @@ def problem(
     found: Source | None = None,
     progress: Progress = lambda done, count: None,
 ) -> Problem:
-    """Return data, split, task, views and batch rule of a configuration; raises `UserError` where they do not fit.
+    """Return data, split, task, views and batch rule of `config`.
 
-    `methods` are all that play on it: where none of them takes steps, features are those of the plain views alone.
-    `found` are images that were read before. `progress` is told how many images have features.
+    Args:
+        config: what to play.
+        split: one that was drawn before.
+        methods: all that play on it; where none of them takes steps, features are those of the plain views alone.
+        found: the data set, where it was read before.
+        progress: is told how many images of how many have features.
+
+    Raises:
+        UserError: they do not fit.
     """
     found = images(config) if found is None else found
     data = fitted(config, found)
@@ -147,8 +154,7 @@ def task(config: Config, form: ImageSpec) -> Task:
 
 
 def method(config: Config) -> Method:
-    """Return the method of a configuration with its options; raises `UserError` where what aggregators it does not
-    fit."""
+    """Return the method of a configuration with its options; raises `UserError` where aggregators do not fit it."""
     made = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=made)
     norm = normalization(config)

@@ -138,7 +138,14 @@ def _mark(run: RunInfo) -> str:
 
 
 def tracker(name: str) -> Callback:
-    """Return a tracker by its name on the command line; raise UserError for a name or a package that is missing."""
+    """Return a tracker, for `watch`.
+
+    Args:
+        name: tensorboard, wandb or mlflow.
+
+    Raises:
+        UserError: for another name, and where its package is not installed.
+    """
     if name not in TRACKERS:
         raise UserError(f"unknown tracker {name!r}: {nearest(name, TRACKERS)}")
     return TRACKERS[name]()

@@ -79,7 +79,7 @@ class Scenario(SplitOptions):
         _check_labels(self)
 
     def split(self, labels: np.ndarray, classes: int | Sequence[str], source: str = "") -> Split:
-        """Return the split of rows with these true labels, int (N,), in 0..classes-1.
+        """Return the split of rows with these true `labels`, int (N,), in 0..classes-1.
 
         `classes` is their number or their names (for messages), `source` the data set's name, kept in the
         split. The labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled

@@ -50,8 +50,8 @@ class Split:
 
     client: np.ndarray
     labeled: np.ndarray
-    clients: int
-    origin: Origin = field(default_factory=Origin)
+    clients: int  # how many there are
+    origin: Origin = field(default_factory=Origin)  # what it was drawn from
     stage: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Split:
         return 1 if self.stage is None else int(self.stage.max(initial=0)) + 1
 
     def rows(self, k: int, labeled: bool, stage: int | None = None) -> np.ndarray:
-        """Return the rows of client `k`, or of SERVER, that are labeled (or not), int64, sorted.
+        """Return the rows of client `k`, or of SERVER, that are `labeled` (or not), int64, sorted.
 
         With a `stage`, unlabeled rows are those to be seen in it: in a split without stages, all of them.
         """
@@ -137,7 +137,7 @@ class Split:
     def save(self, path: Path) -> None:
         """Write the split as parquet: row, client, labeled, and stage where it has stages; its origin is metadata.
 
-        Raise UserError where the file cannot be written.
+        Raise UserError where `path` cannot be written.
         """
         facts = asdict(self.origin) | {"images": len(self), "clients": self.clients}
         facts["seed"] = self.origin.scenario.get("seed")
@@ -157,7 +157,7 @@ class Split:
 
     @classmethod
     def load(cls, path: Path) -> "Split":
-        """Return the split that `save` wrote; raise UserError for a missing, damaged or foreign file."""
+        """Return the split that `save` wrote to `path`; raise UserError for a missing, damaged or foreign file."""
         try:
             table = pq.read_table(path)
             _ = table.schema.names  # which may be no text
