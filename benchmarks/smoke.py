@@ -64,7 +64,10 @@ SMALLEST: dict[str, Small] = {
     "foreign_app": ("", {}),
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
-    "label_choice": ("--xrays {data}/none", {"SEEDS": 2, "ROUNDS": 2, "STEPS": 2}),
+    "label_choice": (
+        "--out {out}/choice",
+        {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (40,), "POOL": 60, "TESTS": 20},
+    ),
     "large_data": ("8000 8 {out}", {}),
     "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
     "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {}),

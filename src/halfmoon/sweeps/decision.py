@@ -71,13 +71,8 @@ class Decision:
 def decide(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Decision:
     """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
 
-    The interval is that of the corrected resampled t-test (`halfmoon.report.paired.paired`). Where no split shows any
-    difference it is that of a proportion of which none of n was seen, 3 / n.
-    """
-    found = paired(ours, base, overlap)
-    if found.low == found.high:
-        reach = 300 / labels
-        found = Difference(found.mean, found.mean - reach, found.mean + reach, found.p)
+    The interval is that of `interval`."""
+    found = interval(ours, base, overlap, labels)
     kind: Kind = "unknown"
     if found.low > 0:
         kind = "help"
@@ -87,6 +82,17 @@ def decide(ours: Sequence[float], base: Sequence[float], overlap: float, labels:
         kind = "equal"
     missing = more_labels(found, labels) if kind == "unknown" else 0
     return Decision(kind, float(np.mean(base)), float(np.mean(ours)), found, len(ours), labels, missing)
+
+
+def interval(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Difference:
+    """Return the difference of accuracies in percent on the same splits, tested on `labels` different images in all.
+
+    The interval is that of the corrected resampled t-test (`halfmoon.report.paired.paired`). Where all splits show one
+    difference it is that of a proportion of which none of n was seen, 3 / n.
+    """
+    found = paired(ours, base, overlap)
+    reach = 300 / labels if found.low == found.high else 0
+    return Difference(found.mean, found.low - reach, found.high + reach, found.p)
 
 
 def more_labels(found: Difference, labels: int) -> int:
@@ -135,16 +141,21 @@ def draws(labels: np.ndarray, counts: Sequence[int], tests: np.ndarray | None = 
 
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:
     """Return the accuracy, in percent, of a head that is solved from sums over the fold's rows, all in one place."""
-    x, u, test = (torch.from_numpy(rows) for rows in fold)
+    model, test = solved(method, task, data, fold), torch.from_numpy(fold.test)
+    found = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
+    return 100 * cast(float, found["accuracy"])
+
+
+def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
+    """Return the model of such a head."""
+    x, u = torch.from_numpy(fold.labeled), torch.from_numpy(fold.unlabeled)
     counts = torch.tensor([len(x), len(u)])
     local = Local(data.images[x], data.labels[x], data.images[u], counts[0], counts[1])
     federation = cast(Federation, _OnePlace(method.client_updates(task), local))
     server = method.start(task, task.network.init(rng.generator(0, "head")))
     for number in range(task.rounds):
         server = method.round(replace(task, round=number), server, federation)
-    model = method.solution(task, server)
-    found = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
-    return 100 * cast(float, found["accuracy"])
+    return method.solution(task, server)
 
 
 class _OnePlace:

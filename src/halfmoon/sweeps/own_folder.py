@@ -1,7 +1,7 @@
 """What a folder of images of one's own holds, and the images themselves: class folders, or a site's with labels.csv."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,13 +96,39 @@ def look(folder: Path) -> Contents | None:
         classes = tuple(groups)
     else:
         return None
+    return looked_at(folder, classes, paths, labels, tests, site)
+
+
+def looked_at(
+    folder: Path, classes: Sequence[str], paths: Sequence[Path], labels: np.ndarray, tests: int = 0, site: bool = True
+) -> Contents:
+    """Return what a folder holds, with the sizes of its images; raise UserError where none of them can be read."""
     step = -(-len(paths) // LOOKED)
     headers = [each for each in map(header, paths[::step]) if each is not None]
     if not headers:
         raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
     sizes = dict(Counter(each[:2] for each in headers).most_common())
     gray = sum(each[2] for each in headers)
-    return Contents(folder, classes, tuple(paths), labels, tests, sizes, gray, len(headers), site)
+    return Contents(folder, tuple(classes), tuple(paths), labels, tests, sizes, gray, len(headers), site)
+
+
+def readable(
+    contents: Contents, rows: np.ndarray, how: Preparation, say: Callable[[str], None]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the images of rows, each uint8 (H, W, C), and which rows these are; what cannot be read is left out."""
+    pixels, kept = list[np.ndarray](), list[int]()
+    for row in rows.tolist():
+        path = contents.paths[row]
+        try:
+            found = prepared(path.read_bytes(), str(path), how)
+            if pixels and found.shape != pixels[0].shape:
+                raise UserError(f"{path}: it is {found.shape[1]}x{found.shape[0]}, the others are not; give --resize.")
+        except (UserError, OSError) as error:
+            say(f"left out: {error}")
+            continue
+        pixels.append(found)
+        kept.append(row)
+    return pixels, np.array(kept, np.int64)
 
 
 def site_source(contents: Contents, how: Preparation, share: float, flip: bool, say: Callable[[str], None]) -> Source:
@@ -112,17 +138,10 @@ def site_source(contents: Contents, how: Preparation, share: float, flip: bool, 
     """
     bare = stream(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
     rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), bare[: round(share * len(bare))]]))
-    pixels: list[np.ndarray] = []
-    labels: list[int] = []
-    for row in rows.tolist():
-        path = contents.paths[row]
-        try:
-            pixels.append(prepared(path.read_bytes(), str(path), how))
-        except (UserError, OSError) as error:
-            say(f"left out: {error}")
-            continue
-        labels.append(int(contents.labels[row]))
-    train = Images(np.stack(pixels), np.array(labels, np.int64))
+    pixels, rows = readable(contents, rows, how, say)
+    if not pixels:
+        raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
+    train = Images(np.stack(pixels), contents.labels[rows])
     held = train.labels >= 0
     mean, std = statistics(train.images)
     test = Images(train.images[held], train.labels[held])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
@@ -20,7 +21,8 @@ from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import FEATURES, SIDE
-from halfmoon.models.feature_head import FirstView, on_features
+from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
+from halfmoon.models.normalize import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.runner import cell
@@ -115,7 +117,8 @@ def pretrained() -> bool:
     return importlib.util.find_spec(hubs.PRETRAINED[PRETRAINED]) is not None
 
 
-def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
+def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, tuple[str, str], float]:
+    """Return the configuration of heads on features, the two methods, and how many labels each class has."""
     clients = 1 if contents.site else flags.get("clients", Config.clients)
     config, pair = _config(
         contents,
@@ -134,6 +137,11 @@ def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) ->
     count = _labels_a_class(config, contents)
     if count > FEW:
         config = settings.resolve({}, {**_said(config), "method": HEADS[0], "baselines": ()})
+    return config, pair, count
+
+
+def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
+    config, pair, count = head_config(flags, contents)
     form = _form(config, contents)
     reading, image = _reading(config, contents), _image_seconds(config, form)
     train = len(contents.paths) if contents.site or contents.tests else round(0.8 * len(contents.paths))
@@ -299,11 +307,17 @@ def _form(config: Config, contents: Contents) -> ImageSpec:
 
 def _image_seconds(config: Config, form: ImageSpec) -> float:
     """Return the seconds that the features of an image take."""
+    head, _, normalize = head_task(config, form)
+    return features.seconds(head, torch.zeros(1, *form.image, dtype=torch.uint8), normalize)
+
+
+def head_task(config: Config, form: ImageSpec) -> tuple[FeatureHead, Task, Normalize]:
+    """Return the head of a configuration, its task on features, and how images are normalized before."""
     task = factory.task(config, form)
     head = on_features(task.network)
     if head is None:
         raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
-    return features.seconds(head, torch.zeros(1, *form.image, dtype=torch.uint8), task.normalize)
+    return head, replace(task, network=head, normalize=FirstView()), task.normalize
 
 
 def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, float]]:
@@ -311,10 +325,7 @@ def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, flo
 
     They are the processor's, times how much longer all of it took on a machine that does other work as well.
     """
-    task = factory.task(config, form)
-    head = on_features(task.network)
-    assert head is not None, "asked before"
-    task = replace(task, network=head, normalize=FirstView())
+    _, task, _ = head_task(config, form)
     few, many, classes = 100, 400, len(form.classes)
     values = torch.rand(many + classes, 1, 1, FEATURES, generator=torch.Generator().manual_seed(0))
     data = Examples(values, torch.arange(many + classes) % classes)
