@@ -70,6 +70,7 @@ SMALLEST: dict[str, Small] = {
     ),
     "large_data": ("8000 8 {out}", {}),
     "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
+    "page_memory": ("--side 256", {"REQUESTS": 4}),
     "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {}),
     "precision": ("--rounds 1 --seeds 0", {}),
     "privacy": (

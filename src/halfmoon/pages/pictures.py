@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ def picture(path: Path, name: str, small: bool = False, window: tuple[float, flo
 
     A small one is 8-bit, as training sees it. Raise UserError where it cannot be read.
     """
+    most = SMALL if small else WHOLE
     try:
-        image = upright(path.read_bytes(), name)
+        image = upright(path.read_bytes(), name, partial(_reduced, most=2 * most if small else most))
     except OSError as error:
         raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
-    most = SMALL if small else WHOLE
     if deep(image):
         pixels = grays(image)
         about, ends = image.info, in_stored(image, window)
@@ -79,19 +80,22 @@ def picture(path: Path, name: str, small: bool = False, window: tuple[float, flo
         if not small:
             return _packed(pixels, ends, about)
         image = Image.fromarray(eight_bits(pixels, ends, name))
-    elif image.mode in ("L", "LA", "RGB", "RGBA"):  # less of an image, without its alpha, before it is converted
-        image = _reduced(image, max(image.size) // (2 * most if small else most))
     image = converted(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
     image.thumbnail((most, most), Image.Resampling.BILINEAR)
     # Small pictures stay exact; of large ones nobody sees the difference, and they come faster.
     return Picture(_encoded(image, "JPEG" if small and max(image.size) > 96 else "PNG"))
 
 
-def _reduced(image: Image.Image, factor: int) -> Image.Image:
-    if factor < 2:
+def _reduced(image: Image.Image, most: int) -> Image.Image:
+    """Return an image of 8 bits with a longer side of about `most`, without its alpha; others as they are."""
+    factor = max(image.size) // most
+    if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA"):
         return image
     if image.mode in ("LA", "RGBA"):
-        return Image.merge(image.mode[:-1], [image.getchannel(name).reduce(factor) for name in image.mode[:-1]])
+        parts = [image.getchannel(name).reduce(factor) for name in image.mode[:-1]]
+        less = Image.merge(image.mode[:-1], parts)
+        less.info = image.info  # with its EXIF tags
+        return less
     return image.reduce(factor)
 
 

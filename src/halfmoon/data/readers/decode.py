@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +76,11 @@ def _depth(image: Image.Image) -> int:
     return 1 if ImageMode.getmode(image.mode).basemode == "L" or image.mode.startswith(("I", "F")) else 3
 
 
-def upright(data: bytes, place: str) -> Image.Image:
-    """Return one encoded image in its own size, mode and depth, turned as its EXIF tag says; raise UserError as
-    `fitted`."""
-    image = _open(data, place)
+def upright(data: bytes, place: str, first: Callable[[Image.Image], Image.Image] = lambda image: image) -> Image.Image:
+    """Return one encoded image in its own mode and depth, turned as its EXIF tag says; raise UserError as `fitted`.
+
+    `first` takes it as it lies in the file: two whole ones are in memory where a large image is turned."""
+    image = first(_open(data, place))
     return image if "rescale" in image.info else _turned(image)
 
 
