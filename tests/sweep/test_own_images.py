@@ -11,8 +11,12 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
+from halfmoon.core import hubs
+from halfmoon.sites.folders import read
+from halfmoon.sweeps import decision as decision_rule
 from halfmoon.sweeps import own_plan
 from halfmoon.sweeps.own_folder import look
+from halfmoon.sweeps.own_labels import folder_features, problem
 from halfmoon.sweeps.own_plan import plan
 
 CLASSES = ("0", "1", "2")
@@ -27,7 +31,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the package of the pretrained network, and most rounds."""
-    monkeypatch.setattr(own_plan.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hubs, "installed", lambda name: False)
     monkeypatch.setattr(own_plan, "ROUNDS", 20)
     monkeypatch.setattr(own_plan, "LEAST_ROUNDS", 10)
 
@@ -117,11 +121,20 @@ def test_one_command_plans_plays_and_decides(tmp_path, pretrained, capsys):
     assert (tmp_path / "run" / "baselines" / "ridge-head" / "model.safetensors").exists()
 
 
-def test_a_lone_site_trains_and_is_judged_on_its_labels(tmp_path: Path, pretrained: None) -> None:
+def test_a_lone_site_trains_and_is_judged_on_its_labels(
+    tmp_path: Path, pretrained: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The labeling page judges a head as `run` does."""
+    monkeypatch.setattr(decision_rule, "REPEATS", 1)
     a_ward(tmp_path / "ward", 30, 8)
     assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
     decision = json.loads((tmp_path / "run" / "decision.json").read_text())
-    assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (15, True)
+    assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (5, True)
+    site = read(tmp_path / "ward")
+    own = folder_features(site.folder, site.paths, lambda *step: None)
+    point = problem(own, site.labels, site.classes).judged(lambda *step: None)
+    assert point is not None
+    assert (point.labels, point.accuracy) == (24, decision["with_unlabeled"])
     assert main(["predict", "run", "ward", "--out", "said.csv"]) == 0
     rows = list(csv.DictReader((tmp_path / "said.csv").open()))
     right = [row["label"] == Path(row["path"]).name[0] for row in rows]

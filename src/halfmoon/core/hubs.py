@@ -4,7 +4,7 @@ What is said here needs none of these packages: which one a name means, and what
 model. `halfmoon.models.hubs` makes the modules.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -48,6 +48,11 @@ def package(name: str) -> str | None:
         return PRETRAINED[name]
     first, colon, rest = name.partition(":")
     return first if first in PACKAGES and colon and rest else None
+
+
+def installed(name: str) -> bool:
+    """Return whether the package of a pretrained network's weights is installed."""
+    return importlib.util.find_spec(PRETRAINED[name]) is not None
 
 
 def frozen(config: Any) -> tuple[str, ...]:

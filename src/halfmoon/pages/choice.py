@@ -91,6 +91,12 @@ def novelty(guesses: Guesses, labels: np.ndarray) -> np.ndarray:
     return np.where(guesses.known, np.sqrt(np.maximum(nearest, 0)), np.nan)
 
 
+def nearest(guesses: Guesses, row: int) -> np.ndarray:
+    """Return all rows by their distance, in features, from one of them; what the model has not seen comes last."""
+    space = standardized(guesses.features, guesses.known)
+    return np.argsort(np.where(guesses.known, _distances(space, space[row]), np.inf), kind="stable")
+
+
 def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
     """Return places in `rows`, `count` of them, chosen greedily."""
     space = standardized(guesses.features, guesses.known)

@@ -12,11 +12,12 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
-from halfmoon.pages.choice import Guesses, novelty, order, ranks
+from halfmoon.pages.choice import Guesses, nearest, novelty, order, ranks
 from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, one_of, words
 from halfmoon.pages.server import App, application
+from halfmoon.pages.training import Training
 from halfmoon.sites.folders.agreement import agreements, reader_file
 from halfmoon.sites.folders.labels import plain
 from halfmoon.sites.folders.site_folder import CLASSES, LABELS, SiteFolder, read
@@ -108,20 +109,28 @@ class Labeling(FolderPage):
         self._again = (site.labels >= 0) & (options.reader is not None)
         self.options = options
         self._lock = threading.Lock()
-        self._order: tuple[tuple[int, bool, str], np.ndarray] | None = None
+        self._order: tuple[tuple[int, int, str], np.ndarray] | None = None
+        self.training = Training(site.folder, site.paths, table)
 
     @property
-    def guesses(self) -> Guesses | None:
-        """Return what the model makes of the images, None as long as it is not through."""
-        return self.guessing.result if self.guessing else None
+    def guesses(self) -> tuple[Guesses | None, Sequence[str]]:
+        """Return what the last training, or else the model, makes of the images, and its classes; None: not yet."""
+        if (trained := self.training.result) is not None:
+            return trained.guesses, trained.classes
+        return (self.guessing.result, self.guessing.classes) if self.guessing else (None, ())
+
+    def facts(self, since: Any) -> dict[str, Any]:
+        """Return what every page shows; `guesses` counts what they came from, 0 as long as there are none."""
+        count = 2 * self.training.count + int(self.guesses[0] is not None)
+        return super().facts(since) | {"training": self.training.facts(), "guesses": count}
 
     def order(self, way: str = ORDERS[0]) -> np.ndarray:
         """Return the rows to label; chosen anew when the guesses come, and after every `AGAIN` labels."""
         with self._lock:
-            key = (int((self.book.labels >= 0).sum()) // AGAIN, self.guesses is not None, way)
+            guesses, classes = self.guesses
+            key = (int((self.book.labels >= 0).sum()) // AGAIN, id(guesses), way)
             if self._order is None or self._order[0] != key:
-                classes = self.guessing.classes if self.guessing else ()
-                rows = ranked(self.guesses, classes, self.book, self.options.seed, way)
+                rows = ranked(guesses, classes, self.book, self.options.seed, way)
                 self._order = key, rows[self._again[rows]] if self._again.any() else rows
             return self._order[1]
 
@@ -133,11 +142,11 @@ class Labeling(FolderPage):
         if way not in ORDERS:
             raise UserError(f"there is no order {way!r}.")
         self.book.refresh()
-        rows, guesses = self.order(way), self.guesses
+        rows, (guesses, classes) = self.order(way), self.guesses
         uncertainty = far = np.full(len(rows), np.nan)
-        if guesses is not None and self.guessing is not None:
+        if guesses is not None:
             uncertainty = guesses.uncertainty[rows]
-            far = novelty(guesses, own_labels(self.guessing.classes, self.book))[rows]
+            far = novelty(guesses, own_labels(classes, self.book))[rows]
         values = np.round(np.nan_to_num(uncertainty), 6).tolist()
         found = {"order": rows.tolist(), "uncertainty": values}
         return found | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
@@ -162,11 +171,24 @@ class Labeling(FolderPage):
 
     def guess(self, request: Request) -> dict[str, Any]:
         """Return what the model would say of an image: only asked for where the person wants to see it."""
-        row, guesses = of_row(request, len(self.site)), self.guesses
-        if guesses is None or self.guessing is None or not guesses.known[row]:
+        row, (guesses, classes) = of_row(request, len(self.site)), self.guesses
+        if guesses is None or not guesses.known[row]:
             return {"label": "", "probability": None}
         best = int(guesses.predicted[row])
-        return {"label": self.guessing.classes[best], "probability": float(guesses.probabilities[row, best])}
+        return {"label": classes[best], "probability": float(guesses.probabilities[row, best])}
+
+    def similar(self, request: Request) -> dict[str, Any]:
+        """Return all rows, those whose features are nearest to an image's first: itself."""
+        row, (guesses, _) = of_row(request, len(self.site)), self.guesses
+        if guesses is None or not guesses.known[row]:
+            raise UserError("Similar images need a model's features of this image: train first.")
+        return {"rows": nearest(guesses, row).tolist()}
+
+    def train(self, request: Request) -> dict[str, Any]:
+        """Train on what is labeled now, in the background."""
+        self.book.refresh()
+        self.training.begin(self.book.labels, self.book.classes)
+        return self.facts(None)
 
     def answer(self, request: Request) -> dict[str, Any]:
         message = body(request)
@@ -206,9 +228,11 @@ class Labeling(FolderPage):
             "/state": self.state,
             "/queue": self.queue,
             "/guess/{row:int}": self.guess,
+            "/similar/{row:int}": self.similar,
             "/image/{row:int}": self.image,
         }
         posts = {"/answer": self.answer, "/answers": self.answers, "/doubt": self.doubt, "/note": self.note}
+        posts["/train"] = self.train
         return application("label", f"Label {self.site.folder.resolve().name}", gets, posts)
 
 
@@ -228,4 +252,7 @@ def run(
     need_classes(site, site.classes or classes)
     guessing = Guessing(load, site.folder, site.paths) if load is not None else None
     labeling = Labeling(site, classes, guessing, options)
-    labeling.serve(labeling.app(), "label", "answer", port, browser, say)
+    try:
+        labeling.serve(labeling.app(), "label", "answer", port, browser, say)
+    finally:
+        labeling.training.stop()

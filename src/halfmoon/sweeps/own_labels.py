@@ -2,6 +2,7 @@
 often it is right by cross-validation."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from halfmoon.models.efficientnet import MEAN, STD, centered
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import features
+from halfmoon.runs.pools import processors
 from halfmoon.sweeps.decision import FOLDS, MARGIN, Fold, folds, head_accuracy, interval, solved
 from halfmoon.sweeps.own_folder import Contents, looked_at, readable
 from halfmoon.sweeps.own_plan import head_config, head_task
@@ -115,10 +117,16 @@ class HeadProblem:
         labels = self.data.labels.numpy()
         splits = list(folds(labels))
         whole, halves = list[float](), list[float]()
-        for number, fold in enumerate(splits):
-            tell("splits of the cross-validation", number, len(splits))
-            whole.append(head_accuracy(self.method, self.task, self.data, fold))
-            halves.append(head_accuracy(self.method, self.task, self.data, half(fold, labels, number)))
+
+        def right(number: int) -> list[float]:
+            both = splits[number], half(splits[number], labels, number)
+            return [head_accuracy(self.method, self.task, self.data, fold) for fold in both]
+
+        with ThreadPoolExecutor(len(processors())) as pool:
+            for number, (one, other) in enumerate(pool.map(right, range(len(splits))), start=1):
+                whole.append(one)
+                halves.append(other)
+                tell("splits of the cross-validation", number, len(splits))
         if not splits:
             return None
         count = int((labels >= 0).sum())
@@ -135,8 +143,7 @@ def problem(own: FolderFeatures, labels: np.ndarray, names: Sequence[str]) -> He
     mine = mine - int(numbers[0] < 0)
     classes = tuple(names[number] for number in numbers if number >= 0)
     if len(classes) < 2:
-        only = f"All labels are {classes[0]!r}: label images of another class too" if classes else ""
-        raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
+        raise UserError("The images that can be read have labels of fewer than two classes: label more of them.")
     contents = replace(own.contents, classes=classes, labels=mine)
     config = head_config({}, contents)[0]
     task = head_task(config, _form(contents))[1]

@@ -1,6 +1,5 @@
 """A plan for a folder of images of one's own: what is trained on what, why, and how long each step takes."""
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -101,7 +100,7 @@ def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES)
     if network == PRETRAINED and not plain:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
     own = "weights" in flags or flags.get("start", "none") != "none"
-    heads = network == PRETRAINED or (network is None and pretrained() and not own)
+    heads = network == PRETRAINED or (network is None and hubs.installed(PRETRAINED) and not own)
     return (_on_features if heads else _from_scratch)(flags, contents, 60 * minutes)
 
 
@@ -110,11 +109,6 @@ def image_options(contents: Contents, heads: bool) -> dict[str, Any]:
     one = len(contents.sizes) == 1 and contents.side <= (SIDE if heads else SMALL)
     size = {} if one else {"resize": SIDE if heads else min(SMALL, contents.side)}
     return {"channels": contents.channels, **size}
-
-
-def pretrained() -> bool:
-    """Return whether the package of the pretrained network's weights is installed."""
-    return importlib.util.find_spec(hubs.PRETRAINED[PRETRAINED]) is not None
 
 
 def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, tuple[str, str], float]:

@@ -74,9 +74,10 @@ def _contents(values: Mapping[str, Any]) -> Contents | None:
 
 
 def _image_options(contents: Contents) -> dict[str, Any]:
-    from halfmoon.sweeps.own_plan import image_options, pretrained
+    from halfmoon.core.hubs import installed
+    from halfmoon.sweeps.own_plan import PRETRAINED, image_options
 
-    return image_options(contents, pretrained())
+    return image_options(contents, installed(PRETRAINED))
 
 
 def _holds(contents: Contents | None) -> dict[str, Any]:

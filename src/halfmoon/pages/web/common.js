@@ -47,7 +47,7 @@ export const announce = (words) => (byId("spoken").textContent = words);
 
 // The keys of classes: digits first, then letters that no command has.
 const LETTERS = "abdefghijklopqrtvxy";
-const TAKEN = "cmnsuwz+-/?";
+const TAKEN = "cmnsuwz+-/?=";
 
 // Classes whose names are one sign each are their own keys.
 export function keysOf(classes) {

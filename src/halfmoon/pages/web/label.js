@@ -76,12 +76,37 @@ function draw() {
   byId("note").hidden = row < 0;
   for (const id of ["skip", "doubt"]) byId(id).disabled = row < 0;
   for (const button of host.children) button.disabled = row < 0;
-  const { model } = facts;
-  byId("model").textContent = !model ? "order: random" : model.error ? "" : model.ready ? "" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
-  byId("ordering").hidden = !model?.ready;
-  byId("suggesting").hidden = !model || Boolean(model.error);
-  if (model?.error) notice(`The model cannot be used, so the order is random: ${model.error}`);
+  const { model, training } = facts;
+  byId("model").textContent = facts.guesses ? "" : !model ? "order: random" : model.error ? "" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
+  for (const id of ["ordering", "alike", "alike-here"]) byId(id).hidden = !facts.guesses;
+  byId("suggesting").hidden = !facts.guesses && (!model || Boolean(model.error));
+  byId("train").disabled = Boolean(training.progress);
+  byId("trained").textContent = training.words;
+  byId("trained").classList.toggle("bad", Boolean(training.error));
+  drawCurve(training.points);
+  if (model?.error && !facts.guesses) notice(`The model cannot be used, so the order is random: ${model.error}`);
 }
+
+function drawCurve(points) {
+  const host = byId("curve");
+  if (!points.length || (host.dataset.drawn === String(points.length) && host.firstChild)) return;
+  const of = (name) => points.map((point) => point[name]);
+  const line = { look: { title: "right by cross-validation", color: "var(--link)" }, x: of("labels"), mean: of("accuracy"), low: of("low"), high: of("high"), bars: true, dense: true };
+  const spec = { lines: [line], title: "Percent right by cross-validation", xLabel: "labels", percent: true, exact: true, height: 150 };
+  host.replaceChildren(lineChart(Math.max(240, host.clientWidth), spec));
+  host.dataset.drawn = points.length;
+}
+
+const train = () => act(async () => takeOver(data, await ask("train", {})));
+
+// All images, those most like one first.
+const similar = (at) => act(async () => {
+  if (at === undefined || at < 0) return;
+  data.similar = { at, rows: (await ask(`similar/${at}`)).rows };
+  view("all");
+  showAll(false, "similar");
+});
+const similarHere = () => similar([...wall.chosen][0] ?? wall.rows[wall.focused]);
 
 // Do one thing at a time, and say what went wrong.
 async function act(what) {
@@ -225,11 +250,11 @@ function fill(at) {
   return { alt: `${data.paths[at]}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [html("b", null, mark), data.paths[at].split("/").at(-1)] };
 }
 
-function showAll(keep = false) {
+function showAll(keep = false, chosen = byId("which").value || "waiting") {
   const select = byId("which");
-  const chosen = select.value || "waiting";
   const classes = data.facts.classes.map((name, n) => [`class-${n}`, name, () => [...data.paths.keys()].filter((at) => data.labels[at] === n)]);
-  const filters = [...FILTERS, ...classes];
+  const near = data.similar ? [["similar", `like ${data.paths[data.similar.at].split("/").at(-1)}`, () => data.similar.rows]] : [];
+  const filters = [...FILTERS, ...near, ...classes];
   select.replaceChildren(...filters.map(([value, words]) => html("option", { value }, words)));
   select.value = filters.some(([value]) => value === chosen) ? chosen : "waiting";
   const rows = filters.find(([value]) => value === select.value)[2]();
@@ -255,20 +280,21 @@ async function watch() {
   try {
     const before = data.facts;
     const facts = await ask(`state?since=${before.version}`);
-    const ready = facts.model?.ready && !before.model?.ready;
+    const ready = facts.guesses !== before.guesses;
     takeOver(data, facts);
     if (ready) {
       await orderAgain();
       if (row >= 0) byId("rank").textContent = whyOf(row);
+      suggest();
     }
     if (facts.changes.length) for (const [at] of facts.changes) wall.refresh(at);
-    if (ready || facts.changes.length || facts.model?.done !== before.model?.done) draw();
+    if (ready || facts.changes.length || facts.model?.done !== before.model?.done || facts.training.words !== before.training.words) draw();
     if (row >= 0 && !busy && facts.changes.some(([at, label]) => at === row && label >= 0) && byId("all").hidden) {
       announce("Somebody else labeled this image.");
       next();
     }
     if (document.querySelector("#notice.fault")?.textContent.startsWith("halfmoon no longer")) notice("");
-    setTimeout(watch, facts.model && !facts.model.ready && !facts.model.error ? 700 : EVERY);
+    setTimeout(watch, facts.training.progress || (facts.model && !facts.model.ready && !facts.model.error) ? 700 : EVERY);
   } catch (error) {
     notice(error.message);
     setTimeout(watch, EVERY);
@@ -279,7 +305,7 @@ keys((key) => {
   if (!data.facts) return false;
   const n = keysOf(data.facts.classes).indexOf(key);
   if (!byId("all").hidden) {
-    const acts = { w: () => view("one"), u: undo, undo, x: () => byId("select").click(), a: () => wall.choose(wall.inSight()), Escape: () => wall.choose([]), n: () => giveAll(null) };
+    const acts = { w: () => view("one"), u: undo, undo, "=": similarHere, x: () => byId("select").click(), a: () => wall.choose(wall.inSight()), Escape: () => wall.choose([]), n: () => giveAll(null) };
     if (n >= 0 && wall.chosen.size) giveAll(n);
     else if (acts[key]) acts[key]();
     else return false;
@@ -289,7 +315,7 @@ keys((key) => {
   const acts = {
     u: undo, undo, Backspace: undo, s: skip, n: doubt, z: () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1),
     c: () => announce(look.cycle()), w: () => view("all"), "?": () => byId("keys").showModal(), "/": () => byId("find").focus(),
-    m: () => !byId("suggesting").hidden && byId("suggest").click(),
+    "=": () => data.facts.guesses && similar(row), m: () => !byId("suggesting").hidden && byId("suggest").click(),
   };
   if (ARROWS[key] && row >= 0) return look.turn(...ARROWS[key]), true;
   if (!acts[key]) return false;
@@ -317,6 +343,9 @@ byId("tab-one").addEventListener("click", () => view("one"));
 byId("tab-all").addEventListener("click", () => view("all"));
 byId("which").addEventListener("change", () => showAll());
 byId("take-back").addEventListener("click", undo);
+byId("train").addEventListener("click", train);
+byId("alike").addEventListener("click", () => similar(row));
+byId("alike-here").addEventListener("click", similarHere);
 byId("screen").addEventListener("click", () => wall.choose(wall.inSight()));
 byId("none-of-them").addEventListener("click", () => wall.choose([]));
 byId("select").addEventListener("click", () => {

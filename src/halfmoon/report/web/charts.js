@@ -16,13 +16,13 @@ function lineChart(width, spec) {
   xRange[0] -= margin;
   xRange[1] += margin;
   const step = width > 420 ? 7 : 4;
-  const yTicks = ticks(...yRange, 5);
+  const yTicks = ticks(...yRange, spec.height ? 3 : 5);
   const places = [...new Set(xs)];
   const few = spec.exact && places.length <= step + 3 && places.length > 1;
   const xTicks = few ? places.sort((a, b) => a - b) : ticks(...xRange, step).filter((tick) => !spec.whole || Number.isInteger(tick));
   const ends = lines.filter((line) => line.mean.length).map((line) => `${line.look.title} ends at ${shown(line.mean.at(-1))}`);
   const alt = `${title}, against ${xLabel}: ${ends.join("; ") || "no line is shown"}.`;
-  const made = picture(width, HEIGHT, alt, {
+  const made = picture(width, spec.height ?? HEIGHT, alt, {
     x: { range: xRange, ticks: written(xTicks) },
     y: { range: yRange, ticks: written(yTicks) },
     label: xLabel,
@@ -40,6 +40,8 @@ function drawLine({ x, y }, line, number, count) {
     const area = `M${at(line.high).join("L")}L${at(line.low).reverse().join("L")}Z`;
     group.append(svg("path", { class: "band", d: area, fill: line.look.color, opacity: 0.13 }));
   }
+  const bar = (n) => ({ x1: x(line.x[n]), x2: x(line.x[n]), y1: y(line.low[n]), y2: y(line.high[n]) });
+  if (line.bars) group.append(...line.x.map((_, n) => svg("line", { ...bar(n), stroke: line.look.color, opacity: 0.5 })));
   const path = { class: "line", d: line.x.length ? `M${at(line.mean).join("L")}` : "", stroke: line.look.color };
   group.append(svg("path", { ...path, "stroke-dasharray": line.look.dashes }));
   // Markers of neighbors stand at different places, so that none hides another.

