@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halfmoon.pages.choice import Guesses, order, random_order, ranks, standardized
+from halfmoon.pages.choice import Guesses, nearest, order, random_order, ranks, standardized
 
 draw = np.random.default_rng(0)
 
@@ -97,3 +97,9 @@ def test_features_are_standardized_over_what_is_known():
     features = np.array([[1.0, 5], [3, 5], [99, 7]])
     found = standardized(features, np.array([True, True, False]))
     assert found.tolist() == [[-1, 0], [1, 0], [0, 0]]
+
+
+def test_the_nearest_comes_first_and_the_unknown_last():
+    guesses = Guesses(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
+    guesses.probabilities[2] = np.nan
+    assert nearest(guesses, 1).tolist() == [1, 3, 0, 2]

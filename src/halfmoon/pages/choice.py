@@ -93,8 +93,8 @@ def novelty(guesses: Guesses, labels: np.ndarray) -> np.ndarray:
 
 def nearest(guesses: Guesses, row: int) -> np.ndarray:
     """Return all rows by their distance, in features, from one of them; what the model has not seen comes last."""
-    space = standardized(guesses.features, guesses.known)
-    return np.argsort(np.where(guesses.known, _distances(space, space[row]), np.inf), kind="stable")
+    distances = _distances(guesses.features, guesses.features[row])
+    return np.argsort(np.where(guesses.known, distances, np.inf), kind="stable")
 
 
 def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:

@@ -32,7 +32,7 @@ from halfmoon.sweeps.own_plan import head_config, head_task
 PART = 256
 """Images that are decoded together: they bound the memory."""
 
-DIRECTIONS, SAMPLE = 64, 2000
+DIRECTIONS, SAMPLE = 32, 2000
 """Principal directions of the features for orders and for similar images, and images from which they are computed."""
 
 Progress = Callable[[str, int, int], None]
