@@ -346,6 +346,12 @@ def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Pat
         opened(browser, address, 390)
         assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        opened(browser, address, 1280)
+        seen = (
+            "[...document.querySelectorAll('.plot svg')].map((each) => [each.viewBox.baseVal.width, each.clientWidth])"
+        )
+        until(lambda: len(browser.execute_script(f"return {seen}")) > 1)
+        until(lambda: all(abs(a - b) < 2 for a, b in browser.execute_script(f"return {seen}")), 0.7)
 
 
 @needs_browser

@@ -22,6 +22,7 @@ const COLUMNS = [
 const runs = new Map(); // by id: facts, lines, rows
 const hidden = new Set();
 const figures = new Map();
+const sizes = new ResizeObserver(() => drawCharts()); // a chart beside a new one gets narrower
 const told = new Set(); // alarms that were announced
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -123,6 +124,7 @@ function drawCharts() {
       const plot = html("div", { class: "plot" });
       figure = { plot, root: html("figure", { "data-chart": key }, html("figcaption", null, title), plot), drawn: "" };
       figures.set(key, figure);
+      sizes.observe(plot);
       const order = CHARTS.map(([name]) => name);
       const after = [...byId("charts").children].find((each) => order.indexOf(each.dataset.chart) > order.indexOf(key));
       byId("charts").insertBefore(figure.root, after ?? null);
@@ -254,7 +256,6 @@ byId("smooth").addEventListener("input", () => {
   byId("smoothed").textContent = byId("smooth").value;
   drawCharts();
 });
-addEventListener("resize", drawCharts);
 dark.addEventListener("change", () => {
   if (!byId("runs-section").hidden) drawRuns();
   drawCharts();
