@@ -66,7 +66,7 @@ SMALLEST: dict[str, Small] = {
     "half_open": ("--connections 5 --seconds 1", {}),
     "label_choice": (
         "--out {out}/choice",
-        {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (40,), "POOL": 60, "TESTS": 20},
+        {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 60, "TESTS": 20},
     ),
     "large_data": ("8000 8 {out}", {}),
     "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
@@ -87,6 +87,10 @@ SMALLEST: dict[str, Small] = {
     "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
     "site_opening": ("--images 20 --side 8", {}),
     "strong_view": ("--rounds 1", {}),
+    "unlike": (
+        "--seeds 0 --networks small --out {out}/unlike.csv",
+        {"KNOWN": 50, "OTHERS": 20, "FOREIGN": 10, "NETWORKS": {"small": {"rounds": 1, "steps": 2}}},
+    ),
     "unequal_clients": ("--methods fedavg --cohorts 2 --turns 1", {}),
 }
 """The command line of each script of benchmarks/, and the constants that make it small."""

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from halfmoon.models import SmallCNN
-from halfmoon.pages.guesses import guess, predict_with_features
+from halfmoon.pages.guesses import guess
 from halfmoon.pages.guessing import Guessing
 from halfmoon.sites.inference import Card, Model
 
@@ -27,8 +27,8 @@ def model(temperature: float = 1.0, norm: str = "batch") -> Model:
 def test_the_probabilities_are_those_of_predict(temperature: float, norm: str):
     one = model(temperature, norm)
     images = draw.integers(0, 256, (7, 8, 8, 1), np.uint8)
-    probabilities, features = predict_with_features(one, images)
-    assert np.array_equal(probabilities, one.probabilities(images))
+    logits, features = one.represent(images)
+    assert np.array_equal(one.scaled(logits), one.probabilities(images))
     assert features.shape == (7, 8)
     head = one.params["head"]
     logits = features @ head["weight"].numpy().T + (head["bias"].numpy() if "bias" in head else 0)

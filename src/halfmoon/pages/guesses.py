@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from halfmoon.models.normalize import Normalize
 from halfmoon.pages.choice import Guesses
 from halfmoon.sites.inference.image_folder import batches
 
@@ -18,15 +16,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Told how many images are done, and of how many."""
-
-
-@torch.no_grad()
-def predict_with_features(model: Model, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities float64 (N, classes) and features float32 (N, F) of uint8 images (N, *shape)."""
-    pixels = torch.from_numpy(np.ascontiguousarray(model.prepare(images).transpose(0, 3, 1, 2)))
-    x = Normalize(model.card.mean, model.card.std)(pixels.to(model.device))
-    logits, features = model.network.represent(model.params, model.stats, x)
-    return model.scaled(logits.double().cpu().numpy()), features.flatten(1).float().cpu().numpy()
 
 
 def guess(
@@ -39,10 +28,10 @@ def guess(
         if stop():
             break
         if len(batch.rows):
-            values, vectors = predict_with_features(model, batch.images)
+            logits, vectors = model.represent(batch.images)
             if features is None:
                 features = np.zeros((len(paths), vectors.shape[1]), np.float32)
-            probabilities[batch.rows], features[batch.rows] = values, vectors
+            probabilities[batch.rows], features[batch.rows] = model.scaled(logits), vectors
         if progress is not None:
             progress(min(done * model.batch, len(paths)), len(paths))
     return Guesses(probabilities, np.zeros((len(paths), 1), np.float32) if features is None else features)

@@ -34,6 +34,8 @@ def add(commands: Any) -> None:
     on_device(parser)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images of any size, also in folders below it")
     parser.add_argument("--out", metavar="FILE", type=Path, default=OUT, help=f"the table (default: {OUT})")
+    about = "images that the model knows the like of: say which others look unlike them, and warn where they are many"
+    parser.add_argument("--like", metavar="DIR", type=Path, help=about)
     _sure(parser)
 
     about = "measure a trained model on labeled images"
@@ -118,13 +120,25 @@ def _predict(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.image_folder import predict
 
     model = _loaded(args)
-    result = predict(model, args.folder, args.out, args.sure)
+    known = None
+    if args.like is not None:
+        from halfmoon.sites.inference import unlike
+
+        known = unlike.known(model, args.like)
+    result = predict(model, args.folder, args.out, args.sure, known and known.unlike)
+    if known is not None and unlike.many(result.unlike, result.images):
+        about = f"{result.unlike:,} of {result.images:,} images look unlike those of {args.like}"
+        complain(f"{about} ({unlike.RATE:.0%} of its own do): do not rely on their labels.", 0)
     if args.json:
         facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.unsure}
+        facts |= {"unlike": result.unlike} if known is not None else {}
         print_json({**facts, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
     else:
         show(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
-        say(f"unsure, below {args.sure:g}: {result.unsure:,} of {result.images:,} images\ntable: {result.out}")
+        say(f"unsure, below {args.sure:g}: {result.unsure:,} of {result.images:,} images")
+        if known is not None:
+            say(f"unlike those of {args.like}: {result.unlike:,}")
+        say(f"table: {result.out}")
     return _complain_unreadable(result.unreadable)
 
 

@@ -5,7 +5,7 @@ import io
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,30 +135,45 @@ class PredictionResult:
     unsure: int  # of these
     labels: dict[str, int]  # images of each class of the model
     unreadable: list[UnreadableImage]
+    unlike: int  # of these
 
 
-def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> PredictionResult:
+def predict(
+    model: Model,
+    folder: Path,
+    out: Path,
+    sure: float = 0.9,
+    unlike: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> PredictionResult:
     """Write a CSV file with the `COLUMNS` of each readable image, whole or not at all, and return its counts.
 
-    "sure" is yes for a probability of at least `sure`. Raise `UserError` where there is no image, or it cannot be
+    "sure" is yes for a probability of at least `sure`. `unlike` says of features (N, F) which look unlike what the
+    model knows, bool (N,); it is another column. Raise `UserError` where there is no image, or it cannot be
     written.
     """
     check_share(sure)
     paths = image_paths(folder)
     counts: Counter[str] = Counter()
-    unsure, unreadable = 0, []
+    unsure = strange = 0
+    unreadable: list[UnreadableImage] = []
     try:
         with replacing(out) as file:
             # Names may hold bytes that are no UTF-8: they are written as they are.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(COLUMNS)
+            table.writerow(COLUMNS if unlike is None else (*COLUMNS, "unlike"))
             for batch in batches(model, folder, paths):
-                for row, values in zip(batch.rows, model.probabilities(batch.images), strict=True):
+                if not batch.rows:
+                    unreadable += batch.unreadable
+                    continue
+                logits, features = model.represent(batch.images)
+                odd = np.zeros(len(logits), bool) if unlike is None else unlike(features)
+                strange += int(odd.sum())
+                for row, values, far in zip(batch.rows, model.scaled(logits), odd, strict=True):
                     label, others = _best(model, values)
                     confident = values.max() >= sure
                     cells = [paths[row], label, f"{values.max():.6f}", "yes" if confident else "no", *others]
-                    table.writerow(harmless_row(cells))
+                    table.writerow(harmless_row(cells if unlike is None else [*cells, "yes" if far else "no"]))
                     counts[label] += 1
                     unsure += not confident
                 unreadable += batch.unreadable
@@ -166,7 +181,7 @@ def predict(model: Model, folder: Path, out: Path, sure: float = 0.9) -> Predict
     except OSError as error:
         raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
     labels = {name: counts[name] for name in model.classes}
-    return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable)
+    return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable, strange)
 
 
 def check_share(sure: float) -> None:

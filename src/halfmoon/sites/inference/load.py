@@ -63,18 +63,22 @@ class Model:
         """Return the probabilities float64 (N, classes) that logits (N, classes) come to under the temperature."""
         return torch.from_numpy(logits / self.card.temperature).softmax(-1).numpy()
 
-    @torch.no_grad()
     def logits(self, images: np.ndarray) -> np.ndarray:
         """Return logits, float64 (N, classes), of uint8 images (N, *shape), a few at a time; raise `UserError`."""
         _check_images(images, self.shape)
         logits = np.empty((len(images), len(self.classes)))
-        normalize = Normalize(self.card.mean, self.card.std)
         for first in range(0, len(images), self.batch):
             rows = slice(first, first + self.batch)
-            pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images[rows]).transpose(0, 3, 1, 2)))
-            batch = self.network.predict(self.params, self.stats, normalize(pixels.to(self.device)))
-            logits[rows] = batch.double().cpu().numpy()
+            logits[rows] = self.represent(images[rows])[0]
         return logits
+
+    @torch.no_grad()
+    def represent(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return logits float64 (N, classes) and features float32 (N, F) of uint8 images (N, *shape), all at once."""
+        pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images).transpose(0, 3, 1, 2)))
+        x = Normalize(self.card.mean, self.card.std)(pixels.to(self.device))
+        logits, features = self.network.represent(self.params, self.stats, x)
+        return logits.double().cpu().numpy(), features.flatten(1).float().cpu().numpy()
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
