@@ -26,15 +26,16 @@ from PIL import Image
 from scipy import special
 
 from halfmoon.data import Images, load
-from halfmoon.pages.choice import Guesses, order, random_order
+from halfmoon.pages.choice import Guesses, drawn_at_random, order, random_order, with_random
 from halfmoon.sweeps.own_labels import FolderFeatures, folder_features, guesses, problem
 
-BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (100, 200)
+BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (200,)
 POOL, TESTS = 2000, 2000
-ORDERS = {"random": None, "mixed": BATCH, "unsure": 0}
-"""How many images of each order are chosen one by one; the others follow by uncertainty."""
+ORDERS: dict[str, int | None] = {"random": None, "mixed": BATCH}
+"""How many images of each order are chosen one by one, every fifth by chance; the others follow by uncertainty."""
 
-COLUMNS = ("set", "seed", "order", "labels", "accuracy", "judged", "low", "high", "gain", "gain_low", "gain_high")
+COLUMNS = ("set", "seed", "order", "labels", "accuracy", "cross_validated")
+COLUMNS += ("judged", "low", "high", "gain", "gain_low", "gain_high")
 
 
 def read(images: Images, count: int, place: Path) -> tuple[FolderFeatures, np.ndarray]:
@@ -64,9 +65,9 @@ def curve(
         recall = [(predicted == test[1])[test[1] == k].mean() for k in np.unique(test[1])]
         row = {"order": way, "labels": BATCH * (turn + 1), "accuracy": 100 * statistics.fmean(recall)}
         if way == "mixed" and row["labels"] in JUDGED:
-            point = head.judged(lambda step, done, count: None)
+            point = head.judged(lambda step, done, count: None, drawn_at_random(held, held < -1, seed))
             assert point is not None, "there are labels enough"
-            row |= dict(zip(COLUMNS[5:], point[1:], strict=True))
+            row |= {name: getattr(point, name) for name in COLUMNS[6:]} | {"cross_validated": point.accuracy}
         yield row
         spread = ORDERS[way]
         queue = queue[BATCH:]
@@ -74,6 +75,8 @@ def curve(
             numbers = {name: n for n, name in enumerate(head.classes)}
             known = np.array([numbers.get(name, -1) for name in classes] + [-1])[held]
             queue = order(Guesses(*guesses(head, model)), known, held < 0, seed, spread)
+            if spread:
+                queue = with_random(queue, random_order(held < 0, seed))
 
 
 def needed(chosen: np.ndarray, random: np.ndarray) -> float:
@@ -106,7 +109,7 @@ def table(rows: list[dict[str, Any]], out: Path) -> None:
     print("|---|---|---:|---:|---:|")
     for name, axes in zip(sets, np.atleast_1d(figure.subplots(1, len(sets))), strict=True):
         curves = {}
-        for way, color in zip(ORDERS, ("#777777", "#0072b2", "#d55e00"), strict=True):
+        for way, color in zip(ORDERS, ("#777777", "#0072b2"), strict=True):
             mine = [row for row in rows if row["set"] == name and row["order"] == way]
             seeds = sorted({row["seed"] for row in mine})
             curves[way] = np.array([[float(row["accuracy"]) for row in mine if row["seed"] == seed] for seed in seeds])
@@ -126,7 +129,7 @@ def table(rows: list[dict[str, Any]], out: Path) -> None:
         at = [row for row in judged if (row["set"], row["labels"]) == (name, labels)]
         near = BATCH * max(1, round(int(labels) / 2 / BATCH))
         halves = [row for row in rows if row["set"] == name and row["order"] == "mixed" and int(row["labels"]) == near]
-        means = [statistics.fmean(float(row[key]) for row in at) for key in ("judged", "accuracy", "gain")]
+        means = [statistics.fmean(float(row[key]) for row in at) for key in ("cross_validated", "accuracy", "gain")]
         brought = means[1] - statistics.fmean(float(row["accuracy"]) for row in halves)
         stops = sum(float(row["gain_high"]) < 2 for row in at)
         cells = (f"{means[0]:.1f}", f"{means[1]:.1f}", f"{means[2]:+.1f}", f"{brought:+.1f}", f"{stops} of {len(at)}")

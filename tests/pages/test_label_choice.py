@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from halfmoon.pages.choice import Guesses, nearest, order, random_order, ranks, standardized
+from halfmoon.pages.choice import (
+    Guesses,
+    drawn_at_random,
+    nearest,
+    order,
+    random_order,
+    ranks,
+    standardized,
+    with_random,
+)
 
 draw = np.random.default_rng(0)
 
@@ -103,3 +112,20 @@ def test_the_nearest_comes_first_and_the_unknown_last():
     guesses = Guesses(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
     guesses.probabilities[2] = np.nan
     assert nearest(guesses, 1).tolist() == [1, 3, 0, 2]
+
+
+def test_every_fifth_is_the_next_of_the_random_order():
+    chosen, random = np.arange(12), np.array([11, 0, 3, 7, 2, 1, 10, 4, 5, 6, 8, 9])
+    assert with_random(chosen, random).tolist() == [0, 1, 2, 3, 11, 4, 5, 6, 7, 10, 8, 9]
+
+
+def test_labels_that_were_chosen_do_not_count_as_random():
+    """The first 20 of the random order have a label or were passed, one is skipped; 30 behind it were chosen."""
+    first = random_order(np.ones(400, bool), 3)
+    labels, passed = nothing(400), np.zeros(400, bool)
+    labels[first[:19]], passed[first[19]] = 1, True
+    labels[first[4]] = -1
+    labels[first[200:230]] = 2
+    found = drawn_at_random(labels, passed, 3)
+    assert sorted(np.flatnonzero(found)) == sorted(set(first[:19]) - {first[4]})
+    assert not drawn_at_random(nothing(5), np.zeros(5, bool)).any()

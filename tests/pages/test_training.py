@@ -16,6 +16,8 @@ from halfmoon.pages.training import Training
 from halfmoon.sites.folders.site_folder import LABELS
 from halfmoon.sweeps.own_labels import Point
 
+NONE = np.zeros(2, bool)
+
 
 def until_done(found: Training, seconds: float = 90) -> None:
     end = time.monotonic() + seconds
@@ -37,16 +39,16 @@ def test_what_is_missing_is_one_sentence(
 ):
     monkeypatch.setattr(training, "installed", lambda name: False)
     with pytest.raises(UserError, match=words):
-        Training(tmp_path, ["a", "b"], LABELS).begin(np.array(labels), ["cat", "dog"])
+        Training(tmp_path, ["a", "b"], LABELS).begin(np.array(labels), ["cat", "dog"], NONE)
 
 
 def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training, "installed", lambda name: True)
     found = Training(tmp_path, ["a.png", "b.png"], LABELS)
     for _ in range(2):  # the second has a process of its own
-        found.begin(np.array([0, 1]), ["cat", "dog"])
+        found.begin(np.array([0, 1]), ["cat", "dog"], NONE)
         with pytest.raises(UserError, match="A training is running, in this tab or another"):
-            found.begin(np.array([0, 1]), ["cat", "dog"])
+            found.begin(np.array([0, 1]), ["cat", "dog"], NONE)
         (process,) = multiprocessing.active_children()
         process.kill()
         until_done(found)
@@ -65,7 +67,7 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
     found = Training(tmp_path, paths, LABELS)
     labels = np.full(12, -1)  # one a class that can be read
     labels[[5, np.flatnonzero(truth == 0)[0], np.flatnonzero(truth == 1)[0]]] = 0, 0, 2
-    found.begin(labels, ["0", "without a label", "1"])
+    found.begin(labels, ["0", "without a label", "1"], labels >= 0)
     until_done(found)
     assert (found.error, found.count) == ("", 1)
     assert found.result is not None
@@ -77,9 +79,9 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
 
 
 def test_the_curve_of_earlier_pages_stays(tmp_path: Path):
-    point = {**Point(40, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
+    point = {**Point(40, 24, 24, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
     (tmp_path / ".halfmoon").mkdir()
     (tmp_path / ".halfmoon" / "trainings-labels.jsonl").write_text(json.dumps(point) + "\n")
     found = Training(tmp_path, ["a"], LABELS)
-    assert found.words == "40 labels: 81 % right (95 %: 70 to 92). More."
+    assert found.words == "40 labels: 81 % right (95 %: 70 to 92) on 24 random ones. More."
     assert Training(tmp_path, ["a"], ".halfmoon/readers/ada.csv").points == []

@@ -25,4 +25,4 @@ def test_half_of_the_labels_of_each_class_become_unknown():
     ],
 )
 def test_more_labels_hardly_help_where_two_points_are_ruled_out(gain: tuple[float, float, float], words: str):
-    assert Point(100, 80.0, 70.0, 90.0, *gain).advice.startswith(words)
+    assert Point(100, 100, 100, 80.0, 70.0, 90.0, *gain).advice.startswith(words)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+EVERY = 5
+"""One of so many images is a random one."""
+
 SPREAD = 600
 """So many images are chosen one by one; the rest follows by uncertainty."""
 
@@ -49,6 +52,30 @@ def random_order(open_: np.ndarray, seed: int = 0) -> np.ndarray:
     """
     order = np.random.default_rng(seed).permutation(len(open_))
     return order[open_[order]]
+
+
+def with_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Return an order of rows in which every one of `EVERY` is the next of a random order of the same rows.
+
+    What was drawn at random tells how good a model is; what was chosen is harder than the rest."""
+    seen, sources, found = set[int](), (iter(order.tolist()), iter(random.tolist())), list[int]()
+    for place in range(1, len(order) + 1):
+        found.append(next(row for row in sources[place % EVERY == 0] if row not in seen))
+        seen.add(found[-1])
+    return np.array(found, np.int64)
+
+
+def drawn_at_random(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Return which labeled rows, bool (N,), were shown because chance said so: nearly all of the first of its order.
+
+    These are the rows of the longest beginning of the random order in which nine of ten have a label or were `passed`,
+    bool (N,), as too hard to name."""
+    order = random_order(np.ones(len(labels), bool), seed)
+    share = np.cumsum((labels >= 0)[order] | passed[order]) / np.arange(1, len(order) + 1)
+    enough = np.flatnonzero(share >= 0.9)
+    found = np.zeros(len(labels), bool)
+    found[order[: enough[-1] + 1 if len(enough) else 0]] = True
+    return found & (labels >= 0)
 
 
 def ranks(uncertainty: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
-from halfmoon.pages.choice import Guesses, nearest, novelty, order, ranks
+from halfmoon.pages.choice import Guesses, drawn_at_random, nearest, novelty, order, random_order, ranks, with_random
 from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, one_of, words
@@ -91,7 +91,9 @@ def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: in
     What has a label, or was found too hard to name, is left out.
     """
     chosen = None if way == "random" else guesses
-    return order(chosen, own_labels(classes, book), (book.labels < 0) & ~book.unsure, seed, *([0] * (way == "unsure")))
+    left = (book.labels < 0) & ~book.unsure
+    rows = order(chosen, own_labels(classes, book), left, seed, *([0] * (way == "unsure")))
+    return with_random(rows, random_order(left, seed)) if way == ORDERS[0] and chosen is not None else rows
 
 
 def own_labels(classes: Sequence[str], book: Book) -> np.ndarray:
@@ -187,7 +189,8 @@ class Labeling(FolderPage):
     def train(self, request: Request) -> dict[str, Any]:
         """Train on what is labeled now, in the background."""
         self.book.refresh()
-        self.training.begin(self.book.labels, self.book.classes)
+        drawn = drawn_at_random(self.book.labels, self.book.unsure, self.options.seed)
+        self.training.begin(self.book.labels, self.book.classes, drawn)
         return self.facts(None)
 
     def answer(self, request: Request) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class Trained:
 
 
 def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
-    """Answer (labels, classes) by (step, done, of) as it goes, by `Trained`, and at its end by a point of the curve (a
-    dict, empty with too few labels) or by a sentence; features stay in memory."""
+    """Answer (labels, classes, drawn at random) by (step, done, of) as it goes, by `Trained`, and at its end by a point
+    of the curve (a dict, empty with too few labels) or by a sentence; features stay in memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     import torch
 
@@ -48,7 +48,7 @@ def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
     own = None
     with suppress(EOFError):
         while True:
-            labels, classes = pipe.recv()
+            labels, classes, drawn = pipe.recv()
             try:
                 own = own or own_labels.folder_features(folder, paths, tell)
                 head = own_labels.problem(own, labels, classes)
@@ -57,7 +57,7 @@ def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values
                 pipe.send(Trained(Guesses(probabilities, features), head.classes))
-                point = head.judged(tell)
+                point = head.judged(tell, drawn[own.rows])
                 pipe.send({**point._asdict(), "advice": point.advice} if point else {})
             except Exception as error:
                 pipe.send(str(error) if isinstance(error, UserError) else f"The training failed: {one_line(error)}.")
@@ -80,8 +80,10 @@ class Training:
         self._began = self._ends = 0.0
         self._judged = True
 
-    def begin(self, labels: np.ndarray, classes: Sequence[str]) -> None:
-        """Train in the background; raise UserError where a training is running, or the network is not installed."""
+    def begin(self, labels: np.ndarray, classes: Sequence[str], drawn: np.ndarray) -> None:
+        """Train in the background, and judge by those labels that were `drawn` at random, bool (N,).
+
+        Raise UserError where a training is running, or the network is not installed."""
         known = np.unique(labels[labels >= 0])
         if len(known) < 2:
             only = f"All labels are {classes[known[0]]!r}: label images of another class too" if len(known) else ""
@@ -98,7 +100,7 @@ class Training:
             self._process = context.Process(target=work, args=(other, self.folder, self.paths), daemon=True)
             self._process.start()
             other.close()  # so that its end is seen
-        self._pipe.send((labels, list(classes)))
+        self._pipe.send((labels, list(classes), drawn))
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
@@ -146,7 +148,9 @@ class Training:
             return "Trained. Two labels of one class, or more, are needed to judge it."
         point = self.points[-1]
         ends = f"95 %: {point['low']:.0f} to {point['high']:.0f}"
-        return f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({ends}). {point['advice']}"
+        few = " Few were random, so all of them judge: chosen ones are harder than the rest."
+        by = few if point["judged"] == point["labels"] > point["random"] else f" on {point['judged']:,} random ones."
+        return f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({ends}){by} {point['advice']}"
 
     def stop(self) -> None:
         if self._process is not None:

@@ -29,6 +29,9 @@ from halfmoon.sweeps.decision import FOLDS, MARGIN, Fold, folds, head_accuracy, 
 from halfmoon.sweeps.own_folder import Contents, looked_at, readable
 from halfmoon.sweeps.own_plan import head_config, head_task
 
+LEAST = 20
+"""Random labels on which a head is judged alone."""
+
 PART = 256
 """Images that are decoded together: they bound the memory."""
 
@@ -42,9 +45,11 @@ Progress = Callable[[str, int, int], None]
 class Point(NamedTuple):
     """A training on so many labels: percent right by cross-validation, and what the second half of the labels brought.
 
-    Both with their 95 % intervals."""
+    Both with their 95 % intervals. `random` labels were drawn by chance; it was judged on `judged` of all."""
 
     labels: int
+    random: int
+    judged: int
     accuracy: float
     low: float
     high: float
@@ -112,10 +117,15 @@ class HeadProblem:
         everything = Fold(np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0), np.arange(0))
         return solved(self.method, self.task, self.data, everything)
 
-    def judged(self, tell: Progress) -> Point | None:
-        """Return how often such a head is right, by cross-validation; None where a class of two labels is missing."""
+    def judged(self, tell: Progress, drawn: np.ndarray | None = None) -> Point | None:
+        """Return how often such a head is right, by cross-validation; None where a class of two labels is missing.
+
+        It is judged on the labels that chance has `drawn`, bool (n,), and on all where these are fewer than `LEAST`."""
         labels = self.data.labels.numpy()
-        splits = list(folds(labels))
+        random = int(drawn.sum()) if drawn is not None else int((labels >= 0).sum())
+        tests = drawn if drawn is not None and random >= LEAST else labels >= 0
+        splits = [fold._replace(test=fold.test[tests[fold.test]]) for fold in folds(labels)]
+        splits = [fold for fold in splits if len(fold.test)]
         whole, halves = list[float](), list[float]()
 
         def right(number: int) -> list[float]:
@@ -127,11 +137,12 @@ class HeadProblem:
                 whole.append(one)
                 halves.append(other)
                 tell("splits of the cross-validation", number, len(splits))
-        if not splits:
+        if len(splits) < 2:
             return None
-        count = int((labels >= 0).sum())
-        found, gain = (interval(whole, base, 1 / (FOLDS - 1), count) for base in ([0.0] * len(whole), halves))
-        return Point(count, found.mean, max(0.0, found.low), min(100.0, found.high), gain.mean, gain.low, gain.high)
+        counts = int((labels >= 0).sum()), random, int(tests.sum())
+        found, gain = (interval(whole, base, 1 / (FOLDS - 1), counts[2]) for base in ([0.0] * len(whole), halves))
+        ends = max(0.0, found.low), min(100.0, found.high)
+        return Point(*counts, found.mean, *ends, gain.mean, gain.low, gain.high)
 
 
 def problem(own: FolderFeatures, labels: np.ndarray, names: Sequence[str]) -> HeadProblem:
