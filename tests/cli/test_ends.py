@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.cli.ends import out_of_memory
+from halfmoon.cli.commands.base import out_of_memory
 from halfmoon.cli.main import main
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.storage.run_folder import RunFolder

@@ -196,7 +196,7 @@ def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given:
 @pytest.mark.parametrize(("typed", "yes"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False)])
 def test_what_is_typed(typed: str, yes: bool):
     """Nothing is waited for: before a line has come there is no answer. The end of what comes is a no."""
-    from halfmoon.cli.commands.join import Terminal
+    from halfmoon.cli.commands.site import Terminal
 
     end, begin = os.pipe()
     with os.fdopen(end) as keys, os.fdopen(begin, "w") as typing:

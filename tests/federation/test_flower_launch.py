@@ -445,7 +445,7 @@ def query(message: Message, context: Context) -> Message:
 SERVE = """
 import sys
 from pathlib import Path
-from halfmoon.cli.commands.serve import shower
+from halfmoon.cli.commands.base import shower
 from halfmoon.federation.flower.launch import Server, serve
 from halfmoon.federation.flower.processes import interruptible
 config, run, port, *files = sys.argv[1:]
@@ -457,7 +457,7 @@ with interruptible():
 JOIN = """
 import sys
 from pathlib import Path
-from halfmoon.cli.commands.serve import shower
+from halfmoon.cli.commands.base import shower
 from halfmoon.federation.flower.contact import Address
 from halfmoon.federation.flower.site_process import Joining, join
 from halfmoon.federation.flower.processes import interruptible

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from halfmoon.cli import main as cli
-from halfmoon.cli.commands.leaderboard import PAGE
+from halfmoon.cli.commands.report import BOARD
 from halfmoon.core.errors import UserError
 from halfmoon.report.leaderboard import add, board
 
@@ -100,7 +100,7 @@ def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "runs" / "r" / "sweep.json").write_text(json.dumps(summary()))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["leaderboard"]) == 0
-    assert PAGE.read_text() == board(tmp_path / "results")
+    assert BOARD.read_text() == board(tmp_path / "results")
 
 
 @pytest.mark.parametrize(

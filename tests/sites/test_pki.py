@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
 from halfmoon.cli import main as cli
-from halfmoon.cli.commands import serve
+from halfmoon.cli.commands import federation
 from halfmoon.cli.commands.base import flags
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
@@ -747,7 +747,7 @@ def test_warnings_go_to_stderr_and_the_json_is_whole(tmp_path: Path, capsys: pyt
 
 
 def test_the_ports_are_those_of_serve() -> None:
-    assert serve.PORT == PORT != LISTEN
+    assert federation.PORT == PORT != LISTEN
 
 
 def test_names_are_those_of_a_federation(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from halfmoon import Config, UserError
-from halfmoon.cli import own_sites as command
+from halfmoon.cli import own as command
 from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
 from halfmoon.data import load

@@ -17,38 +17,37 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from halfmoon.cli import own_images, own_sites
+from halfmoon.cli import own
 from halfmoon.cli.commands import (
     base,
-    check_method,
     data,
     federation,
-    leaderboard,
     methods,
+    paged,
     privacy,
     recipes,
     report,
-    serve,
     site,
     sweep,
     trained,
     tune,
-    watch,
 )
 from halfmoon.cli.commands.base import (
     TRAINED,
     Parser,
+    Stopped,
+    catch_end,
     command,
     complain,
     layers,
     leftover,
     model_first,
     options,
+    out_of_memory,
+    print_outcome,
     tracked,
     trackers,
 )
-from halfmoon.cli.ends import catch_end, out_of_memory
-from halfmoon.cli.outcome import print_outcome
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -72,11 +71,11 @@ MAIN_JOB: dict[str, Any] = {
 OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
-MODULES = (
-    *(methods, data, recipes, sweep, report, leaderboard, federation, site, serve, trained, watch, privacy),
-    check_method,
-)
-"""The modules of the other commands."""
+OTHERS = (
+    methods.add, data.add, recipes.add, sweep.add, report.add, report.add_leaderboard, federation.add_federation,
+    site.add, federation.add_serve, trained.add, paged.add_watch, privacy.add, methods.add_check,
+)  # fmt: skip
+"""What adds the other commands."""
 
 OTHER_NAMES = {
     "train": "run",
@@ -108,28 +107,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as done:  # argparse, after --help and --version
         return int(done.code or 0)
-    except UserError as error:
-        if "--debug" in words:
-            raise
-        return complain(str(error), _user_code(error))
-    except RuntimeError as error:
-        from halfmoon.engine.driver import Diverged
-
-        if "--debug" in words or not isinstance(error, Diverged):
-            raise
-        return complain(str(error), 1)
-    except KeyboardInterrupt:
-        if "--debug" in words:
-            raise
-        return complain("stopped.", 130)
     except BrokenPipeError:
         # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if "--debug" in words:
+    except (Stopped, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
+        if "--debug" in words or (end := _end(error)) is None:
             raise
-        return complain(f"{error.filename or 'a file'}: {error.strerror or error}.", 1)
+        return complain(*end)
+
+
+def _end(error: BaseException) -> tuple[str, int] | None:
+    """Return the sentence and the exit code of an error, None for a mistake of the program."""
+    if isinstance(error, Stopped):
+        return str(error), error.code
+    if isinstance(error, UserError):
+        cause = error.__cause__
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        return str(error), 1 if full else 2
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}.", 1
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped.", 130
+    from halfmoon.engine.driver import Diverged
+
+    return (str(error), 1) if isinstance(error, Diverged) else None
 
 
 def _main(words: list[str]) -> int:
@@ -164,8 +166,8 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
     run = command(commands, "run", "train a method; without --method and --config: the main job on digits", "", _run)
-    own_sites.add(run)
-    own_images.add(run)
+    own.sites_flags(run)
+    own.plan_flags(run)
     tracked(run)
     _shown(run)
     options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
@@ -192,8 +194,8 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     tracked(resume)
     _shown(resume)
 
-    for module in MODULES:
-        module.add(commands)
+    for add in OTHERS:
+        add(commands)
     return parser, commands.choices
 
 
@@ -207,14 +209,14 @@ def _shown(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     values, flags, file = layers(args)
     if args.sites:
-        config, folders = own_sites.rehearsal_of(args, {**values, **flags}, file)
+        config, folders = own.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
         from halfmoon.sweeps.own_sites import rehearse
 
         root, again = config.run_dir, "the same command goes on"
-        return _play(args, root, lambda watch: rehearse(config, folders, root, watch), own_sites.print_rows, again)
-    own_sites.refuse_federation(args.config, values, flags)
-    if (plan := own_images.planned(args, flags)) is not None:
+        return _play(args, root, lambda watch: rehearse(config, folders, root, watch), own.print_rows, again)
+    own.refuse_federation(args.config, values, flags)
+    if (plan := own.planned(args, flags)) is not None:
         return _play_plan(args, plan)
     if args.config is None and not {"method", "baselines"} & flags.keys():
         flags = _main_job(flags)
@@ -232,7 +234,7 @@ def _run(args: argparse.Namespace) -> int:
 def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
     """Show a plan for images of one's own, and play it."""
     if args.plan or not args.json:
-        own_images.show_plan(plan, args.json)
+        own.show_plan(plan, args.json)
     if args.plan:
         return 0
     folder = plan.config.run_dir or settings.free_folder(plan.config, plan.config.method)
@@ -241,7 +243,7 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
     def show(args: argparse.Namespace, folder: Path, played: Played) -> None:
         if played.outcome is not None:
             print_outcome(played.outcome, args.json, args.wide, played.decision)
-        own_images.show_played(plan, played, folder, args.json)
+        own.show_played(plan, played, folder, args.json)
 
     again = "start it again in another --run-dir"
     return _play(args, folder, lambda watch: play(plan, folder, watch), show, again, plan.rows, plan.after)
@@ -337,20 +339,16 @@ def _play(
     try:
         with watch:
             outcome = play(Callbacks(watch, *tracking, warn=watch.say))
-    except KeyboardInterrupt:
-        if args.debug:
-            raise
+    except KeyboardInterrupt as error:
         saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
         again = again or (f"go on with: {_resuming(folder)}" if saved else "nothing was saved yet.")
-        return complain(f"stopped; {again}", 130)
+        raise Stopped(f"stopped; {again}", 130) from error
     except Diverged as error:
-        if args.debug:
-            raise
-        return complain(f"{error} The run folder is {folder}.", 1)
+        raise Stopped(f"{error} The run folder is {folder}.") from error
     except (MemoryError, RuntimeError) as error:
-        if args.debug or (words := out_of_memory(error)) is None:
+        if (words := out_of_memory(error)) is None:
             raise
-        return complain(f"{words} What was saved is intact: {again or f'go on with: {_resuming(folder)}'}", 1)
+        raise Stopped(f"{words} What was saved is intact: {again or f'go on with: {_resuming(folder)}'}") from error
     if not watch.played:
         watch.say(f"{folder} is finished already; this is what came out.")
     show(args, folder, outcome)
@@ -362,8 +360,3 @@ def _play(
 
 def _resuming(folder: Path) -> str:
     return shlex.join(["halfmoon", "resume", str(folder)])
-
-
-def _user_code(error: UserError) -> int:
-    cause = error.__cause__
-    return 1 if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2

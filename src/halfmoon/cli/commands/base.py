@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
+import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfmoon.config import schema as settings
@@ -19,6 +24,9 @@ from halfmoon.core.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from halfmoon.runs.callbacks import Callback
+    from halfmoon.runs.runner import RunResult
+    from halfmoon.sweeps.decision import Decision
+
 
 COMMON = {
     *("method", "baselines", "protocol", "data", "resize", "channels", "clients", "setting", "dirichlet_alpha"),
@@ -248,6 +256,23 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+class Stopped(Exception):
+    """What ends a command with a sentence on stderr and an exit code."""
+
+    def __init__(self, words: str, code: int = 1) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+@contextmanager
+def ending(words: str) -> Iterator[None]:
+    """Let Ctrl-C end the command with these words."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(words, 130) from error
+
+
 def complain(words: str, code: int) -> int:
     sys.stderr.write(f"halfmoon: {words}\n")
     return code
@@ -264,3 +289,82 @@ def progress() -> Callable[[int, int], None]:
             sys.stderr.write(f"halfmoon: {done:,} of {of:,} images\n")
 
     return tell
+
+
+def whole(flag: str, words: str, least: int, most: int) -> int:
+    """Return the whole number that a flag was given; raise UserError where it is none, or out of its range."""
+    if not words.isdecimal() or not least <= int(words) <= most:
+        raise UserError(f"{flag} is {words!r}: it must be a whole number from {least} to {most}.")
+    return int(words)
+
+
+def shower(json: bool) -> Callable[[str], None]:
+    """Return what writes a line at once: to stdout, or to stderr where stdout is kept for `--json`."""
+    stream = sys.stderr if json else sys.stdout
+
+    def show(line: str) -> None:
+        stream.write(f"{line}\n")
+        stream.flush()
+
+    return show
+
+
+def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
+    """Print the table, what was won and where all of it lies; as JSON, everything, with a `decision` where one was
+    made."""
+    from halfmoon.methods import registry
+    from halfmoon.report import tables
+    from halfmoon.report.gain import gain
+    from halfmoon.report.paired import ONE_SEED, differences
+    from halfmoon.report.remarks import remarks
+
+    table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
+    paired = differences(outcome.summaries, registry.ceilings())
+    sentence = gain(outcome.summaries, registry.ceilings())
+    notes = remarks(outcome.summaries, registry.ceilings())
+    if as_json:
+        print_json(
+            {
+                "folder": str(outcome.folder),
+                "curves": str(outcome.curves),
+                "tables": [str(path) for path in outcome.tables],
+                "comparison": table.as_json(),
+                "differences": paired and paired.as_json(),
+                "gain": sentence,
+                **({} if decision is None else {"decision": decision.as_json()}),
+                "remarks": notes,
+                "runs": [
+                    {**summary, "folder": str(path)}
+                    for summary, path in zip(outcome.summaries, outcome.runs, strict=True)
+                ],
+            }
+        )
+        return
+    wide_table = replace(table, wide=wide)
+    show(wide_table.headings, wide_table.cells)
+    if paired:
+        show(paired.headings, paired.cells)
+        say(paired.sentence)
+    elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
+        say(ONE_SEED)
+    for words in (*([sentence] if sentence else ()), *notes):
+        say(words)
+    say(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
+
+
+def catch_end() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Return a sentence where an error says that memory is used up, None where it says something else."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return "the memory of this machine is used up: take smaller batches or --executor loop, or end other programs."
+    if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error):
+        return "the GPU's memory is used up: take smaller batches, --executor loop or --device cpu."
+    return None
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

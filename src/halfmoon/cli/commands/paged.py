@@ -1,4 +1,4 @@
-"""What the commands share that serve a page to this machine's browser."""
+"""The commands that serve a page to this machine's browser: `halfmoon site label` and `halfmoon watch`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.serve import shower, whole
+from halfmoon.cli.commands.base import command, ending, print_json, progress, shower, whole
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -20,6 +20,16 @@ def served(parser: argparse.ArgumentParser) -> None:
     about = "the port of the page, which only this machine can open (default: a free one)"
     parser.add_argument("--port", metavar="N", help=about)
     parser.add_argument("--no-browser", action="store_true", help="print the page's address, and open no browser")
+
+
+def from_outside(parser: argparse.ArgumentParser) -> None:
+    about = "the model's network, where it comes from outside halfmoon: no file names code that you do not name"
+    parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
+
+
+def on_device(parser: argparse.ArgumentParser) -> None:
+    about = "where to compute (default: auto)"
+    parser.add_argument("--device", metavar="auto|cpu|cuda", default="auto", help=about)
 
 
 def place(args: argparse.Namespace) -> int | None:
@@ -54,3 +64,98 @@ def tell(words: str) -> None:
 
 def note(words: str) -> None:
     sys.stderr.write(f"halfmoon: {words}\n")
+
+
+def label_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the action."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images, and perhaps labels.csv and classes.txt")
+    about = "the folder of a finished run, or its model.safetensors: what it is unsure of comes early (default: random)"
+    parser.add_argument("--model", metavar="RUN", type=Path, help=about)
+    about = "the classes, in their order, where there is no classes.txt yet: it is written"
+    parser.add_argument("--classes", metavar="NAME", nargs="+", default=(), help=about)
+    about = "also write who answered and when; without NAME the page asks"
+    parser.add_argument("--by", metavar="NAME", nargs="?", const="", help=about)
+    about = "label as a second reader, into a file of your own, without a look at the labels (see site agreement)"
+    parser.add_argument("--reader", metavar="NAME", help=about)
+    about = "show no page: print the first N images that it would show"
+    parser.add_argument("--list", metavar="N", help=about)
+    parser.add_argument("--seed", metavar="N", default="0", help="the seed of the order (default: 0)")
+    about = "the values of black and white in images of more than 8 bits (default: the file's own)"
+    parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
+    from_outside(parser)
+    on_device(parser)
+    served(parser)
+
+
+def run_label(args: argparse.Namespace) -> int:
+    """Serve the page until interrupted; with --list print the order."""
+    from halfmoon.data.preparation import checked_window
+    from halfmoon.pages.label import Options, open_folder
+    from halfmoon.pages.label import run as label
+
+    seed = whole("--seed", args.seed, 0, 2**32 - 1)
+    count = None if args.list is None else whole("--list", args.list, 1, 10**9)
+    port = place(args) if count is None else None
+    if args.by is not None and (len(args.by) > 100 or any(ord(letter) < 32 for letter in args.by)):
+        raise UserError("--by is no short name of one line.")
+    site = open_folder(args.folder, args.classes)
+    load = None if args.model is None else loader(args.model, args.device, args.network)
+    classes: tuple[str, ...] = ()
+    if load is not None and not site.classes:
+        model = load()
+        classes, load = model.classes, lambda: model
+    if count is not None:
+        return _list(args, count, seed, site, load)
+    if args.model is not None and not args.model.exists():
+        raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
+    options = Options(args.by, seed, checked_window(args.window), args.reader)
+    with ending("the page is closed."):
+        label(site, load, classes, options, port, not args.no_browser, tell)
+    return 0
+
+
+def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
+    from halfmoon.pages.book import Book
+    from halfmoon.pages.choice import ranks
+    from halfmoon.pages.label import ranked
+
+    guesses, names = None, ()
+    if load is not None:
+        from halfmoon.pages.guesses import guess
+
+        model = load()
+        guesses, names = guess(model, site.folder, site.paths, progress()), model.classes
+    rows = ranked(guesses, names, Book(site, site.classes or names), seed)
+    rank = ranks(guesses.uncertainty[rows]).tolist() if guesses is not None else []
+    rows = rows[:count]
+    if not args.json:
+        for row in rows:
+            tell(site.paths[row])
+        return 0
+    facts: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
+    if guesses is not None:
+        for row, fact, place in zip(rows, facts, rank, strict=False):
+            known = bool(guesses.known[row])
+            fact["predicted"] = names[guesses.predicted[row]] if known else None
+            fact["uncertainty"] = float(guesses.uncertainty[row]) if known else None
+            fact["uncertainty_rank"] = place or None
+    print_json({"folder": str(site.folder), "images": facts})
+    return 0
+
+
+def add_watch(commands: Any) -> None:
+    """Add the command's parser."""
+    about = "follow a run, a comparison, a sweep, a federation or a site's part in the browser"
+    parser = command(commands, "watch", about, "FOLDER ", _watch)
+    about = "the folder of a run, a comparison, a sweep, or a server's run; or a site's folder"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
+    served(parser)
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from halfmoon.pages.watch import run as watch
+
+    port = place(args)
+    with ending("the page is closed; what it showed goes on."):
+        watch(args.folder, port, not args.no_browser, tell)
+    return 0

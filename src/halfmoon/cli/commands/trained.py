@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, print_json, say, show
-from halfmoon.cli.commands.paged import loader, place, served, tell
+from halfmoon.cli.commands.base import command, complain, ending, print_json, say, show
+from halfmoon.cli.commands.paged import from_outside, loader, on_device, place, served, tell
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -75,16 +75,6 @@ def _of_model(parser: argparse.ArgumentParser) -> None:
     about = "the folder of a finished run, or its model.safetensors"
     parser.add_argument("model", metavar="MODEL", type=Path, help=about)
     from_outside(parser)
-
-
-def from_outside(parser: argparse.ArgumentParser) -> None:
-    about = "the model's network, where it comes from outside halfmoon: no file names code that you do not name"
-    parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
-
-
-def on_device(parser: argparse.ArgumentParser) -> None:
-    about = "where to compute (default: auto)"
-    parser.add_argument("--device", metavar="auto|cpu|cuda", default="auto", help=about)
 
 
 def _sure(parser: argparse.ArgumentParser) -> None:
@@ -205,17 +195,12 @@ def _percent(share: float | None) -> str:
 
 
 def _review(args: argparse.Namespace) -> int:
-    """Serve the page until interrupted, then return 130."""
     from halfmoon.pages.review import run as review
 
     port = place(args)
     model = loader(args.model, args.device, args.network)()
-    try:
+    with ending("the page is closed."):
         review(model, args.model.resolve().name, args.folder, port, not args.no_browser, tell)
-    except KeyboardInterrupt:
-        if args.debug:
-            raise
-        return complain("the page is closed.", 130)
     return 0
 
 
